@@ -1,0 +1,176 @@
+"""The command line, which is also what torchrun starts: `python -m fsdp_helpers train --help`."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from fsdp_helpers.config import APIS, MODELS, STRATEGIES, TrainConfig
+from fsdp_helpers.records import RunRecord
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line long."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="fsdp_helpers", description="Train small models on digits, sharded or not.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
+    train = commands.add_parser("train", help="train a model, on one process or on many")
+    default = TrainConfig()
+    train.add_argument("--model", choices=MODELS, default=default.model)
+    train.add_argument("--strategy", choices=STRATEGIES, default=default.strategy)
+    train.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: 1 for local, else 2)")
+    train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    train.add_argument("--epochs", type=int, metavar="N", default=default.epochs)
+    train.add_argument("--max-steps", type=int, metavar="N", help="end training early, after N steps")
+    train.add_argument("--global-batch-size", type=int, metavar="N", default=default.global_batch_size)
+    train.add_argument("--learning-rate", type=float, metavar="X", default=default.learning_rate)
+    train.add_argument("--seed", type=int, metavar="N", default=default.seed)
+    train.add_argument("--train-images", type=int, metavar="N", help="train on the first N images")
+    train.add_argument("--test-images", type=int, metavar="N", help="test on the first N images")
+    train.add_argument("--no-dropout", dest="dropout", action="store_false")
+    train.add_argument("--data-dir", metavar="DIR", help="default: FSDP_DATA_DIR, else data/ at the project's root")
+    train.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run to FILE")
+    train.set_defaults(run=train_command)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, 1 for a failed rank, 2 for bad input, 130 for an interrupt."""
+    from fsdp_helpers.data import DataError
+    from fsdp_helpers.launch import RankError
+
+    options = build_parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, DataError) as error:
+        return _complain(BAD_INPUT, str(error))
+    except RankError as error:
+        return _complain(FAILED, str(error))
+    except KeyboardInterrupt:
+        return _complain(INTERRUPTED, "interrupted; all ranks are stopped")
+    return 0
+
+
+def train_command(options: argparse.Namespace) -> None:
+    from fsdp_helpers.ranks import started_by_torchrun
+
+    config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
+    _check_json_path(options.json)
+    record = (_train_under_torchrun if started_by_torchrun() else _train_here)(config, options)
+    if record is not None:
+        _print_summary(record)
+        if options.json:
+            _write_json(record.to_json(), options.json)
+
+
+def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
+    from fsdp_helpers.launch import launch
+    from fsdp_helpers.ranks import choose_device
+    from fsdp_helpers.workers import train_worker
+
+    world_size = (1 if config.strategy == "local" else 2) if options.world_size is None else options.world_size
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be 1 or more")
+    config.check_world_size(world_size)
+    device = choose_device(options.device, world_size)
+    _prepare_data(config)
+    return launch(train_worker, config, world_size=world_size, device=device)[0]
+
+
+def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> RunRecord | None:
+    """This process is one rank; the first rank of each machine prepares the data, rank 0 returns the record."""
+    import torch.distributed as dist
+
+    from fsdp_helpers import progress
+    from fsdp_helpers.ranks import choose_device, process_group
+    from fsdp_helpers.workers import train_worker
+
+    rank, world_size, local_rank, local_world_size = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    if options.world_size not in (None, world_size):
+        raise ValueError(f"--world-size {options.world_size}, but torchrun started {world_size} ranks; leave it out")
+    config.check_world_size(world_size)
+    device = choose_device(options.device, local_world_size)
+    bar = progress.ProgressBar()
+    if rank == 0:
+        progress.send_reports_to(bar.update)
+    with process_group(rank, world_size, device=device):
+        if local_rank == 0:
+            _prepare_data(config)
+        dist.barrier()
+        record = train_worker(rank, world_size, config)
+    bar.close()
+    return record if rank == 0 else None
+
+
+def _prepare_data(config: TrainConfig) -> None:
+    from fsdp_helpers.data import describe_source, num_train_images, prepare_data
+
+    source = prepare_data(config.data_dir)
+    config.check_data_size(num_train_images(source))
+    print(describe_source(source, config.data_dir), file=sys.stderr)
+
+
+def _print_summary(record: RunRecord) -> None:
+    config = record.config
+    print(
+        f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "
+        f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} images"
+    )
+    for number, epoch in enumerate(record.epochs, start=1):
+        print(
+            f"epoch {number}: train loss {epoch.train_loss:.4f}, test loss {epoch.test_loss:.4f}, "
+            f"accuracy {epoch.test_accuracy:.2%} ({epoch.test_correct} of {epoch.test_images}), "
+            f"{epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} images/s"
+        )
+    for rank in record.ranks:
+        print(f"rank {rank.rank}: " + _describe_memory(rank))
+
+
+def _describe_memory(rank) -> str:
+    from fsdp_helpers.units import format_bytes
+
+    state = (
+        f"parameters {format_bytes(rank.parameter_bytes)}, gradients {format_bytes(rank.gradient_bytes)}, "
+        f"optimiser {format_bytes(rank.optimizer_bytes)}"
+    )
+    if rank.held_bytes is None:
+        return state
+    return f"{state}; held {format_bytes(rank.held_bytes)}, peak {format_bytes(rank.peak_bytes)}"
+
+
+def _check_json_path(path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"--json {path}: the folder {path.parent} does not exist")
+    if path is not None and path.is_dir():
+        raise ValueError(f"--json {path} is a folder; give a file")
+
+
+def _write_json(content: dict, path: Path) -> None:
+    """All of it or nothing: a reader never sees half a file."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        json.dump(content, file, indent=1)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def _complain(status: int, message: str) -> int:
+    print(f"fsdp_helpers: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What goes into a run, checked before any process starts."""
+
+from dataclasses import dataclass
+
+MODELS = ("shallow", "deep", "simple", "vit")
+STRATEGIES = ("local", "ddp")
+APIS = ("fsdp1", "fsdp2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of one training run.
+
+    Raises ValueError, with the numbers in the message, for settings that cannot work.
+    """
+
+    model: str = "shallow"
+    strategy: str = "local"
+    epochs: int = 1
+    max_steps: int | None = None  # end training early, mid-epoch if need be
+    global_batch_size: int = 256  # images a step, over all ranks
+    learning_rate: float = 1e-3
+    seed: int = 0
+    train_images: int | None = None  # the first N; None is all
+    test_images: int | None = None
+    dropout: bool = True
+    data_dir: str | None = None  # None: FSDP_DATA_DIR, else data/ at the project's root
+
+    def __post_init__(self) -> None:
+        _require_choice("model", self.model, MODELS)
+        _require_choice("strategy", self.strategy, STRATEGIES)
+        for name in ("epochs", "global_batch_size"):
+            _require_at_least_one(name, getattr(self, name))
+        for name in ("max_steps", "train_images", "test_images"):
+            if getattr(self, name) is not None:
+                _require_at_least_one(name, getattr(self, name))
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate is {self.learning_rate}; it must be a number above zero")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be a whole number from 0 to 2^63 - 1")
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ValueError where `world_size` ranks cannot run this configuration."""
+        if self.strategy == "local" and world_size != 1:
+            raise ValueError(
+                f"strategy 'local' trains in one process, world_size is {world_size}; "
+                "use strategy 'ddp' for several, or world_size 1"
+            )
+        if self.global_batch_size % world_size:
+            smaller = self.global_batch_size // world_size * world_size
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} does not divide by world_size {world_size}: "
+                f"{self.global_batch_size % world_size} image(s) would be left over; "
+                f"use {smaller + world_size}" + (f" or {smaller}" if smaller else "")
+            )
+
+    def check_data_size(self, available: int) -> None:
+        """Raise ValueError where `available` training images do not fill one global batch."""
+        used = min(available, self.train_images or available)
+        if used < self.global_batch_size:
+            raise ValueError(
+                f"{used} training images do not fill one global batch of {self.global_batch_size}; "
+                "use a smaller global_batch_size or more training images"
+            )
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
+
+
+def _require_at_least_one(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")

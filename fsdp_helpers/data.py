@@ -1,0 +1,252 @@
+"""Real MNIST where it can be had, the bundled digits otherwise; one tensor, cut into rank batches."""
+
+import hashlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+from torch import Tensor
+
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, on a scale from 0 to 1
+DOWNLOAD_TIMEOUT_S = 15.0
+NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
+
+# The unpacked files: size in bytes and MD5.
+MNIST_FILES = {
+    "train-images-idx3-ubyte": (47_040_016, "6bbc9ace898e44ae57da46a324031adb"),
+    "train-labels-idx1-ubyte": (60_008, "a25bea736e30d166cdddb491f175f624"),
+    "t10k-images-idx3-ubyte": (7_840_016, "2646ac647ad5339dbf082846283269ea"),
+    "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
+}
+HOW_TO_GET_MNIST = (
+    "To use MNIST, connect to the network and run again, or put its four .gz files "
+    "into the folder MNIST/raw of {folder}"
+)
+
+
+class DataError(Exception):
+    """The data cannot be used as they are; the message names the file or folder and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Images (N, 1, 28, 28), float32 and normalised, and their labels (N,), int64, on one device."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def first(self, count: int | None) -> "Split":
+        """The first `count` images, or all where there are fewer or `count` is None."""
+        return Split(images=self.images[:count], labels=self.labels[:count])
+
+    def to(self, device: torch.device) -> "Split":
+        return Split(images=self.images.to(device), labels=self.labels.to(device))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.images.nbytes + self.labels.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """What a run trains and tests on, and where it came from."""
+
+    source: str  # "mnist" or "digits"
+    train: Split
+    test: Split
+
+
+def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
+    """`data_dir`, else the variable FSDP_DATA_DIR, else data/ at the project's root."""
+    chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
+    return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "data"
+
+
+def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
+    """Make sure that workers find their data, and say which: "mnist" or "digits".
+
+    Called by one process before the workers start: MNIST is downloaded at most once, also when two notebooks
+    start together. Raises DataError for a damaged file, a damaged download, or a folder that cannot be written.
+    """
+    folder = find_data_dir(data_dir)
+    if _mnist_is_there(folder):
+        return "mnist"
+    with _one_process_at_a_time(folder):
+        if _mnist_is_there(folder) or _downloaded(folder):
+            return "mnist"
+    return "digits"
+
+
+def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
+    """One or two sentences: which data are in use and, for the digits, how to get MNIST."""
+    if source == "mnist":
+        return "Data: MNIST, 60,000 training and 10,000 test images."
+    remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name)
+    return f"Data: scikit-learn's 1,797 bundled digits, because MNIST could not be downloaded. {remedy}."
+
+
+def num_train_images(source: str) -> int:
+    """How many training images a source holds."""
+    return 60_000 if source == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
+
+
+def load_data(data_dir: str | os.PathLike | None = None) -> Dataset:
+    """MNIST where the data folder holds it, else the bundled digits. Reads only: any number of ranks may call it."""
+    folder = find_data_dir(data_dir)
+    return _load_mnist(folder) if _mnist_is_there(folder) else _load_digits()
+
+
+def epoch_order(num_images: int, *, seed: int, epoch: int) -> np.ndarray:
+    """The order of the images in one epoch, shape (num_images,). It knows nothing of ranks."""
+    return np.random.default_rng([seed, epoch]).permutation(num_images)
+
+
+def rank_batches(
+    split: Split, *, rank: int, world_size: int, global_batch_size: int, seed: int, epoch: int, first_step: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's part of every global batch: images (B / world_size, 1, 28, 28) and labels (B / world_size,).
+
+    The ranks' parts of a step, one after the other, are the batch that one process would draw. An incomplete
+    last batch is dropped. `first_step` skips the steps that a resumed run has behind it.
+    """
+    order = epoch_order(len(split), seed=seed, epoch=epoch)
+    images_per_rank = global_batch_size // world_size
+    for step in range(first_step, len(split) // global_batch_size):
+        start = step * global_batch_size + rank * images_per_rank
+        chosen = torch.from_numpy(order[start : start + images_per_rank]).to(split.images.device)
+        yield split.images[chosen], split.labels[chosen]
+
+
+def evaluation_batches(
+    split: Split, *, rank: int, world_size: int, batch_size: int = 1000
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's share of every test image, each image on exactly one rank.
+
+    Every rank gets the same number of batches, some possibly empty: a sharded model gathers its parameters in
+    each forward, so a rank that stopped early would leave the others waiting.
+    """
+    for start in range(0, len(split), batch_size):
+        batch = slice(start, start + batch_size)
+        images = split.images[batch].tensor_split(world_size)[rank]
+        yield images, split.labels[batch].tensor_split(world_size)[rank]
+
+
+def normalise(pixels: Tensor) -> Tensor:
+    """Pixels (N, 28, 28) from 0 to 255 as model input (N, 1, 28, 28): (x / 255 - 0.1307) / 0.3081."""
+    return ((pixels.float() / 255 - PIXEL_MEAN) / PIXEL_STD).unsqueeze(1)
+
+
+def _load_mnist(folder: Path) -> Dataset:
+    from torchvision.datasets import MNIST
+
+    parts = [MNIST(folder, train=train) for train in (True, False)]
+    train, test = (Split(images=normalise(part.data), labels=part.targets) for part in parts)
+    return Dataset(source="mnist", train=train, test=test)
+
+
+def _load_digits() -> Dataset:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    small = torch.from_numpy(digits.images).float().unsqueeze(1) * (255 / 16)  # (1797, 1, 8, 8), 0 to 255
+    pixels = F.interpolate(small, size=(28, 28), mode="bilinear").squeeze(1)
+    images, labels = normalise(pixels), torch.from_numpy(digits.target).long()
+    cut = len(labels) - NUM_DIGITS_FOR_TEST
+    return Dataset(
+        source="digits",
+        train=Split(images=images[:cut], labels=labels[:cut]),
+        test=Split(images=images[cut:], labels=labels[cut:]),
+    )
+
+
+def _mnist_is_there(folder: Path) -> bool:
+    """True where all four files are whole, False where any is absent; DataError where one is damaged."""
+    paths = [folder / "MNIST" / "raw" / name for name in MNIST_FILES]
+    present = [path for path in paths if path.exists()]
+    for path in present:
+        _check_file(path, *MNIST_FILES[path.name])
+    return len(present) == len(paths)
+
+
+def _check_file(path: Path, num_bytes: int | None, md5: str) -> None:
+    found = path.read_bytes()
+    if num_bytes is not None and len(found) != num_bytes:
+        raise DataError(f"{path} is damaged: {len(found)} bytes instead of {num_bytes}. Delete it and run again.")
+    if hashlib.md5(found, usedforsecurity=False).hexdigest() != md5:
+        raise DataError(f"{path} is damaged: its checksum is wrong. Delete it and run again.")
+
+
+@contextmanager
+def _one_process_at_a_time(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".mnist.lock").acquire()
+    except OSError as error:
+        raise DataError(
+            f"MNIST is not in {folder}, and that folder cannot be written ({error.strerror}). "
+            "Choose another with --data-dir or FSDP_DATA_DIR, or make it writable."
+        ) from error
+    with lock:
+        yield
+
+
+def _downloaded(folder: Path) -> bool:
+    """Download MNIST into `folder`; False where no mirror can be reached.
+
+    The files arrive in a private folder beside their place and are moved when all four are whole, so an
+    interrupted download leaves nothing behind. Packed files that are in place already are used, not fetched.
+    """
+    from torchvision.datasets import MNIST
+
+    raw = folder / "MNIST" / "raw"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as private:
+        private_raw = Path(private) / "MNIST" / "raw"
+        private_raw.mkdir(parents=True)
+        for name, md5 in MNIST.resources:
+            if (raw / name).exists():
+                _check_file(raw / name, None, md5)
+                shutil.copy(raw / name, private_raw)
+        try:
+            with _socket_timeout(DOWNLOAD_TIMEOUT_S):
+                MNIST(private, download=True)
+        except (RuntimeError, OSError) as error:
+            for name, md5 in MNIST.resources:
+                if (private_raw / name).exists():
+                    _check_download(private_raw / name, md5, error)
+            return False
+        raw.mkdir(parents=True, exist_ok=True)
+        for name in MNIST_FILES:
+            _check_file(private_raw / name, *MNIST_FILES[name])
+            os.replace(private_raw / name, raw / name)
+    return True
+
+
+def _check_download(path: Path, md5: str, error: Exception) -> None:
+    if hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() != md5:
+        raise DataError(
+            f"{path.name} arrived damaged ({path.stat().st_size} bytes, wrong checksum), and nothing was kept. "
+            "Run again; if it happens again, the mirror is at fault."
+        ) from error
+
+
+@contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    """torchvision's download sets no time-out of its own; without one a dead mirror can hang for minutes."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

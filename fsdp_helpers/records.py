@@ -1,0 +1,129 @@
+"""What comes out of a run: frozen records, plain enough to cross a process boundary or become JSON."""
+
+from dataclasses import asdict, dataclass
+
+from fsdp_helpers.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes one rank itself keeps between two training steps."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int  # Adam: two moments a parameter, and a 4-byte step counter a tensor
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A named stretch of a step: forward, backward, step."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCurve:
+    """Bytes allocated on the training device over time, as a staircase.
+
+    `allocated_bytes[i]` holds from `times_s[i]` until `times_s[i + 1]`; times count from the first point.
+    """
+
+    times_s: tuple[float, ...]
+    allocated_bytes: tuple[int, ...]
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def held_bytes(self) -> int:
+        """What is still allocated at the end: the bytes held between two steps."""
+        return self.allocated_bytes[-1]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.allocated_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective operation as one rank saw it; `bytes` is the size of the full tensor."""
+
+    op: str
+    bytes: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCount:
+    """All collectives of one kind within one step."""
+
+    op: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """What one rank kept, held and sent, at a steady step.
+
+    `held_bytes` and `peak_bytes` are None, and `collectives` is empty, for a run of a single step:
+    the first step is not a steady one.
+    """
+
+    rank: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    held_bytes: int | None
+    peak_bytes: int | None
+    num_units: int
+    collectives: tuple[CollectiveCount, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """Everything seen in one steady step of one rank: for plots, not for JSON."""
+
+    curve: MemoryCurve
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """One pass over the training images, and the evaluation that followed."""
+
+    train_loss: float  # mean over the images trained on
+    test_loss: float  # mean over all test images
+    test_accuracy: float  # fraction, 0 to 1
+    test_correct: int
+    test_images: int
+    train_images: int
+    seconds: float  # training only
+    images_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One training run, the same on every rank."""
+
+    config: TrainConfig
+    data_source: str
+    versions: dict[str, str]
+    device: str
+    world_size: int
+    epochs: tuple[EpochRecord, ...]
+    step_losses: tuple[float, ...]  # mean over the global batch, one a step
+    step_seconds: tuple[float, ...]  # rank 0, one a step
+    ranks: tuple[RankRecord, ...]
+    traces: tuple[StepTrace, ...] = ()  # one a rank; empty for a run of a single step
+
+    def to_json(self) -> dict:
+        """The record as the command line writes it; memory curves stay behind."""
+        fields = asdict(self)
+        del fields["traces"]
+        return fields

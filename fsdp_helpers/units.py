@@ -1,0 +1,33 @@
+"""The only place where bytes, seconds and counts become text. 1 MB = 10^6 bytes, everywhere."""
+
+KB, MB, GB = 10**3, 10**6, 10**9
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Bytes as a person reads them: 512 B, 75.3 kB, 4.80 MB, 1.51 GB."""
+    size = abs(num_bytes)
+    if size < KB:
+        return f"{num_bytes} B"
+    unit, name = (KB, "kB") if size < MB else (MB, "MB") if size < GB else (GB, "GB")
+    return f"{_three_digits(num_bytes / unit)} {name}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as a person reads them: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s."""
+    if seconds < 1e-3:
+        return f"{_three_digits(seconds * 1e6)} µs"
+    if seconds < 1:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    if seconds < 120:
+        return f"{_three_digits(seconds)} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def format_count(count: int) -> str:
+    """A whole number with thousands separated: 1,199,882."""
+    return f"{count:,}"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:,.{decimals}f}"
