@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_helpers.config import APIS, MODELS, STRATEGIES, TrainConfig
+from fsdp_helpers.config import APIS, BACKWARD_PREFETCH, MODELS, SHARDING, STRATEGIES, TrainConfig
 from fsdp_helpers.records import RunRecord
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -30,6 +30,10 @@ def build_parser() -> argparse.ArgumentParser:
     default = TrainConfig()
     train.add_argument("--model", choices=MODELS, default=default.model)
     train.add_argument("--strategy", choices=STRATEGIES, default=default.strategy)
+    train.add_argument("--api", choices=APIS, default=default.api, help="which FSDP (default: %(default)s)")
+    train.add_argument("--min-num-params", type=int, metavar="N", default=default.min_num_params)
+    train.add_argument("--sharding", choices=SHARDING, default=default.sharding)
+    train.add_argument("--backward-prefetch", choices=BACKWARD_PREFETCH, default=default.backward_prefetch)
     train.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: 1 for local, else 2)")
     train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     train.add_argument("--epochs", type=int, metavar="N", default=default.epochs)
@@ -85,6 +89,7 @@ def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
         raise ValueError(f"world_size is {world_size}; it must be 1 or more")
     config.check_world_size(world_size)
     device = choose_device(options.device, world_size)
+    config.check_device(device)
     _prepare_data(config)
     return launch(train_worker, config, world_size=world_size, device=device)[0]
 
@@ -104,6 +109,7 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
         raise ValueError(f"--world-size {options.world_size}, but torchrun started {world_size} ranks; leave it out")
     config.check_world_size(world_size)
     device = choose_device(options.device, local_world_size)
+    config.check_device(device)
     bar = progress.ProgressBar()
     if rank == 0:
         progress.send_reports_to(bar.update)

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 MODELS = ("shallow", "deep", "simple", "vit")
-STRATEGIES = ("local", "ddp")
+STRATEGIES = ("local", "ddp", "fsdp", "fsdp-auto-wrap", "fsdp-offload")
 APIS = ("fsdp1", "fsdp2")
+SHARDING = ("full", "grad-op", "hybrid", "none")
+BACKWARD_PREFETCH = ("pre", "post", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,10 @@ class TrainConfig:
 
     model: str = "shallow"
     strategy: str = "local"
+    api: str = "fsdp2"  # fsdp1: FullyShardedDataParallel, fsdp2: fully_shard
+    min_num_params: int = 20_000  # auto-wrap: the parameters that make a module a unit
+    sharding: str = "full"  # full: ZeRO-3, grad-op: ZeRO-2, hybrid: two groups, none: no sharding (fsdp1)
+    backward_prefetch: str = "pre"  # fsdp1: when backward gathers the next unit
     epochs: int = 1
     max_steps: int | None = None  # end training early, mid-epoch if need be
     global_batch_size: int = 256  # images a step, over all ranks
@@ -29,6 +35,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_choice("model", self.model, MODELS)
         _require_choice("strategy", self.strategy, STRATEGIES)
+        _require_choice("api", self.api, APIS)
+        _require_choice("sharding", self.sharding, SHARDING)
+        _require_choice("backward_prefetch", self.backward_prefetch, BACKWARD_PREFETCH)
+        if self.min_num_params < 0:
+            raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
+        self._check_api()
         for name in ("epochs", "global_batch_size"):
             _require_at_least_one(name, getattr(self, name))
         for name in ("max_steps", "train_images", "test_images"):
@@ -39,12 +51,36 @@ class TrainConfig:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be a whole number from 0 to 2^63 - 1")
 
+    def _check_api(self) -> None:
+        if not self.strategy.startswith("fsdp"):
+            if (self.sharding, self.backward_prefetch) != ("full", "pre"):
+                raise ValueError(f"sharding and backward_prefetch belong to FSDP, strategy is {self.strategy!r}")
+        elif self.api == "fsdp2" and self.sharding == "none":
+            raise ValueError("sharding 'none' exists in FSDP1 only; with fsdp2 use strategy 'ddp' for whole copies")
+        elif self.api == "fsdp2" and self.backward_prefetch != "pre":
+            raise ValueError(
+                f"backward_prefetch {self.backward_prefetch!r} is an option of FSDP1; use api 'fsdp1', or leave it out"
+            )
+
+    def check_device(self, device: str) -> None:
+        """Raise ValueError where `device` ("cpu" or "cuda") cannot run this configuration."""
+        if self.strategy == "fsdp-offload" and self.api == "fsdp1" and device == "cpu":
+            raise ValueError(
+                "FSDP1's CPUOffload keeps parameters in pinned host memory, and pinning needs an accelerator; "
+                "this run is on the CPU. Use api 'fsdp2', whose CPUOffloadPolicy runs without one"
+            )
+
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError where `world_size` ranks cannot run this configuration."""
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, world_size is {world_size}; "
                 "use strategy 'ddp' for several, or world_size 1"
+            )
+        if self.sharding == "hybrid" and (world_size < 4 or world_size % 2):
+            raise ValueError(
+                f"sharding 'hybrid' needs two groups of at least two ranks, world_size is {world_size}; "
+                "use an even number, 4 or more"
             )
         if self.global_batch_size % world_size:
             smaller = self.global_batch_size // world_size * world_size

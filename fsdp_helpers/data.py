@@ -47,10 +47,6 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def first(self, count: int | None) -> "Split":
-        """The first `count` images, or all where there are fewer or `count` is None."""
-        return Split(images=self.images[:count], labels=self.labels[:count])
-
     def to(self, device: torch.device) -> "Split":
         return Split(images=self.images.to(device), labels=self.labels.to(device))
 
@@ -102,10 +98,17 @@ def num_train_images(source: str) -> int:
     return 60_000 if source == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
 
 
-def load_data(data_dir: str | os.PathLike | None = None) -> Dataset:
-    """MNIST where the data folder holds it, else the bundled digits. Reads only: any number of ranks may call it."""
+def load_data(
+    data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
+) -> Dataset:
+    """MNIST where the data folder holds it, else the bundled digits; the first so many images, or all.
+
+    Reads only: any number of ranks may call it at the same time.
+    """
     folder = find_data_dir(data_dir)
-    return _load_mnist(folder) if _mnist_is_there(folder) else _load_digits()
+    source = "mnist" if _mnist_is_there(folder) else "digits"
+    train, test = _read_mnist(folder) if source == "mnist" else _read_digits()
+    return Dataset(source=source, train=_split(*train, train_images), test=_split(*test, test_images))
 
 
 def epoch_order(num_images: int, *, seed: int, epoch: int) -> np.ndarray:
@@ -148,27 +151,28 @@ def normalise(pixels: Tensor) -> Tensor:
     return ((pixels.float() / 255 - PIXEL_MEAN) / PIXEL_STD).unsqueeze(1)
 
 
-def _load_mnist(folder: Path) -> Dataset:
+def _split(pixels: Tensor, labels: Tensor, count: int | None) -> Split:
+    return Split(images=normalise(pixels[:count]), labels=labels[:count].clone())
+
+
+def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Pixels (N, 28, 28) and labels (N,) for training and for testing."""
     from torchvision.datasets import MNIST
 
     parts = [MNIST(folder, train=train) for train in (True, False)]
-    train, test = (Split(images=normalise(part.data), labels=part.targets) for part in parts)
-    return Dataset(source="mnist", train=train, test=test)
+    return [(part.data, part.targets) for part in parts]
 
 
-def _load_digits() -> Dataset:
+def _read_digits() -> list[tuple[Tensor, Tensor]]:
+    """Pixels (N, 28, 28) and labels (N,) for training and for testing, from 8 x 8 pixels with values 0 to 16."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    small = torch.from_numpy(digits.images).float().unsqueeze(1) * (255 / 16)  # (1797, 1, 8, 8), 0 to 255
+    small = torch.from_numpy(digits.images).float().unsqueeze(1) * (255 / 16)  # (1797, 1, 8, 8)
     pixels = F.interpolate(small, size=(28, 28), mode="bilinear").squeeze(1)
-    images, labels = normalise(pixels), torch.from_numpy(digits.target).long()
+    labels = torch.from_numpy(digits.target).long()
     cut = len(labels) - NUM_DIGITS_FOR_TEST
-    return Dataset(
-        source="digits",
-        train=Split(images=images[:cut], labels=labels[:cut]),
-        test=Split(images=images[cut:], labels=labels[cut:]),
-    )
+    return [(pixels[:cut], labels[:cut]), (pixels[cut:], labels[cut:])]
 
 
 def _mnist_is_there(folder: Path) -> bool:
@@ -227,8 +231,8 @@ def _downloaded(folder: Path) -> bool:
                     _check_download(private_raw / name, md5, error)
             return False
         raw.mkdir(parents=True, exist_ok=True)
-        for name in MNIST_FILES:
-            _check_file(private_raw / name, *MNIST_FILES[name])
+        for name, (num_bytes, md5) in MNIST_FILES.items():
+            _check_file(private_raw / name, num_bytes, md5)
             os.replace(private_raw / name, raw / name)
     return True
 

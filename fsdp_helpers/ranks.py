@@ -51,14 +51,14 @@ def process_group(rank: int, world_size: int, *, device: str, init_method: str =
     if device == "cuda":
         _device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(_device)
-        group = dict(backend="cpu:gloo,cuda:nccl", device_id=_device)
+        group = {"backend": "cpu:gloo,cuda:nccl", "device_id": _device}
     else:
         _device = torch.device("cpu")
-        group = dict(backend="gloo")
+        group = {"backend": "gloo"}
+    keep_freed_memory()
     try:
         dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **group)
         share_cores()
-        keep_freed_memory()
         yield
     finally:
         _device = None

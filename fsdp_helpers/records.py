@@ -115,6 +115,8 @@ class RunRecord:
     data_source: str
     versions: dict[str, str]
     device: str
+    device_name: str
+    finished: str  # date and time, UTC
     world_size: int
     epochs: tuple[EpochRecord, ...]
     step_losses: tuple[float, ...]  # mean over the global batch, one a step

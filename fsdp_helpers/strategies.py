@@ -3,11 +3,34 @@
 Each takes a freshly initialised model on the CPU, the same on every rank, and returns it ready to train.
 """
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+import warnings
+
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.wrapping import Policy, choose_units, size_policy
+
+SHARDING_STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,  # ZeRO-3: parameters freed after forward
+    "grad-op": ShardingStrategy.SHARD_GRAD_OP,  # ZeRO-2: parameters kept from forward to backward
+    "hybrid": ShardingStrategy.HYBRID_SHARD,  # shards within a group of ranks, copies across groups
+    "none": ShardingStrategy.NO_SHARD,  # whole copies, as DDP
+}
+BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
 def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
@@ -21,12 +44,88 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
     return DistributedDataParallel(model.to(device), device_ids=device_ids)
 
 
+def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """Every rank a slice of the model, as one unit: gathered whole for forward and backward."""
+    return shard(model, device, config, policy=None)
+
+
+def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """Every rank a slice of each unit; units are cut by size and gathered one after the other."""
+    return shard(model, device, config, policy=size_policy(config.min_num_params))
+
+
+def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """As auto-wrap, and between its uses each slice lives in host memory, with its gradient and optimiser state."""
+    return shard(model, device, config, policy=size_policy(config.min_num_params), offload=True)
+
+
 STRATEGIES = {
     "local": apply_local,
     "ddp": apply_ddp,
+    "fsdp": apply_fsdp,
+    "fsdp-auto-wrap": apply_fsdp_auto_wrap,
+    "fsdp-offload": apply_fsdp_offload,
 }
+
+
+def shard(
+    model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool = False
+) -> nn.Module:
+    """Shard `model` through the API that `config` names, with the units that `policy` chooses, below the root.
+
+    Raises ValueError for a model without parameters.
+    """
+    if not any(parameter.numel() for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters to shard")
+    shard_with = shard_fsdp1 if config.api == "fsdp1" else shard_fsdp2
+    return shard_with(model, device, config, policy=policy, offload=offload)
+
+
+def shard_fsdp1(
+    model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
+) -> nn.Module:
+    """`FullyShardedDataParallel`: wraps every unit in a module of its own, parameters in one flat tensor a unit."""
+    with warnings.catch_warnings():
+        # With one rank there is nothing to shard; FSDP1 says so and goes on as NO_SHARD, which is what we want.
+        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+        return FullyShardedDataParallel(
+            model,
+            device_id=device,  # needed on the CPU too: without it FSDP1 looks for an accelerator
+            auto_wrap_policy=policy,
+            sharding_strategy=SHARDING_STRATEGIES[config.sharding],
+            device_mesh=_hybrid_mesh(device) if config.sharding == "hybrid" else None,
+            backward_prefetch=BACKWARD_PREFETCH[config.backward_prefetch],
+            cpu_offload=CPUOffload(offload_params=True) if offload else None,
+            use_orig_params=True,  # the optimiser and the state dict see the names and shapes of the model
+        )
+
+
+def shard_fsdp2(
+    model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
+) -> nn.Module:
+    """`fully_shard`: changes the modules in place; every parameter becomes a DTensor sharded along its first dimension.
+
+    The root is not freed after forward in either case: backward begins with it.
+    """
+    on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # pinning needs an accelerator
+    settings = {
+        "mesh": _hybrid_mesh(device) if config.sharding == "hybrid" else _flat_mesh(device),
+        "offload_policy": on_host if offload else OffloadPolicy(),
+    }
+    for name in choose_units(model, policy):
+        fully_shard(model.get_submodule(name), reshard_after_forward=config.sharding != "grad-op", **settings)
+    return fully_shard(model if offload else model.to(device), **settings)
 
 
 def count_units(model: nn.Module) -> int:
     """The number of FSDP units in `model`, the root included; 0 where nothing is sharded."""
-    return 0
+    return sum(isinstance(module, FullyShardedDataParallel | FSDPModule) for module in model.modules())
+
+
+def _flat_mesh(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _hybrid_mesh(device: torch.device) -> DeviceMesh:
+    """Two groups: copies across the first dimension, shards along the second."""
+    return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))

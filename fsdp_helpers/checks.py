@@ -1,0 +1,90 @@
+"""Checkers for the exercises: each takes a reader's answer and says whether it holds, with the numbers."""
+
+from collections.abc import Callable
+
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.units import format_bytes, format_count
+
+
+class NotYet(AssertionError):
+    """The answer is missing or wrong; a notebook shows the message alone, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Not yet: {self}"]
+
+
+def _expect(holds: bool, message: str) -> None:
+    if not holds:
+        raise NotYet(message)
+
+
+def _expect_answered(answer: object) -> None:
+    _expect(answer is not None and answer is not ..., "replace the ... with your answer")
+
+
+def check_parameter_count(answer: int | None) -> str:
+    """Notebook 01: parameters of a convolution from 64 to 128 channels with 5 x 5 kernels and a bias."""
+    _expect_answered(answer)
+    # 128 kernels of 64 x 5 x 5 weights, and one bias each
+    right = 128 * (64 * 5 * 5) + 128
+    _expect(
+        answer == right,
+        f"{format_count(answer)} is not it: each of the 128 output channels has 64 x 5 x 5 weights and one bias",
+    )
+    return f"Right: {format_count(right)} parameters."
+
+
+def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
+    """Notebook 01: the parameters that fit into so many bytes, with gradients and Adam, in fp32."""
+    _expect_answered(largest_model)
+    for budget_bytes in (16, 31, 8 * 10**9, 80 * 10**9):
+        answer = largest_model(budget_bytes)
+        _expect_answered(answer)
+        _expect(
+            answer == budget_bytes // 16,
+            f"for {format_bytes(budget_bytes)} your function says {answer!r}; that many parameters need"
+            f" {16 * answer:,} bytes, and one more would need {16 * (answer + 1):,}",
+        )
+    return "Right: 16 bytes a parameter, and only whole parameters."
+
+
+def check_peak_below(record: RunRecord | None, limit_bytes: int) -> str:
+    """The highest peak of any rank, measured, against a limit."""
+    _expect_answered(record)
+    peak_bytes = max(rank.peak_bytes for rank in record.ranks)
+    _expect(
+        peak_bytes < limit_bytes,
+        f"the run peaks at {format_bytes(peak_bytes)} on a rank, the target is below {format_bytes(limit_bytes)}",
+    )
+    return f"Right: {format_bytes(peak_bytes)} at the peak, below {format_bytes(limit_bytes)}."
+
+
+def check_all_reduce_bytes(answer: Callable[[int, int], float] | None) -> str:
+    """Notebook 02: bytes that one rank sends in a ring all-reduce of so many bytes over so many ranks."""
+    _expect_answered(answer)
+    for tensor_bytes, world_size in ((4_799_528, 2), (1_000_000, 4), (1_000_000, 1)):
+        given = answer(tensor_bytes, world_size)
+        _expect_answered(given)
+        right = 2 * (world_size - 1) / world_size * tensor_bytes
+        _expect(
+            abs(given - right) < 1,
+            f"for {format_bytes(tensor_bytes)} over {world_size} rank(s) your function says {given:,.0f}, a ring"
+            f" sends {right:,.0f}",
+        )
+    return "Right: 2 (N - 1) / N of the tensor, almost twice its size for many ranks."
+
+
+def check_rank_indices(indices: Callable[[int, int, int], list[int]] | None) -> str:
+    """Notebook 02: test images 0 to n - 1 over N ranks, each once, no rank with more than one extra."""
+    _expect_answered(indices)
+    for num_images, world_size in ((10, 3), (10_000, 7), (2, 4)):
+        parts = [indices(num_images, rank, world_size) for rank in range(world_size)]
+        _expect_answered(parts[0])
+        seen = sorted(index for part in parts for index in part)
+        _expect(
+            seen == list(range(num_images)),
+            f"{num_images} images over {world_size} ranks: {len(seen)} were counted, {len(set(seen))} of them different",
+        )
+        sizes = [len(part) for part in parts]
+        _expect(max(sizes) - min(sizes) <= 1, f"uneven: the ranks get {sizes} images")
+    return "Right: every image once, on exactly one rank."

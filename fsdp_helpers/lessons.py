@@ -1,0 +1,143 @@
+"""Small rank functions, one idea each: what the notebooks show, and then run."""
+
+import os
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from fsdp_helpers.comms import sum_over_ranks
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.memory import trace_memory
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks import rank_device
+from fsdp_helpers.records import StepTrace
+from fsdp_helpers.workers import config_batches, load_rank_data
+
+
+def say_hello(rank: int, world_size: int) -> dict:
+    """Who am I, and does the sum over all ranks come out right?"""
+    ones = torch.ones(1, device=rank_device())
+    dist.all_reduce(ones)
+    return {
+        "rank": rank,
+        "process": os.getpid(),
+        "device": str(rank_device()),
+        "threads": torch.get_num_threads(),
+        "ranks that answered": int(ones),
+    }
+
+
+def show_all_reduce(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """What this rank puts into an all-reduce, and what it gets out of it."""
+    values = torch.tensor([1.0, 10.0, 100.0], device=rank_device()) * (rank + 1)
+    before = values.tolist()
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)  # in place, and the same on every rank afterwards
+    return before, values.tolist()
+
+
+def train_ddp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
+    """Data parallelism in a dozen lines: the same model everywhere, gradients averaged after backward."""
+    device = rank_device()
+    dataset = load_rank_data(config, device)
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, dropout=config.dropout).to(device)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+    torch.manual_seed(config.seed + 1 + rank)
+
+    losses = []
+    for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)  # the sum over all ranks ...
+            parameter.grad /= world_size  # ... becomes the mean: the gradient of the whole global batch
+        optimizer.step()
+        losses.append(loss.detach())
+    return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
+
+
+def gradient_norm(rank: int, world_size: int, config: TrainConfig, average: bool) -> float:
+    """The norm of the first step's gradient after an all-reduce, with or without the division by the ranks."""
+    dataset = load_rank_data(config, rank_device())
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, dropout=False).to(rank_device())
+    images, labels = next(iter(config_batches(dataset, config, rank, world_size, epoch=0)))
+    F.cross_entropy(model(images), labels).backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    dist.all_reduce(gradient)
+    return float(gradient.norm() / (world_size if average else 1))
+
+
+class FlatUnit:
+    """FSDP's core idea: the parameters of a module as one flat tensor, of which each rank keeps a slice.
+
+    With P parameters and N ranks a slice has ceil(P / N) values; the last one is padded with zeros.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, world_size: int) -> None:
+        self.parameters = list(module.parameters())
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+        self.padding = -sum(self.sizes) % world_size
+        whole = self._flatten([parameter.data for parameter in self.parameters])
+        self.shard = nn.Parameter(whole.chunk(world_size)[rank].clone())
+        self.free()
+
+    def gather(self) -> None:
+        """All-gather: every rank's slice becomes the whole, and the module's parameters are views of it."""
+        whole = self.shard.new_empty(sum(self.sizes) + self.padding)
+        dist.all_gather_into_tensor(whole, self.shard.data)
+        views = whole[: sum(self.sizes)].split(self.sizes)
+        for parameter, shape, view in zip(self.parameters, self.shapes, views, strict=True):
+            parameter.data = view.view(shape)
+
+    def reduce_gradients(self, world_size: int) -> None:
+        """Reduce-scatter: whole gradients, summed over the ranks, and each rank gets its slice of the mean."""
+        whole = self._flatten([parameter.grad for parameter in self.parameters])
+        self.shard.grad = torch.empty_like(self.shard)
+        dist.reduce_scatter_tensor(self.shard.grad, whole)
+        self.shard.grad /= world_size
+
+    def free(self) -> None:
+        """Keep the slice only."""
+        for parameter in self.parameters:
+            parameter.data = self.shard.new_empty(0)
+            parameter.grad = None
+
+    def _flatten(self, tensors: list[Tensor]) -> Tensor:
+        zeros = tensors[0].new_zeros(self.padding)
+        return torch.cat([*[tensor.flatten() for tensor in tensors], zeros])
+
+
+def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> tuple[list[float], StepTrace]:
+    """Sharded data parallelism with one unit: gather, forward, backward, reduce-scatter, free, step on the slice."""
+    device = rank_device()
+    dataset = load_rank_data(config, device)
+    losses = []
+    with trace_memory(device) as trace:
+        torch.manual_seed(config.seed)
+        model = build_model(config.model, dropout=config.dropout).to(device)
+        unit = FlatUnit(model, rank, world_size)
+        optimizer = torch.optim.Adam([unit.shard], lr=config.learning_rate, fused=True)
+        torch.manual_seed(config.seed + 1 + rank)
+
+        for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
+            with record_function("train step"):
+                optimizer.zero_grad()
+                unit.gather()
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                unit.reduce_gradients(world_size)
+                unit.free()
+                optimizer.step()  # Adam sees one tensor: this rank's slice
+            losses.append(loss.detach())
+    batch_bytes = images.nbytes + labels.nbytes
+    mean_losses = (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
+    return mean_losses, trace.last("train step", uncounted_bytes=batch_bytes)

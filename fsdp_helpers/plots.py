@@ -1,0 +1,163 @@
+"""One function a figure: each takes records, draws, and returns `fig, ax`."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from fsdp_helpers.records import EpochRecord, MemoryCurve, RankRecord, StepTrace
+from fsdp_helpers.units import MB
+
+STRATEGY_COLOURS = {
+    "local": "#6b7280",
+    "ddp": "#2563eb",
+    "fsdp": "#d97706",
+    "fsdp-auto-wrap": "#059669",
+    "fsdp-offload": "#7c3aed",
+}
+STATE_COLOURS = {"parameters": "#1d4ed8", "gradients": "#60a5fa", "optimiser": "#bfdbfe", "other": "#d1d5db"}
+PHASE_COLOURS = {"forward": "#dcfce7", "backward": "#fee2e2", "step": "#fef9c3"}
+OP_COLOURS = {"all_gather": "#059669", "reduce_scatter": "#dc2626", "all_reduce": "#2563eb", "broadcast": "#d97706"}
+MODEL_STYLES = {"shallow": "-", "deep": "--"}
+STYLE = {
+    "figure.dpi": 110,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+
+
+def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
+    """Test loss and test accuracy after each epoch, one line a run."""
+    with plt.rc_context(STYLE):
+        fig, (loss_ax, accuracy_ax) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
+        for name, epochs in runs.items():
+            numbers = range(1, len(epochs) + 1)
+            loss_ax.plot(numbers, [epoch.test_loss for epoch in epochs], marker="o", label=name)
+            accuracy_ax.plot(numbers, [100 * epoch.test_accuracy for epoch in epochs], marker="o", label=name)
+        loss_ax.set(xlabel="epoch", ylabel="test loss (nats an image)", title="Loss")
+        accuracy_ax.set(xlabel="epoch", ylabel="test accuracy (%)", title="Accuracy")
+        for ax in (loss_ax, accuracy_ax):
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        loss_ax.legend()
+    return fig, (loss_ax, accuracy_ax)
+
+
+def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
+    """Training loss of each step, one line a run; thin lines on thick ones show which runs coincide."""
+    with plt.rc_context(STYLE):
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        for depth, (name, losses) in enumerate(runs.items()):
+            width = 1 + 2.5 * (len(runs) - 1 - depth)
+            ax.plot(range(1, len(losses) + 1), losses, linewidth=width, label=name)
+        ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title="Loss, step by step")
+        ax.legend()
+    return fig, ax
+
+
+def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
+    """A row of digits, images (N, 1, 28, 28), titled with the label or, in red where wrong, the prediction."""
+    with plt.rc_context(STYLE):
+        fig, axes = plt.subplots(1, len(images), figsize=(0.75 * len(images), 1.1), layout="constrained")
+        for index, ax in enumerate(axes):
+            ax.imshow(images[index, 0], cmap="gray_r")
+            ax.axis("off")
+            shown = labels[index] if predictions is None else predictions[index]
+            ax.set_title(int(shown), loc="center", color="black" if shown == labels[index] else "#dc2626")
+    return fig, axes
+
+
+def plot_memory_curve(curve: MemoryCurve, title: str) -> tuple[Figure, Axes]:
+    """Bytes allocated over one step, with its phases shaded and its peak marked."""
+    with plt.rc_context(STYLE):
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        draw_memory_curve(ax, curve)
+        ax.set(title=title)
+    return fig, ax
+
+
+def draw_memory_curve(ax: Axes, curve: MemoryCurve, colour: str = "#111827") -> None:
+    """Draw one memory curve into `ax`."""
+    times_ms = [1e3 * time_s for time_s in curve.times_s]
+    sizes_mb = [size / MB for size in curve.allocated_bytes]
+    for phase in curve.phases:
+        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
+        middle_ms = 500 * (phase.start_s + phase.end_s)
+        ax.text(middle_ms, 0.02, phase.name, transform=ax.get_xaxis_transform(), ha="center", color="#4b5563")
+    ax.step(times_ms, sizes_mb, where="post", color=colour, linewidth=1.2)
+    ax.axhline(curve.peak_bytes / MB, color="#9ca3af", linestyle=":", linewidth=1)
+    ax.text(0, curve.peak_bytes / MB, f" peak {curve.peak_bytes / MB:,.1f} MB", va="bottom", color="#4b5563")
+    ax.set(xlabel="time in the step (ms)", ylabel="allocated (MB)", ylim=(0, 1.15 * curve.peak_bytes / MB))
+
+
+def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
+    """One bar a rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
+    with plt.rc_context(STYLE):
+        fig, ax = plt.subplots(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
+        for row, record in enumerate(ranks.values()):
+            parts = [record.parameter_bytes, record.gradient_bytes, record.optimizer_bytes]
+            parts.append(max(0, record.held_bytes - sum(parts)))
+            left = 0
+            for size, colour in zip(parts, STATE_COLOURS.values(), strict=True):
+                ax.barh(row, size / MB, left=left / MB, color=colour, height=0.65)
+                left += size
+            ax.plot([record.peak_bytes / MB] * 2, [row - 0.4, row + 0.4], color="#b91c1c", linewidth=2)
+            ax.text(record.peak_bytes / MB, row, f"  peak {record.peak_bytes / MB:,.1f}", va="center", color="#b91c1c")
+        ax.set_yticks(range(len(ranks)), ranks.keys())
+        ax.invert_yaxis()
+        highest = max(record.peak_bytes for record in ranks.values()) / MB
+        ax.set(xlabel="bytes on one rank (MB)", xlim=(0, 1.2 * highest))
+        handles = [Patch(color=colour, label=name) for name, colour in STATE_COLOURS.items()]
+        ax.legend(handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    return fig, ax
+
+
+def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[Figure, Axes]:
+    """Images a second against the number of ranks, beside what perfect scaling from one rank would give."""
+    with plt.rc_context(STYLE):
+        fig, ax = plt.subplots(figsize=(5, 2.8), layout="constrained")
+        ranks = sorted(images_per_s)
+        ax.bar(ranks, [images_per_s[count] for count in ranks], color=STRATEGY_COLOURS[strategy], width=0.5)
+        perfect = [images_per_s[ranks[0]] * count / ranks[0] for count in ranks]
+        ax.plot(ranks, perfect, color="#9ca3af", linestyle="--", marker="o", label="one core a rank, nothing lost")
+        ax.set_xticks(ranks)
+        ax.set(xlabel="ranks", ylabel="images/s, all ranks together", title="Throughput")
+        ax.legend()
+    return fig, ax
+
+
+def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Axes]:
+    """The collectives of one step on a time line, one row a rank, each labelled with its full-tensor MB."""
+    with plt.rc_context(STYLE):
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.5 * len(traces)), layout="constrained")
+        draw_collectives(ax, traces)
+        ax.set(title=title)
+    return fig, ax
+
+
+def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
+    """Draw the collectives of one step into `ax`."""
+    length_ms = 1e3 * max(phase.end_s for trace in traces for phase in trace.curve.phases)
+    for rank, trace in enumerate(traces):
+        for phase in trace.curve.phases:
+            width_ms = 1e3 * (phase.end_s - phase.start_s)
+            ax.barh(rank, width_ms, left=1e3 * phase.start_s, color=PHASE_COLOURS[phase.name], height=0.9)
+        for seen in trace.collectives:
+            width_ms = 1e3 * (seen.end_s - seen.start_s)
+            ax.barh(rank, width_ms, left=1e3 * seen.start_s, color=OP_COLOURS.get(seen.op, "#6b7280"), height=0.5)
+            if width_ms > 0.05 * length_ms:
+                middle_ms = 1e3 * seen.start_s + width_ms / 2
+                ax.text(middle_ms, rank, f"{seen.bytes / MB:.1f}", ha="center", va="center", color="white")
+    ops = dict.fromkeys(seen.op for trace in traces for seen in trace.collectives)
+    handles = [Patch(color=OP_COLOURS.get(op, "#6b7280"), label=op) for op in ops]
+    handles += [Patch(color=colour, label=name) for name, colour in PHASE_COLOURS.items()]
+    ax.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0, 1.12))
+    ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
+    ax.invert_yaxis()
+    ax.set(xlabel="time in the step (ms); numbers in the bars are MB", xlim=(0, length_ms))

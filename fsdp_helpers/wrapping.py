@@ -1,0 +1,49 @@
+"""Which modules become FSDP units: one policy, the same answer for both APIs.
+
+A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. Asked with
+`recurse=True` it says whether to look at the children; with `recurse=False`, whether `module` becomes a unit,
+`nonwrapped_numel` being the parameters in it that no unit below has taken.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+Policy = Callable[..., bool]
+
+
+def size_policy(min_num_params: int) -> Policy:
+    """Every module with at least `min_num_params` parameters that are in no smaller unit becomes one."""
+    if min_num_params < 0:
+        raise ValueError(f"min_num_params is {min_num_params}; it must be 0 or more")
+    return partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+
+
+def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
+    """The names of the modules below the root that `policy` makes units, inner ones before outer ones.
+
+    FSDP1 walks the model in this way by itself (`auto_wrap_policy`); FSDP2 leaves the choice to you.
+    """
+    names: list[str] = []
+    if policy is not None and policy(module=model, recurse=True, nonwrapped_numel=_numel(model)):
+        for name, child in model.named_children():
+            _choose_below(name, child, policy, names)
+    return names
+
+
+def _choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
+    """Append the units in `module` to `names`; returns how many parameters they took."""
+    numel = _numel(module)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    taken = sum(_choose_below(f"{name}.{part}", child, policy, names) for part, child in module.named_children())
+    if policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        names.append(name)
+        return numel
+    return taken
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
