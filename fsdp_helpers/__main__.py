@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +14,7 @@ from fsdp_helpers.config import APIS, BACKWARD_PREFETCH, MODELS, SHARDING, STRAT
 from fsdp_helpers.records import RunRecord
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -47,6 +48,17 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--data-dir", metavar="DIR", help="default: FSDP_DATA_DIR, else data/ at the project's root")
     train.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run to FILE")
     train.set_defaults(run=train_command)
+
+    compare = commands.add_parser("compare", help="run every strategy on both APIs and compare them")
+    compare.add_argument("--models", nargs="+", choices=MODELS, default=["shallow", "deep"])
+    compare.add_argument("--world-size", type=int, metavar="N", default=2)
+    compare.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    compare.add_argument("--steps", type=int, metavar="N", default=8, help="steps of each run, 4 or more")
+    compare.add_argument("--global-batch-size", type=int, metavar="N", default=64)
+    compare.add_argument("--data-dir", metavar="DIR")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
+    compare.add_argument("--figure", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    compare.set_defaults(run=compare_command)
     return parser
 
 
@@ -71,12 +83,56 @@ def train_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.ranks import started_by_torchrun
 
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
-    _check_json_path(options.json)
+    _check_output_path(options.json)
     record = (_train_under_torchrun if started_by_torchrun() else _train_here)(config, options)
     if record is not None:
         _print_summary(record)
         if options.json:
             _write_json(record.to_json(), options.json)
+
+
+def compare_command(options: argparse.Namespace) -> None:
+    import torch
+
+    from fsdp_helpers.compare import compare, comparison_configs, plain_table
+    from fsdp_helpers.progress import ProgressBar
+    from fsdp_helpers.ranks import choose_device
+    from fsdp_helpers.watch import STEADY_STEP
+    from fsdp_helpers.workers import device_name, versions
+
+    if options.steps <= STEADY_STEP:
+        raise ValueError(
+            f"--steps {options.steps}: the first {STEADY_STEP} are not timed, give {STEADY_STEP + 1} or more"
+        )
+    if options.world_size < 1:
+        raise ValueError(f"world_size is {options.world_size}; it must be 1 or more")
+    for path in (options.json, options.figure):
+        _check_output_path(path)
+    if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
+        raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
+    base = TrainConfig(
+        max_steps=options.steps,
+        global_batch_size=options.global_batch_size,
+        train_images=options.steps * options.global_batch_size,
+        test_images=1,
+        data_dir=options.data_dir,
+    )
+    base.check_world_size(1)
+    device = choose_device(options.device, options.world_size)
+    configs = comparison_configs(options.models, base, device)
+    configs[-1].check_world_size(options.world_size)
+    _prepare_data(base)
+    bar = ProgressBar()
+    rows = compare(configs, world_size=options.world_size, device=device, on_done=bar.update)
+    bar.close()
+    print(plain_table(rows))
+    if options.json:
+        content = {"device": device, "device_name": device_name(torch.device(device)), "versions": versions()}
+        _write_json(content | {"rows": [asdict(row) for row in rows]}, options.json)
+    if options.figure:
+        from fsdp_helpers.plots import plot_comparison
+
+        plot_comparison(rows)[0].savefig(options.figure)
 
 
 def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
@@ -125,6 +181,7 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
 def _prepare_data(config: TrainConfig) -> None:
     from fsdp_helpers.data import describe_source, num_train_images, prepare_data
 
+    config.check_data_size(num_train_images("mnist"))  # the larger source: refused before anything is fetched
     source = prepare_data(config.data_dir)
     config.check_data_size(num_train_images(source))
     print(describe_source(source, config.data_dir), file=sys.stderr)
@@ -158,11 +215,16 @@ def _describe_memory(rank) -> str:
     return f"{state}; held {format_bytes(rank.held_bytes)}, peak {format_bytes(rank.peak_bytes)}"
 
 
-def _check_json_path(path: Path | None) -> None:
+def _check_output_path(path: Path | None) -> None:
     if path is not None and not path.parent.is_dir():
-        raise ValueError(f"--json {path}: the folder {path.parent} does not exist")
+        raise ValueError(f"{path}: the folder {path.parent} does not exist")
     if path is not None and path.is_dir():
-        raise ValueError(f"--json {path} is a folder; give a file")
+        raise ValueError(f"{path} is a folder; give a file")
+    if path is not None:
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise ValueError(f"{path}: the folder {path.parent} cannot be written ({error.strerror})") from error
 
 
 def _write_json(content: dict, path: Path) -> None:

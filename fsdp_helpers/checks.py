@@ -88,3 +88,67 @@ def check_rank_indices(indices: Callable[[int, int, int], list[int]] | None) -> 
         sizes = [len(part) for part in parts]
         _expect(max(sizes) - min(sizes) <= 1, f"uneven: the ranks get {sizes} images")
     return "Right: every image once, on exactly one rank."
+
+
+def check_held_bytes(held_bytes: Callable[[int, int], float] | None) -> str:
+    """Notebook 03: bytes that an FSDP rank holds between steps, Adam in fp32, padding left aside."""
+    _expect_answered(held_bytes)
+    for num_params, world_size in ((1_000_000, 1), (1_000_000, 4), (94_104_234, 2)):
+        given = held_bytes(num_params, world_size)
+        _expect_answered(given)
+        right = 16 * num_params / world_size
+        _expect(
+            abs(given - right) < 1,
+            f"{format_count(num_params)} parameters over {world_size} rank(s): your function says {given:,.0f}, a rank"
+            f" holds {right:,.0f}",
+        )
+    return "Right: 16 P / N."
+
+
+def check_padding(padding: Callable[[int, int], int] | None) -> str:
+    """Notebook 03: zeros that a flat parameter needs so that N ranks get slices of the same size."""
+    _expect_answered(padding)
+    for num_params, world_size in ((10, 5), (10, 3), (1_199_882, 3), (7, 8)):
+        given = padding(num_params, world_size)
+        _expect_answered(given)
+        right = -num_params % world_size
+        _expect(
+            given == right,
+            f"{format_count(num_params)} values over {world_size} ranks: your function says {given}, but with {right}"
+            f" zeros every rank gets {(num_params + right) // world_size}",
+        )
+    return "Right: as few zeros as make the size a multiple of N."
+
+
+def check_units(names: list[str], wanted: set[str]) -> str:
+    """Notebook 04: a policy that makes exactly these modules units."""
+    extra, missing = set(names) - wanted, wanted - set(names)
+    _expect(
+        not extra and not missing,
+        f"your policy chose {sorted(names)}; too many: {sorted(extra)}, missing: {sorted(missing)}",
+    )
+    return f"Right: {', '.join(sorted(wanted))}, and nothing else."
+
+
+def check_run_within(record: RunRecord | None, *, peak_bytes: int, num_collectives: int) -> str:
+    """Notebook 04: a run whose every rank stays below a peak with at most so many collectives a step."""
+    _expect_answered(record)
+    counted = max(sum(seen.count for seen in rank.collectives) for rank in record.ranks)
+    verdict = check_peak_below(record, peak_bytes)
+    _expect(counted <= num_collectives, f"{counted} collectives a step, the target is at most {num_collectives}")
+    return f"{verdict} {counted} collectives a step."
+
+
+def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None) -> str:
+    """Notebook 05: (device bytes, host bytes) that a rank holds between steps with everything offloaded."""
+    _expect_answered(split)
+    for num_params, world_size in ((1_000_000, 1), (94_104_234, 2)):
+        given = split(num_params, world_size)
+        _expect_answered(given)
+        right = (0, 16 * num_params / world_size)
+        _expect(
+            abs(given[0] - right[0]) < 1 and abs(given[1] - right[1]) < 1,
+            f"{format_count(num_params)} parameters over {world_size} rank(s): your function says {given}; between two"
+            " steps, where do parameters, gradients and moments live?",
+        )
+    return "Right: nothing on the device between steps, 16 P / N on the host."

@@ -1,12 +1,13 @@
 """Real MNIST where it can be had, the bundled digits otherwise; one tensor, cut into rank batches."""
 
 import hashlib
+import io
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,6 +198,7 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".mnist.lock").acquire()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise DataError(
             f"MNIST is not in {folder}, and that folder cannot be written ({error.strerror}). "
@@ -223,7 +225,7 @@ def _downloaded(folder: Path) -> bool:
                 _check_file(raw / name, None, md5)
                 shutil.copy(raw / name, private_raw)
         try:
-            with _socket_timeout(DOWNLOAD_TIMEOUT_S):
+            with _socket_timeout(DOWNLOAD_TIMEOUT_S), redirect_stdout(io.StringIO()):
                 MNIST(private, download=True)
         except (RuntimeError, OSError) as error:
             for name, md5 in MNIST.resources:

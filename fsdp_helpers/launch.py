@@ -10,6 +10,7 @@ import inspect
 import io
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import re
@@ -156,11 +157,25 @@ class _Rank:
 def _start_rank(rank: int, job: _Job) -> _Rank:
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    _start_server()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_rank_main, args=(rank, job, sender), name=f"rank {rank}")
     process.start()
     sender.close()  # the rank holds the only copy now: when it ends, the receiver sees the end of the stream
     return _Rank(rank, process, receiver)
+
+
+def _start_server() -> None:
+    """Start the server, if it is not running, with interrupts held back for good.
+
+    Jupyter interrupts a kernel's whole process group, and the server would die of it while it still loads torch.
+    """
+    multiprocessing.resource_tracker.ensure_running()  # first: starting it lets interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect(ranks: list[_Rank], job: _Job, bar: progress_reports.ProgressBar | None, timeout_s: float | None) -> list:
@@ -169,15 +184,16 @@ def _collect(ranks: list[_Rank], job: _Job, bar: progress_reports.ProgressBar | 
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         ready = multiprocessing.connection.wait([rank.connection for rank in waiting], left_s)
         failed_before = any(rank.failure for rank in ranks)
-        if not ready:
-            if failed_before:
-                break
-            raise RankTimeout(_where_ranks_stand(waiting, job, timeout_s))
         for rank in waiting:
             if rank.connection in ready:
                 _receive(rank, bar)
         if not failed_before and any(rank.failure for rank in ranks):
             deadline_s = time.monotonic() + GRACE_S
+        elif deadline_s is not None and time.monotonic() >= deadline_s:  # also where a rank never stops sending
+            if failed_before:
+                break
+            if running := [rank for rank in waiting if not rank.ended]:
+                raise RankTimeout(_where_ranks_stand(running, job, timeout_s))
     failures = [rank.failure for rank in ranks if rank.failure]
     if failures:
         first = min(failures, key=lambda failure: failure.when_s)
@@ -260,6 +276,8 @@ def _stop(ranks: list[_Rank]) -> None:
 
 def _rank_main(rank: int, job: _Job, sender: multiprocessing.connection.Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; it stops the ranks
+    if not os.path.isdir(job.folder):
+        return  # the launch was interrupted before this process began
     _end_with_parent(job.folder)
     _import_from_source(job.folder)
     send = _Sender(sender)
@@ -273,9 +291,11 @@ def _rank_main(rank: int, job: _Job, sender: multiprocessing.connection.Connecti
                 _set_rank_variables(rank, job.world_size)
                 worker, args = pickle.loads(job.payload)
                 meeting_point = f"file://{job.folder}/meeting-point"
-                with process_group(rank, job.world_size, device=job.device, init_method=meeting_point):
-                    with _failures_sent(send, rank):  # at once, before the group ends and the other ranks fail too
-                        result = worker(rank, job.world_size, *args)
+                with (
+                    process_group(rank, job.world_size, device=job.device, init_method=meeting_point),
+                    _failures_sent(send, rank),  # at once: when the group ends, the other ranks fail too
+                ):
+                    result = worker(rank, job.world_size, *args)
                 send("result", pickle.dumps(result))
         finally:
             sys.stdout.send_rest()

@@ -7,14 +7,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import enable_wrap, wrap
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from fsdp_helpers.comms import sum_over_ranks
+from fsdp_helpers.comms import count_collectives, sum_over_ranks, trace_collectives
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.memory import trace_memory
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import rank_device
-from fsdp_helpers.records import StepTrace
+from fsdp_helpers.records import CollectiveCount, StepTrace
+from fsdp_helpers.strategies import STRATEGIES, unit_names
 from fsdp_helpers.workers import config_batches, load_rank_data
 
 
@@ -73,6 +78,20 @@ def gradient_norm(rank: int, world_size: int, config: TrainConfig, average: bool
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     dist.all_reduce(gradient)
     return float(gradient.norm() / (world_size if average else 1))
+
+
+def all_reduce_in_two_halves(rank: int, world_size: int) -> tuple[bool, tuple[CollectiveCount, ...]]:
+    """Is an all-reduce a reduce-scatter followed by an all-gather? And what did the three of them move?"""
+    values = torch.arange(1200.0, device=rank_device()) * (rank + 1)
+    with trace_collectives() as seen:
+        whole = values.clone()
+        dist.all_reduce(whole)
+
+        part = values.new_empty(len(values) // world_size)
+        dist.reduce_scatter_tensor(part, values)  # each rank: its part of the sum
+        gathered = torch.empty_like(values)
+        dist.all_gather_into_tensor(gathered, part)  # every rank: all parts
+    return torch.equal(whole, gathered), count_collectives(seen)
 
 
 class FlatUnit:
@@ -141,3 +160,54 @@ def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> tuple
     batch_bytes = images.nbytes + labels.nbytes
     mean_losses = (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
     return mean_losses, trace.last("train step", uncounted_bytes=batch_bytes)
+
+
+def describe_sharded(rank: int, world_size: int, config: TrainConfig) -> tuple[str, list[tuple[str, str, list, list]]]:
+    """The printed model after sharding; and name, type, whole shape and local shape of each of its parameters."""
+    model = STRATEGIES[config.strategy](build_model(config.model), rank_device(), config)
+    parameters = []
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        parameters.append((name, type(parameter).__name__, list(parameter.shape), list(local.shape)))
+    return str(model), parameters
+
+
+def list_units(rank: int, world_size: int, config: TrainConfig) -> list[str]:
+    """The names of the FSDP units that a strategy makes, the root among them."""
+    return unit_names(STRATEGIES[config.strategy](build_model(config.model), rank_device(), config))
+
+
+def nest_by_hand(rank: int, world_size: int) -> str:
+    """FSDP1 without a policy: `wrap` marks the units, while `enable_wrap` says what to wrap them with."""
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=rank_device(), use_orig_params=True):
+        model = wrap(
+            nn.Sequential(
+                wrap(nn.Linear(784, 512)),  # a unit
+                nn.ReLU(),
+                nn.Linear(512, 10),  # not wrapped: belongs to the root
+            )
+        )
+    return str(model)
+
+
+def trace_your_own(rank: int, world_size: int) -> StepTrace:
+    """Any module, any loop: here two transformer layers, each a unit, and one step of SGD."""
+    device = rank_device()
+    with trace_memory(device) as trace:
+        layers = [nn.TransformerEncoderLayer(128, nhead=4, batch_first=True) for _ in range(2)]
+        model = nn.Sequential(*layers).to(device)
+        mesh = init_device_mesh(device.type, (world_size,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):  # the second step is a steady one
+            with record_function("my step"):
+                with record_function("forward"):
+                    optimizer.zero_grad()
+                    loss = model(torch.ones(8, 64, 128, device=device)).square().mean()
+                with record_function("backward"):
+                    loss.backward()
+                with record_function("step"):
+                    optimizer.step()
+    return trace.last("my step")

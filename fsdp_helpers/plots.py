@@ -1,14 +1,15 @@
 """One function a figure: each takes records, draws, and returns `fig, ax`."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from torch import Tensor
+from matplotlib.patches import Patch, Rectangle
+from torch import Tensor, nn
 
-from fsdp_helpers.records import EpochRecord, MemoryCurve, RankRecord, StepTrace
+from fsdp_helpers.records import ComparisonRow, EpochRecord, MemoryCurve, RankRecord, StepTrace
 from fsdp_helpers.units import MB
 
 STRATEGY_COLOURS = {
@@ -21,7 +22,6 @@ STRATEGY_COLOURS = {
 STATE_COLOURS = {"parameters": "#1d4ed8", "gradients": "#60a5fa", "optimiser": "#bfdbfe", "other": "#d1d5db"}
 PHASE_COLOURS = {"forward": "#dcfce7", "backward": "#fee2e2", "step": "#fef9c3"}
 OP_COLOURS = {"all_gather": "#059669", "reduce_scatter": "#dc2626", "all_reduce": "#2563eb", "broadcast": "#d97706"}
-MODEL_STYLES = {"shallow": "-", "deep": "--"}
 STYLE = {
     "figure.dpi": 110,
     "font.size": 9,
@@ -35,7 +35,7 @@ STYLE = {
 
 def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
     """Test loss and test accuracy after each epoch, one line a run."""
-    with plt.rc_context(STYLE):
+    with _style():
         fig, (loss_ax, accuracy_ax) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
         for name, epochs in runs.items():
             numbers = range(1, len(epochs) + 1)
@@ -51,7 +51,7 @@ def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequ
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
     """Training loss of each step, one line a run; thin lines on thick ones show which runs coincide."""
-    with plt.rc_context(STYLE):
+    with _style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, (name, losses) in enumerate(runs.items()):
             width = 1 + 2.5 * (len(runs) - 1 - depth)
@@ -63,7 +63,7 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
 
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
     """A row of digits, images (N, 1, 28, 28), titled with the label or, in red where wrong, the prediction."""
-    with plt.rc_context(STYLE):
+    with _style():
         fig, axes = plt.subplots(1, len(images), figsize=(0.75 * len(images), 1.1), layout="constrained")
         for index, ax in enumerate(axes):
             ax.imshow(images[index, 0], cmap="gray_r")
@@ -75,7 +75,7 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
 
 def plot_memory_curve(curve: MemoryCurve, title: str) -> tuple[Figure, Axes]:
     """Bytes allocated over one step, with its phases shaded and its peak marked."""
-    with plt.rc_context(STYLE):
+    with _style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         draw_memory_curve(ax, curve)
         ax.set(title=title)
@@ -98,7 +98,7 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve, colour: str = "#111827") -> 
 
 def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
     """One bar a rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
-    with plt.rc_context(STYLE):
+    with _style():
         fig, ax = plt.subplots(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
         for row, record in enumerate(ranks.values()):
             parts = [record.parameter_bytes, record.gradient_bytes, record.optimizer_bytes]
@@ -120,7 +120,7 @@ def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
 
 def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[Figure, Axes]:
     """Images a second against the number of ranks, beside what perfect scaling from one rank would give."""
-    with plt.rc_context(STYLE):
+    with _style():
         fig, ax = plt.subplots(figsize=(5, 2.8), layout="constrained")
         ranks = sorted(images_per_s)
         ax.bar(ranks, [images_per_s[count] for count in ranks], color=STRATEGY_COLOURS[strategy], width=0.5)
@@ -134,7 +134,7 @@ def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[F
 
 def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Axes]:
     """The collectives of one step on a time line, one row a rank, each labelled with its full-tensor MB."""
-    with plt.rc_context(STYLE):
+    with _style():
         fig, ax = plt.subplots(figsize=(8, 0.9 + 0.5 * len(traces)), layout="constrained")
         draw_collectives(ax, traces)
         ax.set(title=title)
@@ -161,3 +161,89 @@ def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
     ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
     ax.invert_yaxis()
     ax.set(xlabel="time in the step (ms); numbers in the bars are MB", xlim=(0, length_ms))
+
+
+def plot_units(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
+    """The model as a tree of modules with parameters; one column a choice, one colour a unit, grey for the root."""
+    leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    with _style():
+        fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
+        for column, units in enumerate(choices.values()):
+            for row, leaf in enumerate(leaves):
+                owner = _owner(leaf, units)
+                colour = "#e5e7eb" if owner == "root" else plt.get_cmap("Set2")(list(units).index(owner) % 8)
+                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colour))
+                ax.text(column, row, owner, ha="center", va="center")
+        sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
+        labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
+        ax.set_yticks(range(len(leaves)), labels, family="monospace")
+        ax.set_xticks(range(len(choices)), [f"{name}\n{len(units) + 1} units" for name, units in choices.items()])
+        ax.xaxis.tick_top()
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set(xlim=(-0.5, len(choices) - 0.5), ylim=(len(leaves) - 0.5, -0.5))
+    return fig, ax
+
+
+def _owner(leaf: str, units: Sequence[str]) -> str:
+    """The innermost unit around a module."""
+    around = [unit for unit in units if leaf == unit or leaf.startswith(f"{unit}.")]
+    return max(around, key=len, default="root")
+
+
+def plot_peak_against_units(
+    runs: Mapping[str, Sequence[RankRecord]], limit_bytes: int, limit_name: str
+) -> tuple[Figure, Axes]:
+    """Peak against the number of units, one line an API, beside the peak of something else as a dashed line."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
+        for (name, ranks), style in zip(runs.items(), ("-", "--"), strict=False):
+            ordered = sorted(ranks, key=lambda rank: rank.num_units)
+            counts = [rank.num_units for rank in ordered]
+            peaks = [rank.peak_bytes / MB for rank in ordered]
+            ax.plot(counts, peaks, style, marker="o", color=STRATEGY_COLOURS["fsdp-auto-wrap"], label=name)
+        ax.axhline(limit_bytes / MB, color=STRATEGY_COLOURS["ddp"], linestyle=":", label=limit_name)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set(xlabel="FSDP units, the root included", ylabel="peak on a rank (MB)", ylim=(0, None))
+        ax.legend()
+    return fig, ax
+
+
+def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, Axes]:
+    """Peak bytes against the number of ranks, one line a strategy."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
+        for strategy, by_ranks in peaks.items():
+            sizes = [size / MB for size in by_ranks.values()]
+            ax.plot(list(by_ranks), sizes, marker="o", color=STRATEGY_COLOURS[strategy], label=strategy)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)", ylim=(0, None))
+        ax.legend()
+    return fig, ax
+
+
+def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axes]]:
+    """For each model: bytes held (solid) and peak (light) of every strategy, and its step time."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    with _style():
+        fig, axes = plt.subplots(len(models), 2, figsize=(9, 0.6 + 2.2 * len(models)), layout="constrained")
+        for (memory_ax, time_ax), model in zip(axes.reshape(-1, 2), models, strict=True):
+            chosen = [row for row in rows if row.model == model]
+            colours = [STRATEGY_COLOURS[row.strategy] for row in chosen]
+            places = range(len(chosen))
+            memory_ax.barh(places, [row.peak_bytes / MB for row in chosen], color=colours, alpha=0.35)
+            memory_ax.barh(places, [row.held_bytes / MB for row in chosen], color=colours)
+            time_ax.barh(places, [1e3 * row.step_s for row in chosen], color=colours)
+            memory_ax.set_yticks(places, [row.label for row in chosen])
+            time_ax.set_yticks([])
+            for ax in (memory_ax, time_ax):
+                ax.invert_yaxis()
+            memory_ax.set(title=f"{model}: held (solid) and peak (light)", xlabel="bytes on a rank (MB)")
+            time_ax.set(title="step time, median", xlabel="time (ms)")
+    return fig, axes
+
+
+def _style() -> AbstractContextManager:
+    """The look of all figures. The backend is loaded first: what it sets while loading must outlive the style."""
+    plt.switch_backend(plt.get_backend())
+    return plt.rc_context(STYLE)

@@ -11,7 +11,7 @@ class StateBytes:
 
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int  # Adam: two moments a parameter, and a 4-byte step counter a tensor
+    optimizer_bytes: int  # Adam: two moments a parameter; its step counters, 4 bytes a tensor, are left out
 
     @property
     def total_bytes(self) -> int:
@@ -129,3 +129,22 @@ class RunRecord:
         fields = asdict(self)
         del fields["traces"]
         return fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """One strategy in the closing comparison, measured on rank 0."""
+
+    model: str
+    strategy: str
+    api: str | None  # None where the strategy is no FSDP
+    world_size: int
+    step_s: float  # median of the steady steps
+    held_bytes: int
+    peak_bytes: int
+    moved_bytes: int  # full-tensor bytes of all collectives of a step
+    final_loss: float
+
+    @property
+    def label(self) -> str:
+        return self.strategy if self.api is None else f"{self.strategy} ({self.api})"

@@ -117,9 +117,18 @@ def shard_fsdp2(
     return fully_shard(model if offload else model.to(device), **settings)
 
 
+def unit_names(model: nn.Module) -> list[str]:
+    """The modules of `model` that are FSDP units, by their names in the unwrapped model; the root is called "root"."""
+    return [
+        name.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module") or "root"
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel | FSDPModule)
+    ]
+
+
 def count_units(model: nn.Module) -> int:
     """The number of FSDP units in `model`, the root included; 0 where nothing is sharded."""
-    return sum(isinstance(module, FullyShardedDataParallel | FSDPModule) for module in model.modules())
+    return len(unit_names(model))
 
 
 def _flat_mesh(device: torch.device) -> DeviceMesh:

@@ -46,7 +46,7 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
         step_losses += losses
         test_batches = evaluation_batches(dataset.test, rank=rank, world_size=world_size)
         test_sums = sum_over_ranks(evaluate(model, test_batches))
-        epochs.append(epoch_record(config, losses, watch.epoch_seconds, test_sums))
+        epochs.append(epoch_record(config, losses, max(gather_over_ranks(watch.epoch_seconds)), test_sums))
         if len(step_losses) == num_steps:
             break
 
@@ -58,7 +58,7 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
         versions=versions(),
         device=device.type,
         device_name=device_name(device),
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        finished=gather_over_ranks(datetime.now(UTC).isoformat(timespec="seconds"))[0],
         world_size=world_size,
         epochs=tuple(epochs),
         step_losses=tuple(step_losses),

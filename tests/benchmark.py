@@ -1,0 +1,188 @@
+"""Is the loop of this project worth having? `python tests/benchmark.py` measures it against what people write first.
+
+Three ratios, each of medians over interleaved rounds, so that a busy machine slows both sides alike:
+training ShallowNet, reading the data alone, and starting two workers that do nothing. Exits 1 if a target is missed.
+Not a test: run it on a machine that does nothing else.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+
+from fsdp_helpers.data import find_data_dir, load_data, prepare_data, rank_batches
+from fsdp_helpers.launch import launch
+from fsdp_helpers.models import build_model
+from fsdp_helpers.training import train_one_epoch
+
+BATCH_SIZE = 64
+TARGETS = {"training": 1.3, "reading": 5.0, "launching": 10.0}
+
+
+# ---------------------------------------------------------------- the other side, as tutorials write it
+
+
+class PlainNet(nn.Module):
+    """The network of the well-known MNIST example."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2))
+        x = F.relu(self.fc1(torch.flatten(x, 1)))
+        return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
+
+
+def plain_loader(data_dir):
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    train = datasets.MNIST(data_dir, train=True, transform=transform)
+    return DataLoader(train, batch_size=BATCH_SIZE, shuffle=True)
+
+
+def plain_training(rank, world_size, data_dir, num_steps):
+    """Images a second of the example's loop; the first steps warm up and do not count."""
+    torch.set_num_threads(_num_cores())
+    model = PlainNet()
+    optimizer = torch.optim.Adam(model.parameters())
+    model.train()
+    batches = islice(plain_loader(data_dir), num_steps + 5)
+    for step, (data, target) in enumerate(batches):
+        if step == 5:
+            start_s = time.perf_counter()
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(data), target)
+        loss.backward()
+        optimizer.step()
+    return num_steps * BATCH_SIZE / (time.perf_counter() - start_s)
+
+
+def plain_reading(rank, world_size, data_dir, num_steps):
+    batches = iter(plain_loader(data_dir))
+    next(batches)
+    start_s = time.perf_counter()
+    num_images = sum(len(target) for _, target in islice(batches, num_steps))
+    return num_images / (time.perf_counter() - start_s)
+
+
+def do_nothing(rank, world_size=None):
+    return rank
+
+
+def plain_launch() -> float:
+    start_s = time.perf_counter()
+    torch.multiprocessing.spawn(do_nothing, nprocs=2)
+    return time.perf_counter() - start_s
+
+
+# ---------------------------------------------------------------- this side
+
+
+def our_training(rank, world_size, data_dir, num_steps):
+    """Images a second of this project's loop, in a rank that `launch` started."""
+    split = load_data(data_dir).train
+    model = build_model("shallow")
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    batches = rank_batches(split, rank=rank, world_size=world_size, global_batch_size=BATCH_SIZE, seed=0, epoch=0)
+    train_one_epoch(model, islice(batches, 5), optimizer)
+    start_s = time.perf_counter()
+    train_one_epoch(model, islice(batches, num_steps), optimizer)
+    return num_steps * BATCH_SIZE / (time.perf_counter() - start_s)
+
+
+def our_reading(rank, world_size, data_dir, num_steps):
+    split = load_data(data_dir).train
+    batches = rank_batches(split, rank=rank, world_size=world_size, global_batch_size=BATCH_SIZE, seed=0, epoch=0)
+    next(batches)
+    start_s = time.perf_counter()
+    num_images = sum(len(labels) for _, labels in islice(batches, num_steps))
+    return num_images / (time.perf_counter() - start_s)
+
+
+def our_launch() -> float:
+    start_s = time.perf_counter()
+    launch(do_nothing, world_size=2, device="cpu")
+    return time.perf_counter() - start_s
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def plain_process(worker, data_dir, num_steps) -> float:
+    """Run `worker` in a process of its own that nobody has tuned, as a script would run."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result")
+        torch.multiprocessing.spawn(_write_result, args=(worker, data_dir, num_steps, result), nprocs=1)
+        return float(result.read_text())
+
+
+def _write_result(rank, worker, data_dir, num_steps, result):
+    result.write_text(repr(worker(rank, 1, data_dir, num_steps)))
+
+
+def our_process(worker, data_dir, num_steps) -> float:
+    return launch(worker, data_dir, num_steps, world_size=1, device="cpu")[0]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def interleaved(ours, plain, rounds: int) -> tuple[float, float]:
+    """The medians of both sides, measured in turn."""
+    pairs = [(ours(), plain()) for _ in range(rounds)]
+    return tuple(statistics.median(side) for side in zip(*pairs, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60, help="steps of each measurement")
+    options = parser.parse_args()
+    if prepare_data() != "mnist":
+        print("The plain loop reads MNIST, and MNIST is not here and cannot be downloaded.", file=sys.stderr)
+        return 2
+    data_dir, steps, rounds = str(find_data_dir()), options.steps, options.rounds
+    our_launch()  # the first launch starts the server; what counts is every launch after it
+
+    print(f"torch {torch.__version__}, {_num_cores()} cores, batches of {BATCH_SIZE}, median of {rounds} rounds\n")
+    print(f"{'':10} {'this project':>20} {'plain':>20} {'ratio':>7} {'target':>7}")
+    ratios = {}
+    for name, ours, plain in [("training", our_training, plain_training), ("reading", our_reading, plain_reading)]:
+        work = (data_dir, steps)
+        fast, slow = interleaved(partial(our_process, ours, *work), partial(plain_process, plain, *work), rounds)
+        ratios[name] = fast / slow
+        show(name, f"{fast:,.0f} images/s", f"{slow:,.0f} images/s", ratios[name])
+    fast, slow = interleaved(our_launch, plain_launch, rounds)
+    ratios["launching"] = slow / fast
+    show("launching", f"{fast:.3f} s", f"{slow:.3f} s", ratios["launching"])
+    return 0 if all(ratios[name] >= target for name, target in TARGETS.items()) else 1
+
+
+def show(name: str, ours: str, plain: str, ratio: float) -> None:
+    verdict = "" if ratio >= TARGETS[name] else "  MISSED"
+    print(f"{name:10} {ours:>20} {plain:>20} {ratio:7.2f} {TARGETS[name]:7.1f}{verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

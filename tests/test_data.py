@@ -1,0 +1,334 @@
+import gzip
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.datasets import MNIST
+
+from fsdp_helpers.data import (
+    MNIST_FILES,
+    DataError,
+    Split,
+    describe_source,
+    epoch_order,
+    evaluation_batches,
+    find_data_dir,
+    load_data,
+    normalise,
+    num_train_images,
+    prepare_data,
+    rank_batches,
+)
+
+NAMES = [name for name, _ in MNIST.resources]
+SMALL = "t10k-labels-idx1-ubyte.gz"  # the smallest of the four
+
+
+def numbered(count: int) -> Split:
+    """`count` images; image i is filled with i and labelled i, so that each can be recognised."""
+    numbers = torch.arange(count)
+    return Split(images=numbers.float().view(-1, 1, 1, 1).expand(-1, 1, 28, 28), labels=numbers)
+
+
+class Mirror:
+    """A local HTTP server in the place of a mirror of MNIST; `gets` counts the requests for each file."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.gets = gets = Counter()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                name = self.path.removeprefix("/")
+                self.send_response(200 if name in files else 404)
+                self.send_header("Content-Length", str(len(files.get(name, b""))))
+                self.end_headers()
+                if self.headers.get("Method") != "HEAD":  # torchvision asks for redirects first, in this way
+                    gets[name] += 1
+                    self.wfile.write(files.get(name, b""))
+
+            def log_message(self, *args):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/"
+
+    def __enter__(self):
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def mirror(packed_mnist, monkeypatch):
+    """A mirror with the real files. A test may spoil its `files` before it asks for them."""
+    files = dict(packed_mnist)
+    with Mirror(files) as server:
+        server.files = files
+        monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        yield server
+
+
+def left_over(folder: Path) -> list[str]:
+    """What a download leaves beside its lock file."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".mnist.lock")
+
+
+# ---------------------------------------------------------------- the download
+
+
+def test_downloaded_once(mirror, tmp_path):
+    assert prepare_data(tmp_path) == "mnist"
+    assert prepare_data(tmp_path) == "mnist"  # found, not fetched again
+    assert mirror.gets == {name: 1 for name in NAMES}
+    assert left_over(tmp_path) == ["MNIST"]
+    dataset = load_data(tmp_path)
+    assert (dataset.source, len(dataset.train), len(dataset.test)) == ("mnist", 60_000, 10_000)
+    assert dataset.test.labels[:5].tolist() == [7, 2, 1, 0, 4]  # as in every picture of MNIST
+
+
+def test_two_processes_starting_together_download_once(mirror, tmp_path):
+    code = (
+        "from torchvision.datasets import MNIST; from fsdp_helpers.data import prepare_data; "
+        f"MNIST.mirrors = [{mirror.url!r}]; input(); print(prepare_data({str(tmp_path)!r}))"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=90) for process in processes]
+    assert [output.split()[-1] for output, _ in outputs] == ["mnist", "mnist"], outputs
+    assert mirror.gets == {name: 1 for name in NAMES}
+    assert left_over(tmp_path) == ["MNIST"]
+
+
+def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
+    # No mirror is in reach here; the four .gz files, put where the message says, are enough.
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, content in packed_mnist.items():
+        (raw / name).write_bytes(content)
+    assert prepare_data(tmp_path) == "mnist"
+
+
+def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
+    mirror.files[SMALL] = b"x" + mirror.files[SMALL][1:]
+    with pytest.raises(DataError, match=f"{SMALL} arrived damaged .*mirror is at fault"):
+        prepare_data(tmp_path)
+    assert left_over(tmp_path) == []  # nothing that a later run could take for whole
+
+
+def test_download_cut_short(mirror, tmp_path):
+    mirror.files[NAMES[0]] = mirror.files[NAMES[0]][:1000]
+    with pytest.raises(DataError, match=rf"{NAMES[0]} arrived damaged \(1000 bytes"):
+        prepare_data(tmp_path)
+    assert left_over(tmp_path) == []
+
+
+def test_dead_mirror_means_digits(digits_dir):
+    assert prepare_data(digits_dir) == "digits"
+    assert left_over(digits_dir) == []
+
+
+def test_mirror_without_the_files_means_digits(mirror, tmp_path):
+    mirror.files.clear()  # every answer is now 404
+    assert prepare_data(tmp_path) == "digits"
+    assert left_over(tmp_path) == []
+
+
+# ---------------------------------------------------------------- what is on disk
+
+
+@pytest.mark.parametrize("name", ["t10k-labels-idx1-ubyte", SMALL])
+def test_truncated_file_is_named(name, packed_mnist, tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    whole = packed_mnist[SMALL]
+    (raw / name).write_bytes((whole if name == SMALL else gzip.decompress(whole))[:-1])
+    with pytest.raises(DataError, match=f"{name} is damaged: .*Delete it and run again"):
+        prepare_data(tmp_path)
+    assert (raw / name).exists()  # the reader deletes it, nobody else
+
+
+def test_changed_file_of_the_right_size_is_named(packed_mnist, tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    content = bytearray(gzip.decompress(packed_mnist[SMALL]))
+    content[-1] ^= 1
+    (raw / Path(SMALL).stem).write_bytes(content)
+    for read in (prepare_data, load_data):
+        with pytest.raises(DataError, match="is damaged: its checksum is wrong"):
+            read(tmp_path)
+
+
+def test_read_only_folder_without_mnist(tmp_path):
+    # Root may write anywhere, so the attempt is made as nobody, who may look into this one folder.
+    code = (
+        "import os; from fsdp_helpers.data import DataError, prepare_data\n"
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
+        "try: prepare_data('data')\n"
+        "except DataError as error: print(error)"
+    )
+    tmp_path.chmod(0o555)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=90
+    )
+    tmp_path.chmod(0o755)
+    assert "cannot be written (Permission denied). Choose another with --data-dir" in done.stdout, done.stderr
+    assert left_over(tmp_path) == []
+
+
+def test_read_only_folder_with_mnist_is_fine(mnist_dir, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("wrote to a folder that has all it needs")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr("fsdp_helpers.data.FileLock", refuse)
+    assert prepare_data(mnist_dir) == "mnist"
+
+
+def test_a_file_where_the_folder_should_be(tmp_path):
+    (tmp_path / "data").write_text("not a folder")
+    with pytest.raises(DataError, match="cannot be written"):
+        prepare_data(tmp_path / "data")
+
+
+def test_find_data_dir_order(monkeypatch, tmp_path):
+    monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "variable"))
+    assert find_data_dir(tmp_path / "argument") == tmp_path / "argument"
+    assert find_data_dir() == tmp_path / "variable"
+    monkeypatch.delenv("FSDP_DATA_DIR")
+    assert find_data_dir() == Path(__file__).resolve().parent.parent / "data"
+
+
+def test_the_source_is_always_said(digits_dir):
+    assert describe_source("mnist") == "Data: MNIST, 60,000 training and 10,000 test images."
+    text = describe_source("digits", digits_dir)
+    assert "1,797 bundled digits" in text and "MNIST/raw" in text
+
+
+# ---------------------------------------------------------------- what is in them
+
+
+def test_mnist_is_whole_and_normalised(mnist_dir):
+    dataset = load_data(mnist_dir)
+    assert dataset.train.images.shape == (60_000, 1, 28, 28) and dataset.train.images.dtype == torch.float32
+    assert dataset.test.images.shape == (10_000, 1, 28, 28) and dataset.test.labels.dtype == torch.int64
+    # The two constants are the mean and the standard deviation of the training images, to four digits.
+    assert abs(dataset.train.images.mean().item()) < 1e-3
+    assert abs(dataset.train.images.std().item() - 1) < 1e-3
+    assert num_train_images("mnist") == len(dataset.train)
+
+
+def test_digits_look_like_mnist(digits_dir):
+    dataset = load_data(digits_dir)
+    # 1,797 digits: the last 360 for the test, 1,797 - 360 = 1,437 for training
+    assert dataset.train.images.shape == (1_437, 1, 28, 28)
+    assert dataset.test.images.shape == (360, 1, 28, 28)
+    assert dataset.source == "digits" and num_train_images("digits") == 1_437
+    assert set(dataset.train.labels.tolist()) == set(range(10))
+    darkest, brightest = normalise(torch.tensor([0.0, 255.0]).view(2, 1, 1)).flatten().tolist()
+    assert dataset.train.images.min().item() == pytest.approx(darkest)
+    assert dataset.train.images.max().item() <= brightest + 1e-5
+
+
+def test_normalise():
+    # 0 -> (0 - 0.1307) / 0.3081 = -0.42421; 255 -> (1 - 0.1307) / 0.3081 = 2.82149
+    values = normalise(torch.tensor([[[0, 255]]], dtype=torch.uint8))
+    assert values.shape == (1, 1, 1, 2)
+    assert values.flatten().tolist() == pytest.approx([-0.42421, 2.82149], abs=1e-5)
+
+
+def test_file_sizes_follow_from_the_format():
+    # 16 bytes of header and 784 an image; 8 bytes of header and 1 a label
+    assert MNIST_FILES["train-images-idx3-ubyte"][0] == 16 + 60_000 * 784
+    assert MNIST_FILES["t10k-labels-idx1-ubyte"][0] == 8 + 10_000
+
+
+# ---------------------------------------------------------------- batches
+
+
+def labels_of_epoch(world_size: int, epoch: int = 0, seed: int = 0, **settings) -> list[list[int]]:
+    """The labels of each global batch, the ranks' parts one after the other."""
+    parts = [
+        rank_batches(
+            numbered(100),
+            rank=rank,
+            world_size=world_size,
+            global_batch_size=12,
+            seed=seed,
+            epoch=epoch,
+            **settings,
+        )
+        for rank in range(world_size)
+    ]
+    return [torch.cat([labels for _, labels in step]).tolist() for step in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_rank_batches_together_are_the_one_process_batch(world_size):
+    assert labels_of_epoch(world_size) == labels_of_epoch(1)
+
+
+def test_incomplete_last_batch_is_dropped():
+    # 100 images in batches of 12: 8 batches are 96 images, 4 are left out
+    batches = labels_of_epoch(1)
+    assert [len(batch) for batch in batches] == [12] * 8
+    assert len({label for batch in batches for label in batch}) == 96
+
+
+def test_images_go_with_their_labels():
+    batches = rank_batches(numbered(100), rank=1, world_size=2, global_batch_size=12, seed=0, epoch=0)
+    for images, labels in batches:
+        assert images.shape == (6, 1, 28, 28)
+        assert torch.equal(images[:, 0, 0, 0], labels.float())
+
+
+def test_new_shuffle_each_epoch_same_for_the_same_seed():
+    assert labels_of_epoch(1, epoch=1) != labels_of_epoch(1, epoch=0)
+    assert labels_of_epoch(1, seed=1) != labels_of_epoch(1, seed=0)
+    assert labels_of_epoch(1, epoch=1) == labels_of_epoch(1, epoch=1)
+    assert labels_of_epoch(3, epoch=1) == labels_of_epoch(1, epoch=1)
+    assert sorted(epoch_order(100, seed=0, epoch=1)) == list(range(100))
+
+
+def test_first_step_skips():
+    assert labels_of_epoch(2, first_step=3) == labels_of_epoch(2)[3:]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_images", [10_000, 1_003, 2])
+def test_evaluation_counts_each_image_once(world_size, num_images):
+    split = numbered(num_images)
+    ranks = [
+        [labels for _, labels in evaluation_batches(split, rank=rank, world_size=world_size)]
+        for rank in range(world_size)
+    ]
+    seen = torch.cat([labels for rank in ranks for labels in rank])
+    assert sorted(seen.tolist()) == list(range(num_images))
+    # Batches of 1,000: 10,000 make 10, 1,003 make 2, 2 make 1, on every rank
+    assert {len(rank) for rank in ranks} == {-(-num_images // 1000)}
+
+
+def test_the_first_images_of_each_split(digits_dir):
+    whole, part = load_data(digits_dir), load_data(digits_dir, train_images=3, test_images=2)
+    assert torch.equal(part.train.images, whole.train.images[:3])
+    assert torch.equal(part.test.labels, whole.test.labels[:2])
+    assert len(load_data(digits_dir, test_images=99_999).test) == 360  # all, where there are fewer
+    # 3 images of 784 x 4 bytes, 3 labels of 8 bytes; nothing of the whole is kept alive behind them
+    assert part.train.num_bytes == 3 * 784 * 4 + 3 * 8
+    assert part.train.labels.untyped_storage().nbytes() == 3 * 8
+
+
+def test_loading_writes_nothing(digits_dir):
+    load_data(digits_dir)
+    assert not os.path.exists(digits_dir)

@@ -1,0 +1,73 @@
+"""The same commands on CUDA: nccl, one rank a device."""
+
+import pytest
+import torch
+import workers_for_tests as workers
+from test_records import check_json
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.launch import launch
+from fsdp_helpers.memory import trace_memory
+from fsdp_helpers.ranks import choose_device
+from fsdp_helpers.workers import train_worker
+
+pytestmark = pytest.mark.gpu
+
+
+def settings(data_dir) -> dict:
+    return {"global_batch_size": 32, "max_steps": 8, "test_images": 101, "dropout": False, "data_dir": str(data_dir)}
+
+
+def test_auto_is_cuda_where_every_rank_gets_a_device():
+    found = torch.cuda.device_count()
+    assert choose_device("auto", found) == "cuda"
+    assert choose_device("auto", found + 1) == "cpu"
+
+
+def test_nccl_on_the_first_device():
+    assert launch(workers.all_reduce_on_device, world_size=1, device="cuda") == [(1.0, "cuda:0", 0)]
+
+
+def test_one_device_a_rank():
+    found = torch.cuda.device_count()
+    expected = [(float(found), f"cuda:{rank}", rank) for rank in range(found)]
+    assert launch(workers.all_reduce_on_device, world_size=found, device="cuda") == expected
+
+
+@pytest.mark.parametrize("strategy", ["local", "ddp"])
+def test_losses_equal_those_of_the_cpu(strategy, digits_dir):
+    config = TrainConfig(strategy=strategy, **settings(digits_dir))
+    cuda = launch(train_worker, config, world_size=1, device="cuda")[0]
+    cpu = launch(train_worker, config, world_size=1, device="cpu")[0]
+    assert (cuda.device, cpu.device) == ("cuda", "cpu")
+    # CUDA's convolutions may round their inputs (TF32), so they agree to three digits, not to all.
+    assert cuda.step_losses == pytest.approx(cpu.step_losses, abs=1e-3)
+    assert cuda.epochs[0].test_images == 101
+
+
+def test_the_bytes_of_a_rank(digits_dir):
+    config = TrainConfig(strategy="local", **settings(digits_dir))
+    record = launch(train_worker, config, world_size=1, device="cuda")[0]
+    check_json(record.to_json())
+    (rank,) = record.ranks
+    assert (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes) == (4_799_528, 4_799_528, 9_599_056)
+    # At least 16 bytes a parameter; the allocator rounds each tensor up to 512 bytes, and keeps work spaces
+    assert 16 * 1_199_882 <= rank.held_bytes < rank.peak_bytes
+
+
+def test_the_curve_is_the_allocators_count():
+    device = torch.device("cuda", 0)
+    torch.cuda.init()
+    before = torch.cuda.memory_allocated(device)
+    with trace_memory(device) as trace:
+        kept = torch.empty(1_000_000, device=device)
+        torch.cuda.reset_peak_memory_stats(device)
+        workspace = torch.empty(2_000_000, device=device)
+        del workspace
+        highest, at_the_end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    curve = trace.whole().curve
+    assert curve.peak_bytes == highest
+    assert curve.held_bytes == at_the_end
+    # 4,000,000 bytes, rounded up to a multiple of 512: 7,813 x 512 = 4,000,256
+    assert at_the_end - before == 4_000_256
+    del kept

@@ -1,0 +1,135 @@
+"""Hygiene of the notebooks as they are kept. Quick: nothing is run here, `pytest --nbmake notebooks` does that."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+MACHINE_PATH = re.compile(r"(?:^|[\s\"'(=:\[])(?:/home/|/root/|/work/|/tmp/|/Users/|/usr/|[A-Z]:\\)|site-packages")
+WARNING = re.compile(r"\b\w*Warning\b: |^\[?W\d{3,}|\[W\d", re.MULTILINE)
+MAX_CODE_LINES, MAX_WORDS, MAX_FILE_BYTES = 25, 130, 1_500_000
+
+
+def problems(notebook) -> list[str]:
+    """What is wrong with a notebook, one line each."""
+    found = []
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in code]
+    if counts != list(range(1, len(code) + 1)):
+        found.append(f"not one run from top to bottom: execution counts {counts}")
+    num_parameters = sum("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells)
+    if num_parameters != 1:
+        found.append(f"{num_parameters} cells are tagged 'parameters' instead of 1")
+    for number, cell in enumerate(notebook.cells):
+        where = f"cell {number}"
+        if cell.cell_type == "markdown" and (words := count_words(cell.source)) > MAX_WORDS:
+            found.append(f"{where}: {words} words, the limit is {MAX_WORDS}")
+        if cell.cell_type == "code":
+            if (lines := len(cell.source.splitlines())) > MAX_CODE_LINES:
+                found.append(f"{where}: {lines} lines of code, the limit is {MAX_CODE_LINES}")
+            found += [f"{where}: {problem}" for problem in output_problems(cell)]
+        if MACHINE_PATH.search(cell.source):
+            found.append(f"{where}: its text names a path of one machine")
+    return found
+
+
+def count_words(text: str) -> int:
+    return len(re.findall(r"\w[\w'’.,-]*", text))
+
+
+def output_problems(cell) -> list[str]:
+    may_fail = "raises-exception" in cell.metadata.get("tags", [])
+    found = []
+    for output in cell.outputs:
+        if output.output_type == "error" and not may_fail:
+            found.append(f"an error is kept: {output.ename}")
+        if output.get("name") == "stderr" and not may_fail:
+            found.append(f"standard error is kept: {output.text[:60]!r}")
+        text = output_text(output)
+        if path := MACHINE_PATH.search(text):
+            found.append(f"an output names a path of one machine: {text[path.start() : path.end() + 30]!r}")
+        if WARNING.search(text):
+            found.append(f"a warning is kept: {WARNING.search(text).group()!r}")
+    return found
+
+
+def output_text(output) -> str:
+    """All that a reader sees of an output as text."""
+    if output.output_type == "stream":
+        return output.text
+    if output.output_type == "error":
+        return re.sub(r"\x1b\[[\d;]*m", "", "\n".join([output.evalue, *output.traceback]))
+    return "\n".join(str(content) for kind, content in output.data.items() if kind.startswith("text/"))
+
+
+@pytest.mark.skipif(not PATHS, reason="no notebook yet")
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_notebook(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert problems(notebook) == []
+    assert path.stat().st_size < MAX_FILE_BYTES
+
+
+@pytest.mark.skipif(not PATHS, reason="no notebook yet")
+def test_notebooks_are_a_numbered_series():
+    numbers = [path.name.split("_")[0] for path in PATHS]
+    assert all(re.fullmatch(r"\d\d", number) for number in numbers)
+    assert len(set(numbers)) == len(numbers)
+
+
+# ---------------------------------------------------------------- the checks can fail
+
+
+def small_notebook():
+    """One that nothing is wrong with."""
+    parameters = nbformat.v4.new_code_cell("world_size = 2", execution_count=1, metadata={"tags": ["parameters"]})
+    output = nbformat.v4.new_output("stream", name="stdout", text="2 ranks\n")
+    code = nbformat.v4.new_code_cell("print(world_size, 'ranks')", execution_count=2, outputs=[output])
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A title"), parameters, code])
+
+
+def test_a_clean_notebook_passes():
+    assert problems(small_notebook()) == []
+
+
+def set_output(notebook, text, name="stdout"):
+    notebook.cells[2].outputs = [nbformat.v4.new_output("stream", name=name, text=text)]
+
+
+@pytest.mark.parametrize(
+    "spoil, problem",
+    [
+        (lambda book: book.cells[2].update(execution_count=5), "execution counts"),
+        (lambda book: book.cells[2].update(execution_count=None), "execution counts"),
+        (lambda book: book.cells[1].metadata.clear(), "0 cells are tagged"),
+        (lambda book: book.cells[2].metadata.update(tags=["parameters"]), "2 cells are tagged"),
+        (lambda book: book.cells[2].update(source="pass\n" * 26), "26 lines of code"),
+        (lambda book: book.cells[0].update(source="word " * 131), "131 words"),
+        (lambda book: set_output(book, "saved to /home/me/model.pt"), "path of one machine"),
+        (lambda book: set_output(book, 'File "/root/x.py", line 1'), "path of one machine"),
+        (lambda book: set_output(book, ".venv/lib/python3.11/site-packages/torch"), "path of one machine"),
+        (lambda book: set_output(book, "x.py:1: UserWarning: old\n  f()"), "a warning is kept"),
+        (lambda book: set_output(book, "anything", name="stderr"), "standard error is kept"),
+        (
+            lambda book: book.cells[2].update(
+                outputs=[nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])]
+            ),
+            "an error is kept",
+        ),
+    ],
+)
+def test_each_problem_is_found(spoil, problem):
+    notebook = small_notebook()
+    spoil(notebook)
+    assert any(problem in found for found in problems(notebook))
+
+
+def test_an_error_that_is_meant_to_be_seen_may_stay():
+    notebook = small_notebook()
+    notebook.cells[2].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=["no"])]
+    notebook.cells[2].metadata["tags"] = ["raises-exception"]
+    assert problems(notebook) == []

@@ -1,0 +1,137 @@
+"""Tiny workers. Every rank process imports this module, so it imports little."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from fsdp_helpers import progress
+from fsdp_helpers.comms import count_collectives, gather_over_ranks, sum_over_ranks, trace_collectives
+from fsdp_helpers.ranks import rank_device
+
+
+def return_rank(rank, world_size):
+    return rank, world_size
+
+
+def return_pid(rank, world_size):
+    return os.getpid()
+
+
+def return_tensor(rank, world_size):
+    return torch.full((2,), float(rank))
+
+
+def return_variables(rank, world_size):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return [int(os.environ[name]) for name in names], dist.get_backend(), torch.get_num_threads()
+
+
+def all_reduce_rank(rank, world_size):
+    value = torch.tensor([float(rank + 1)])
+    dist.all_reduce(value)
+    return value.item()
+
+
+def all_reduce_on_device(rank, world_size):
+    value = torch.ones(1, device=rank_device())
+    dist.all_reduce(value)
+    return value.item(), str(rank_device()), torch.cuda.current_device()
+
+
+def print_lines(rank, world_size, count):
+    for number in range(count):
+        print(f"rank {rank}", end=" ")
+        print(f"line {number}")
+    print("to stderr", rank, file=sys.stderr)
+    print("no newline at the end", end="")
+
+
+def report_progress(rank, world_size, steps):
+    for step in range(1, steps + 1):
+        progress.report(step, steps, "counting", f"step {step}")
+        time.sleep(0.01)
+
+
+def raise_on(rank, world_size, bad_rank):
+    if rank == bad_rank:
+        raise ZeroDivisionError(f"on purpose, on rank {rank}")
+    dist.barrier()  # the others wait for a rank that never comes
+
+
+def raise_while_another_prints(rank, world_size):
+    if rank == 0:
+        raise ZeroDivisionError("on purpose")
+    print_for_ever(rank, world_size)
+
+
+def print_for_ever(rank, world_size):
+    while True:
+        print("again")
+
+
+def hang_on(rank, world_size, bad_rank):
+    if rank == bad_rank:
+        sleep_for_ever()
+    dist.all_reduce(torch.ones(1))
+
+
+def sleep_for_ever():
+    while True:
+        time.sleep(60)
+
+
+def ignore_sigterm(rank, world_size):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleep_for_ever()
+
+
+def kill_itself(rank, world_size, bad_rank):
+    if rank == bad_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def leave_with(rank, world_size, status):
+    sys.exit(status)
+
+
+def leave_at_once(rank, world_size, status):
+    os._exit(status)
+
+
+def return_unpicklable(rank, world_size):
+    return threading.Lock()
+
+
+def write_pid_and_hang(rank, world_size, folder):
+    with open(os.path.join(folder, f"pid-{rank}"), "w") as file:
+        file.write(str(os.getpid()))
+    sleep_for_ever()
+
+
+# ---------------------------------------------------------------- memory and collectives
+
+
+def trace_one_of_each(rank, world_size):
+    """Every kind of collective once, with one value a rank; what the trace counted."""
+    part, whole = torch.ones(1), torch.ones(world_size)
+    with trace_collectives() as events:
+        dist.all_reduce(torch.ones(3))
+        dist.all_gather_into_tensor(whole, part)
+        dist.reduce_scatter_tensor(part, whole.clone())
+        dist.broadcast(torch.ones(5), src=0)
+        dist.all_gather([torch.ones(2) for _ in range(world_size)], torch.ones(2))
+        dist.all_reduce(torch.ones(7))
+    torch.ones(1).add_(1)
+    dist.all_reduce(torch.ones(9))  # after the block: not counted
+    return count_collectives(events)
+
+
+def sum_and_gather(rank, world_size):
+    values = torch.tensor([float(rank)])
+    return sum_over_ranks(values).item(), values.item(), gather_over_ranks(f"from {rank}")
