@@ -152,3 +152,18 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
             " steps, where do parameters, gradients and moments live?",
         )
     return "Right: nothing on the device between steps, 16 P / N on the host."
+
+
+def check_transfer_seconds(transfer_seconds: Callable[[int, int, float], float] | None) -> str:
+    """Notebook 05: seconds to move a rank's parameters to the device and its gradients back."""
+    _expect_answered(transfer_seconds)
+    for num_params, world_size, bytes_per_s in ((1_000_000, 1, 8e6), (94_104_234, 2, 25e9)):
+        given = transfer_seconds(num_params, world_size, bytes_per_s)
+        _expect_answered(given)
+        right = 8 * num_params / world_size / bytes_per_s
+        _expect(
+            abs(given - right) < 1e-6 * right,
+            f"{format_count(num_params)} parameters over {world_size} rank(s) at {format_bytes(int(bytes_per_s))}/s: your"
+            f" function says {given} s, it takes {right:.6f} s",
+        )
+    return "Right: 4 bytes a parameter there, 4 bytes a gradient back."

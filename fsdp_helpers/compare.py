@@ -39,15 +39,16 @@ def compare(
     *,
     world_size: int,
     device: str,
-    on_done: Callable[[int, int, str], None] = lambda done, total, label: None,
+    on_done: Callable[[int, int, str, str], None] = lambda done, total, title, details: None,
 ) -> list[ComparisonRow]:
-    """Run one configuration after the other; `on_done(done, total, label)` hears of each that is finished."""
+    """Run one configuration after the other; `on_done(done, total, title, details)` hears of each that is finished."""
     rows = []
+    on_done(0, len(configs), "compare", "")
     for config in configs:
         ranks = 1 if config.strategy == "local" else world_size
         record = launch(train_worker, config, world_size=ranks, device=device, progress=False)[0]
         rows.append(comparison_row(record))
-        on_done(len(rows), len(configs), f"{config.model}, {rows[-1].label}")
+        on_done(len(rows), len(configs), "compare", f"{config.model}, {rows[-1].label}")
     return rows
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 SECONDS_BETWEEN_REPORTS = 0.1
-BAR_WIDTH = 88
+BAR_WIDTH = 100
 
 _sink: Callable[..., None] | None = None
 _last_report_s = 0.0

@@ -36,7 +36,7 @@ class StepWatch:
         self._model, self._optimizer = model, optimizer
 
     def begin_epoch(self, epoch: int) -> None:
-        self._title = f"{self._config.strategy}, epoch {epoch + 1}/{self._config.epochs}"
+        self._epoch = epoch
         self._first_step = len(self.step_seconds)
         self._clock_s = time.perf_counter()
 
@@ -77,4 +77,6 @@ class StepWatch:
         done, total = len(self.step_seconds), self._num_steps
         if progress.wants_report(done, total):
             images_per_s = (done - self._first_step) * self._config.global_batch_size / self.epoch_seconds
-            progress.report(done, total, self._title, f"{images_per_s:,.0f} images/s, loss {loss.item():.4f}")
+            epoch = f"epoch {self._epoch + 1}/{self._config.epochs}, " if self._config.epochs > 1 else ""
+            details = f"{epoch}{images_per_s:,.0f} images/s, loss {loss.item():.4f}"
+            progress.report(done, total, f"{self._config.model}, {self._config.strategy}", details)

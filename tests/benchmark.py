@@ -1,8 +1,9 @@
-"""Is the loop of this project worth having? `python tests/benchmark.py` measures it against what people write first.
+"""Is this project fast enough? `python tests/benchmark.py` measures the loop, `python tests/benchmark.py fsdp` sharding.
 
-Three ratios, each of medians over interleaved rounds, so that a busy machine slows both sides alike:
-training ShallowNet, reading the data alone, and starting two workers that do nothing. Exits 1 if a target is missed.
-Not a test: run it on a machine that does nothing else.
+`ground`: training ShallowNet, reading the data alone, and starting two workers that do nothing, each against what
+people write first. `fsdp`: a step of DeepNet on two CPU ranks, FSDP against DDP and auto-wrap against one unit, for
+both APIs. All ratios are of medians over interleaved rounds, so that a busy machine slows both sides alike.
+Exits 1 if a target is missed. Not a test: run it on a machine that does nothing else.
 """
 
 import argparse
@@ -22,13 +23,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import find_data_dir, load_data, prepare_data, rank_batches
 from fsdp_helpers.launch import launch
 from fsdp_helpers.models import build_model
 from fsdp_helpers.training import train_one_epoch
+from fsdp_helpers.watch import STEADY_STEP
+from fsdp_helpers.workers import train_worker
 
 BATCH_SIZE = 64
-TARGETS = {"training": 1.3, "reading": 5.0, "launching": 10.0}
+TARGETS = {"training": 1.3, "reading": 5.0, "launching": 10.0}  # this many times as fast, or more
+MOST_OVER_DDP, MOST_OVER_ONE_UNIT = 1.3, 1.15  # this many times the step time, or less
+SHARDED = [("fsdp", "fsdp1"), ("fsdp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")]
 
 
 # ---------------------------------------------------------------- the other side, as tutorials write it
@@ -156,13 +162,21 @@ def interleaved(ours, plain, rounds: int) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60, help="steps of each measurement")
+    parser.add_argument("section", nargs="?", choices=("ground", "fsdp"), default="ground")
+    parser.add_argument("--rounds", type=int, help="default: 5, with fsdp 3")
+    parser.add_argument("--steps", type=int, help="steps of each measurement (default: 60, with fsdp 8)")
+    parser.add_argument("--batch-size", type=int, default=256, help="with fsdp: images a step (default: %(default)s)")
     options = parser.parse_args()
+    if options.section == "fsdp":
+        return fsdp_section(options.rounds or 3, options.steps or 8, options.batch_size)
+    return ground_section(options.rounds or 5, options.steps or 60)
+
+
+def ground_section(rounds: int, steps: int) -> int:
     if prepare_data() != "mnist":
         print("The plain loop reads MNIST, and MNIST is not here and cannot be downloaded.", file=sys.stderr)
         return 2
-    data_dir, steps, rounds = str(find_data_dir()), options.steps, options.rounds
+    data_dir = str(find_data_dir())
     our_launch()  # the first launch starts the server; what counts is every launch after it
 
     print(f"torch {torch.__version__}, {_num_cores()} cores, batches of {BATCH_SIZE}, median of {rounds} rounds\n")
@@ -182,6 +196,51 @@ def main() -> int:
 def show(name: str, ours: str, plain: str, ratio: float) -> None:
     verdict = "" if ratio >= TARGETS[name] else "  MISSED"
     print(f"{name:10} {ours:>20} {plain:>20} {ratio:7.2f} {TARGETS[name]:7.1f}{verdict}", flush=True)
+
+
+# ---------------------------------------------------------------- sharding
+
+
+def fsdp_section(rounds: int, steps: int, batch_size: int) -> int:
+    if steps <= STEADY_STEP:
+        print(f"The first {STEADY_STEP} steps are not timed; --steps must be more than that.", file=sys.stderr)
+        return 2
+    prepare_data()
+    ddp = ("ddp", "fsdp2")  # the API means nothing here
+    seconds = {which: [] for which in [ddp, *SHARDED]}
+    for _ in range(rounds):
+        for which, times_s in seconds.items():
+            times_s += steady_step_seconds(*which, steps, batch_size)
+    median_s = {which: statistics.median(times_s) for which, times_s in seconds.items()}
+
+    print(f"torch {torch.__version__}, {_num_cores()} cores, DeepNet on two CPU ranks, {batch_size} images a step,")
+    print(f"median of {rounds} rounds of {steps - STEADY_STEP} steps; DDP {median_s[ddp]:.3f} s a step\n")
+    print(f"{'':24} {'a step':>9} {'against':>9} {'ratio':>7} {'target':>7}")
+    missed = 0
+    for strategy, api in SHARDED:
+        one_unit = strategy == "fsdp"
+        against, target = (ddp, MOST_OVER_DDP) if one_unit else (("fsdp", api), MOST_OVER_ONE_UNIT)
+        time_s, other_s = median_s[strategy, api], median_s[against]
+        verdict = "" if time_s / other_s <= target else "  MISSED"
+        missed += bool(verdict)
+        name = "DDP" if one_unit else "one unit"
+        print(f"{strategy + ', ' + api:24} {time_s:7.3f} s {name:>9} {time_s / other_s:7.2f} {target:7.2f}{verdict}")
+    return 1 if missed else 0
+
+
+def steady_step_seconds(strategy: str, api: str, steps: int, batch_size: int) -> tuple[float, ...]:
+    """Seconds of each step that counts, from one launch of two ranks."""
+    config = TrainConfig(
+        model="deep",
+        strategy=strategy,
+        api=api,
+        epochs=steps,  # as many as it takes: one epoch may have a single step
+        max_steps=steps,
+        global_batch_size=batch_size,
+        test_images=1,
+    )
+    record = launch(train_worker, config, world_size=2, device="cpu", progress=False)[0]
+    return record.step_seconds[STEADY_STEP:]
 
 
 if __name__ == "__main__":

@@ -30,6 +30,13 @@ def test_defaults_are_valid_and_frozen():
         ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"api": "fsdp3"}, "unknown api 'fsdp3'; choose one of fsdp1, fsdp2"),
+        ({"strategy": "fsdp", "sharding": "some"}, "unknown sharding 'some'"),
+        ({"strategy": "fsdp", "backward_prefetch": "later"}, "unknown backward_prefetch 'later'"),
+        ({"min_num_params": -1}, "min_num_params is -1; it must be 0 or more"),
+        ({"strategy": "ddp", "sharding": "grad-op"}, "belong to FSDP, strategy is 'ddp'"),
+        ({"strategy": "fsdp", "sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
+        ({"strategy": "fsdp", "backward_prefetch": "post"}, "'post' is an option of FSDP1; use api 'fsdp1'"),
     ],
 )
 def test_refused_with_the_number_in_the_message(settings, message):
@@ -41,6 +48,25 @@ def test_local_is_one_process():
     TrainConfig(strategy="local").check_world_size(1)
     with pytest.raises(ValueError, match="one process, world_size is 2"):
         TrainConfig(strategy="local").check_world_size(2)
+
+
+def test_hybrid_needs_two_groups_of_two():
+    config = TrainConfig(strategy="fsdp", sharding="hybrid", global_batch_size=60)
+    config.check_world_size(4)
+    for world_size in (1, 2, 3, 5):
+        with pytest.raises(ValueError, match=f"two groups of at least two ranks, world_size is {world_size}"):
+            config.check_world_size(world_size)
+
+
+def test_only_fsdp1_needs_an_accelerator_to_offload():
+    for strategy, api, device in [
+        ("fsdp-offload", "fsdp1", "cuda"),
+        ("fsdp-offload", "fsdp2", "cpu"),
+        ("fsdp", "fsdp1", "cpu"),
+    ]:
+        TrainConfig(strategy=strategy, api=api).check_device(device)
+    with pytest.raises(ValueError, match="pinning needs an accelerator.*Use api 'fsdp2'"):
+        TrainConfig(strategy="fsdp-offload", api="fsdp1").check_device("cpu")
 
 
 def test_batch_must_divide():

@@ -182,6 +182,18 @@ def test_torchrun_gives_the_very_same_losses(run_cli, torchrun, digits_dir, tmp_
     assert by_torchrun.stdout.count("epoch 1:") == 1  # one rank speaks
 
 
+def test_torchrun_gives_the_very_same_losses_sharded(run_cli, torchrun, digits_dir, tmp_path):
+    arguments = ["train", "--strategy", "fsdp", "--max-steps", 4, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
+    by_launch = run_cli(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json", offline=True)
+    assert by_launch.returncode == 0, by_launch.stderr
+    agent = (torchrun, "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"))
+    by_torchrun = run_cli(*arguments, "--json", tmp_path / "torchrun.json", starter=agent, offline=True)
+    assert by_torchrun.returncode == 0, by_torchrun.stderr
+    runs = [read_json(tmp_path / f"{name}.json") for name in ("launch", "torchrun")]
+    assert runs[0]["step_losses"] == runs[1]["step_losses"]
+    assert runs[0]["ranks"] == runs[1]["ranks"]
+
+
 def run_two_agents(torchrun: tuple, arguments: list) -> list[tuple[int, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -247,6 +259,12 @@ def main_in_process(*arguments) -> int:
         (["train", "--strategy", "ddp", "--world-size", "3"], "256 does not divide by world_size 3"),
         (["train", "--strategy", "local", "--world-size", "2"], "one process, world_size is 2"),
         (["train", "--strategy", "ddp", "--world-size", "64", "--device", "cuda"], "64 CUDA devices"),
+        (["train", "--strategy", "fsdp-offload", "--api", "fsdp1", "--device", "cpu"], "Use api 'fsdp2'"),
+        (["train", "--strategy", "fsdp-auto-wrap", "--min-num-params", "-1"], "min_num_params is -1; it must be 0"),
+        (["train", "--strategy", "fsdp", "--sharding", "none"], "sharding 'none' exists in FSDP1 only"),
+        (["train", "--strategy", "fsdp", "--backward-prefetch", "post"], "'post' is an option of FSDP1"),
+        (["train", "--strategy", "fsdp", "--sharding", "hybrid"], "at least two ranks, world_size is 2"),
+        (["train", "--strategy", "ddp", "--sharding", "grad-op"], "belong to FSDP, strategy is 'ddp'"),
         (["train", "--json", "no-such-folder/run.json"], "no-such-folder does not exist"),
         (["train", "--json", "."], "is a folder; give a file"),
         (["train", "--json", "/proc/run.json"], "/proc"),
@@ -322,5 +340,6 @@ def test_help_names_the_flags():
     )
     flags = ["--model", "--strategy", "--world-size", "--device", "--epochs", "--max-steps", "--global-batch-size"]
     flags += ["--learning-rate", "--seed", "--train-images", "--test-images", "--no-dropout", "--data-dir", "--json"]
+    flags += ["--api", "--min-num-params", "--sharding", "--backward-prefetch"]
     assert done.returncode == 0
     assert [flag for flag in flags if flag not in done.stdout] == []

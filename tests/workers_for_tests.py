@@ -1,17 +1,24 @@
-"""Tiny workers. Every rank process imports this module, so it imports little."""
+"""Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
 import os
 import signal
 import sys
 import threading
 import time
+from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fsdp_helpers import progress
 from fsdp_helpers.comms import count_collectives, gather_over_ranks, sum_over_ranks, trace_collectives
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import rank_device
+from fsdp_helpers.strategies import STRATEGIES, shard, unit_names
+from fsdp_helpers.training import train_step
+from fsdp_helpers.workers import config_batches, load_rank_data
 
 
 def return_rank(rank, world_size):
@@ -135,3 +142,31 @@ def trace_one_of_each(rank, world_size):
 def sum_and_gather(rank, world_size):
     values = torch.tensor([float(rank)])
     return sum_over_ranks(values).item(), values.item(), gather_over_ranks(f"from {rank}")
+
+
+# ---------------------------------------------------------------- sharding
+
+
+def units_of_both_apis(rank, world_size, model_name, policies):
+    """For each policy the units below the root, sorted: those that FSDP1 finds by itself, and those of FSDP2."""
+    return [tuple(_units(model_name, policy, api) for api in ("fsdp1", "fsdp2")) for policy in policies]
+
+
+def _units(model_name, policy, api):
+    with torch.device("meta"):  # no time for initial values, which do not matter here
+        model = build_model(model_name)
+    model = shard(model.to_empty(device="cpu"), rank_device(), TrainConfig(strategy="fsdp", api=api), policy=policy)
+    return sorted(set(unit_names(model)) - {"root"})
+
+
+def train_and_return_parameters(rank, world_size, config):
+    """Whole parameters after `config.max_steps` steps, by their names in the plain model; None on other ranks."""
+    dataset = load_rank_data(config, rank_device())
+    torch.manual_seed(config.seed)
+    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+    torch.manual_seed(config.seed + 1 + rank)
+    for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
+        train_step(model, images, labels, optimizer)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return whole if rank == 0 else None

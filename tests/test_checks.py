@@ -1,0 +1,113 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from test_records import tiny_record
+
+from fsdp_helpers import checks
+from fsdp_helpers.records import CollectiveCount
+
+RECORD = tiny_record()  # peaks at 40 bytes with one collective
+BUSY = replace(
+    RECORD,
+    ranks=(replace(RECORD.ranks[0], collectives=(CollectiveCount(op="all_gather", count=11, bytes=4),)),),
+)
+# checker, the arguments beside the answer, right answers, wrong answers
+CHECKERS = [
+    # 64 x 5 x 5 = 1,600 weights a kernel; 128 kernels and 128 biases: 204,800 + 128
+    (checks.check_parameter_count, {}, [204_928], [204_800, 0]),
+    (checks.check_largest_model, {}, [lambda size: size // 16], [lambda size: size / 16, lambda size: size // 4]),
+    (checks.check_peak_below, {"limit_bytes": 41}, [RECORD], []),
+    (checks.check_peak_below, {"limit_bytes": 40}, [], [RECORD]),
+    (checks.check_all_reduce_bytes, {}, [lambda size, n: 2 * (n - 1) / n * size], [lambda size, n: (n - 1) * size]),
+    (
+        checks.check_rank_indices,
+        {},
+        [lambda images, rank, n: list(range(images))[rank::n]],
+        [
+            lambda images, rank, n: list(range(images // n)),  # every rank the same ones
+            lambda images, rank, n: list(range(images))[:: n or rank],  # some twice, some never
+            lambda images, rank, n: list(range(images)) if rank == 0 else [],  # one rank does it all
+        ],
+    ),
+    (checks.check_held_bytes, {}, [lambda p, n: 16 * p / n], [lambda p, n: 16 * p, lambda p, n: 12 * p / n]),
+    (checks.check_padding, {}, [lambda p, n: -p % n], [lambda p, n: p % n, lambda p, n: n - p % n, lambda p, n: 0]),
+    (checks.check_units, {"wanted": {"fc1", "fc2"}}, [["fc2", "fc1"]], [["fc1"], ["fc1", "fc2", "fc3"], []]),
+    (checks.check_run_within, {"peak_bytes": 41, "num_collectives": 1}, [RECORD], [BUSY]),
+    (checks.check_run_within, {"peak_bytes": 40, "num_collectives": 1}, [], [RECORD]),
+    (
+        checks.check_offload_split,
+        {},
+        [lambda p, n: (0, 16 * p / n)],
+        [lambda p, n: (4 * p / n, 12 * p / n), lambda p, n: (0, 16 * p)],
+    ),
+    (
+        checks.check_transfer_seconds,
+        {},
+        [lambda p, n, speed: 8 * p / n / speed],
+        [lambda p, n, speed: 4 * p / n / speed, lambda p, n, speed: 8 * p / speed],
+    ),
+]
+
+
+def answers(kind: int) -> list:
+    return [
+        pytest.param(checker, settings, answer, id=f"{checker.__name__}-{number}")
+        for checker, settings, *table in CHECKERS
+        for number, answer in enumerate(table[kind])
+    ]
+
+
+@pytest.mark.parametrize("checker, settings, answer", answers(0))
+def test_right_answers_are_accepted(checker, settings, answer):
+    assert checker(answer, **settings).startswith("Right: ")
+
+
+@pytest.mark.parametrize("checker, settings, answer", answers(1))
+def test_wrong_answers_are_rejected_in_one_line(checker, settings, answer):
+    with pytest.raises(checks.NotYet) as rejected:
+        checker(answer, **settings)
+    assert len(str(rejected.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("checker, settings", [pytest.param(row[0], row[1]) for row in CHECKERS])
+@pytest.mark.parametrize("answer", [..., None])
+def test_starters_fail_loudly(checker, settings, answer):
+    with pytest.raises(checks.NotYet, match="replace the ... with your answer"):
+        checker(answer, **settings)
+
+
+@pytest.mark.parametrize(
+    "checker",
+    [
+        checks.check_largest_model,
+        checks.check_all_reduce_bytes,
+        checks.check_rank_indices,
+        checks.check_held_bytes,
+        checks.check_padding,
+        checks.check_offload_split,
+        checks.check_transfer_seconds,
+    ],
+)
+def test_a_function_that_still_returns_dots(checker):
+    with pytest.raises(checks.NotYet, match="replace the ... with your answer"):
+        checker(lambda *numbers: ...)
+
+
+def test_every_checker_is_in_the_table():
+    assert {row[0].__name__ for row in CHECKERS} == {name for name in vars(checks) if name.startswith("check_")}
+
+
+def test_a_notebook_shows_one_line(tmp_path, monkeypatch):
+    assert checks.NotYet("no number")._render_traceback_() == ["Not yet: no number"]
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    code = "from fsdp_helpers.checks import check_padding; check_padding(...)"
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--HistoryManager.enabled=False", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.stdout + done.stderr).strip() == "Not yet: replace the ... with your answer"
