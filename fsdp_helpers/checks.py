@@ -51,6 +51,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
 def check_peak_below(record: RunRecord | None, limit_bytes: int) -> str:
     """The highest peak of any rank, measured, against a limit."""
     _expect_answered(record)
+    _expect(record.ranks[0].peak_bytes is not None, "a run of one step has no steady step to measure; run 3 steps")
     peak_bytes = max(rank.peak_bytes for rank in record.ranks)
     _expect(
         peak_bytes < limit_bytes,
@@ -122,6 +123,7 @@ def check_padding(padding: Callable[[int, int], int] | None) -> str:
 
 def check_units(names: list[str], wanted: set[str]) -> str:
     """Notebook 04: a policy that makes exactly these modules units."""
+    _expect_answered(names)
     extra, missing = set(names) - wanted, wanted - set(names)
     _expect(
         not extra and not missing,

@@ -69,9 +69,11 @@ class MemoryTrace:
         self._stack = ExitStack()
         self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         self._stack.enter_context(self._collectives)
-        self._clock_s = time.perf_counter()
-        with record_function(_CLOCK_MARK):
-            pass
+        self._marks_s = []
+        for _ in range(5):
+            self._marks_s.append(time.perf_counter())
+            with record_function(_CLOCK_MARK):
+                pass
 
     def stop(self) -> None:
         self._stack.close()
@@ -81,7 +83,9 @@ class MemoryTrace:
             self._profile.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
         self._phases = _read_phases(events)
-        offset_s = self._clock_s - next(phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK)
+        marks_s = [phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK]
+        # A mark begins a little after its time was noted: the least delayed one tells how far the clocks are apart.
+        offset_s = max(noted_s - mark_s for noted_s, mark_s in zip(self._marks_s, marks_s, strict=True))
         self._phases = [_shifted(phase, offset_s) for phase in self._phases]
         self._points = [(time_s + offset_s, size) for time_s, size in _read_points(events, self._device)]
 
@@ -97,7 +101,7 @@ class MemoryTrace:
 
     def whole(self) -> StepTrace:
         """Everything from start() to stop()."""
-        return self._between(self._clock_s, float("inf"), 0)
+        return self._between(self._marks_s[0], float("inf"), 0)
 
     def _between(self, start_s: float, end_s: float, uncounted_bytes: int) -> StepTrace:
         before = [size for time_s, size in self._points if time_s < start_s]

@@ -64,13 +64,14 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
     """A row of digits, images (N, 1, 28, 28), titled with the label or, in red where wrong, the prediction."""
     with _style():
-        fig, axes = plt.subplots(1, len(images), figsize=(0.75 * len(images), 1.1), layout="constrained")
-        for index, ax in enumerate(axes):
-            ax.imshow(images[index, 0], cmap="gray_r")
+        size = (0.75 * len(images), 1.1)
+        fig, axes = plt.subplots(1, len(images), figsize=size, layout="constrained", squeeze=False)
+        for index, ax in enumerate(axes[0]):
+            ax.imshow(images[index, 0].cpu().numpy(), cmap="gray_r")
             ax.axis("off")
             shown = labels[index] if predictions is None else predictions[index]
             ax.set_title(int(shown), loc="center", color="black" if shown == labels[index] else "#dc2626")
-    return fig, axes
+    return fig, axes[0]
 
 
 def plot_memory_curve(curve: MemoryCurve, title: str) -> tuple[Figure, Axes]:
@@ -125,9 +126,9 @@ def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[F
         ranks = sorted(images_per_s)
         ax.bar(ranks, [images_per_s[count] for count in ranks], color=STRATEGY_COLOURS[strategy], width=0.5)
         perfect = [images_per_s[ranks[0]] * count / ranks[0] for count in ranks]
-        ax.plot(ranks, perfect, color="#9ca3af", linestyle="--", marker="o", label="one core a rank, nothing lost")
+        ax.plot(ranks, perfect, color="#9ca3af", linestyle="--", marker="o", label="perfect scaling")
         ax.set_xticks(ranks)
-        ax.set(xlabel="ranks", ylabel="images/s, all ranks together", title="Throughput")
+        ax.set(xlabel="ranks", ylabel="all ranks together (images/s)", title="Throughput")
         ax.legend()
     return fig, ax
 
@@ -143,7 +144,8 @@ def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, A
 
 def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
     """Draw the collectives of one step into `ax`."""
-    length_ms = 1e3 * max(phase.end_s for trace in traces for phase in trace.curve.phases)
+    ends_s = [stretch.end_s for trace in traces for stretch in (*trace.curve.phases, *trace.collectives)]
+    length_ms = 1e3 * max(ends_s, default=1e-3)
     for rank, trace in enumerate(traces):
         for phase in trace.curve.phases:
             width_ms = 1e3 * (phase.end_s - phase.start_s)

@@ -33,6 +33,16 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
     return names
 
 
+def unit_sizes(model: nn.Module, policy: Policy | None) -> tuple[int, ...]:
+    """The parameters of each unit that `policy` chooses below the root, as `planner.Workload` wants them."""
+    sizes, taken = [], set()
+    for name in choose_units(model, policy):  # inner units first: what they took is not in an outer one
+        own = set(model.get_submodule(name).parameters()) - taken
+        sizes.append(sum(parameter.numel() for parameter in own))
+        taken |= own
+    return tuple(sizes)
+
+
 def _choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
     """Append the units in `module` to `names`; returns how many parameters they took."""
     numel = _numel(module)

@@ -71,3 +71,35 @@ def test_the_curve_is_the_allocators_count():
     # 4,000,000 bytes, rounded up to a multiple of 512: 7,813 x 512 = 4,000,256
     assert at_the_end - before == 4_000_256
     del kept
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-auto-wrap", "fsdp-offload"])
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_sharding_on_one_device_equals_ddp(strategy, api, digits_dir):
+    config = TrainConfig(strategy=strategy, api=api, **settings(digits_dir))
+    ddp = launch(train_worker, TrainConfig(strategy="ddp", **settings(digits_dir)), world_size=1, device="cuda")[0]
+    sharded = launch(train_worker, config, world_size=1, device="cuda")[0]
+    assert sharded.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_offload_moves_the_state_to_the_host(api, digits_dir):
+    runs = {
+        strategy: launch(
+            train_worker, TrainConfig(strategy=strategy, api=api, **settings(digits_dir)), world_size=1, device="cuda"
+        )[0].ranks[0]
+        for strategy in ("fsdp-auto-wrap", "fsdp-offload")
+    }
+    kept, offloaded = runs["fsdp-auto-wrap"], runs["fsdp-offload"]
+    # The same state, 16 P = 19,198,112 bytes: on the device in one run, on the host in the other.
+    for rank in (kept, offloaded):
+        assert rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes == 19_198_112
+    # Work spaces of the libraries stay on the device in both; what differs is the state.
+    assert kept.held_bytes - offloaded.held_bytes > 0.9 * 19_198_112
+
+
+def test_phases_and_curve_of_a_step(digits_dir):
+    config = TrainConfig(strategy="fsdp-auto-wrap", **settings(digits_dir))
+    (trace,) = launch(train_worker, config, world_size=1, device="cuda")[0].traces
+    assert [phase.name for phase in trace.curve.phases] == ["forward", "backward", "step"]
+    assert trace.curve.peak_bytes > trace.curve.held_bytes > 0

@@ -1,5 +1,8 @@
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
@@ -89,6 +92,23 @@ def test_an_unknown_stretch_is_an_error_that_helps():
         torch.empty(1)
     with pytest.raises(ValueError, match=r"saw no 'epoch'; mark it with torch.profiler.record_function"):
         trace.last("epoch")
+
+
+def test_a_slow_start_does_not_shift_the_clock(monkeypatch, tmp_path):
+    """Phases come from the profiler's clock and collectives from Python's: both must tell the same time."""
+    delays_s = [0.1]  # the first mark may have to wait for its turn on a busy machine
+
+    def delayed(name):
+        time.sleep(delays_s.pop() if delays_s else 0)
+        return record_function(name)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting-point", rank=0, world_size=1)
+    monkeypatch.setattr("fsdp_helpers.memory.record_function", delayed)
+    with trace_memory("cpu") as trace:
+        dist.all_reduce(torch.ones(1))
+        with record_function("train step"):
+            dist.all_reduce(torch.ones(2))
+    assert [seen.bytes for seen in trace.last("train step").collectives] == [8]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_polic
 
 from fsdp_helpers.launch import launch
 from fsdp_helpers.models import ConvFeatures, build_model
-from fsdp_helpers.wrapping import choose_units, size_policy
+from fsdp_helpers.wrapping import choose_units, size_policy, unit_sizes
 
 CONVOLUTIONS = ["features.0", "features.2"]  # 320 and 18,496 parameters
 
@@ -68,6 +68,13 @@ def test_what_a_unit_inside_has_taken_does_not_count_again():
     assert choose_units(model, size_policy(100)) == ["outer.0"]
     assert choose_units(model, size_policy(30)) == ["outer.0", "outer.1"]
     assert choose_units(model, size_policy(140)) == ["outer"]  # neither is large enough, both together are
+
+
+def test_the_sizes_of_units():
+    # fc1: 9,216 x 128 + 128; of the nested ones, `features` keeps nothing that its convolutions have not taken
+    assert unit_sizes(model_without_values("shallow"), POLICIES["size 20,000"]) == (1_179_776,)
+    nested = POLICIES["features and their convolutions"]
+    assert unit_sizes(model_without_values("shallow"), nested) == (320, 18_496, 0)
 
 
 def test_a_negative_threshold_is_refused():
