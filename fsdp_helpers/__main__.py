@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -156,6 +157,7 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
     import torch.distributed as dist
 
     from fsdp_helpers import progress
+    from fsdp_helpers.launch import RankError
     from fsdp_helpers.ranks import choose_device, process_group
     from fsdp_helpers.workers import train_worker
 
@@ -174,7 +176,12 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
         if local_rank == 0:
             _prepare_data(config)
         dist.barrier()
-        record = train_worker(rank, world_size, config)
+        try:
+            record = train_worker(rank, world_size, config)
+        except Exception as error:  # whatever it is, from here on it is this rank's failure, no bad input
+            summary = traceback.format_exception_only(error)[-1].strip()
+            details = "".join(traceback.format_exception(error)).rstrip()
+            raise RankError(rank, world_size, summary, details) from error
     bar.close()
     return record if rank == 0 else None
 

@@ -313,6 +313,23 @@ def test_a_failing_rank_is_exit_status_one(digits_dir, monkeypatch, capfd):
     assert "in raise_on" in errors  # the original traceback
 
 
+def test_under_torchrun_a_failing_rank_is_no_bad_input(digits_dir, monkeypatch, capfd):
+    def fail(rank, world_size, config):
+        raise ValueError("on purpose")
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("fsdp_helpers.workers.train_worker", fail)
+    assert main_in_process("train", "--device", "cpu", "--data-dir", digits_dir) == 1
+    errors = capfd.readouterr().err
+    assert "rank 0 of 1 failed: ValueError: on purpose" in errors
+    assert "Traceback" in errors and "in fail" in errors
+
+
 def test_the_digits_are_said_to_be_in_use(digits_dir, tmp_path, capfd):
     arguments = ["train", "--model", "simple", "--max-steps", 2, "--test-images", 9, "--data-dir", digits_dir]
     assert main_in_process(*arguments, "--json", tmp_path / "run.json") == 0
