@@ -5,14 +5,14 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
 from fsdp_helpers.config import APIS, BACKWARD_PREFETCH, MODELS, SHARDING, STRATEGIES, TrainConfig
-from fsdp_helpers.records import RunRecord
+from fsdp_helpers.records import RankRecord, RunRecord
+from fsdp_helpers.units import format_bytes
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -105,8 +105,6 @@ def compare_command(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--steps {options.steps}: the first {STEADY_STEP} are not timed, give {STEADY_STEP + 1} or more"
         )
-    if options.world_size < 1:
-        raise ValueError(f"world_size is {options.world_size}; it must be 1 or more")
     for path in (options.json, options.figure):
         _check_output_path(path)
     if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
@@ -119,10 +117,9 @@ def compare_command(options: argparse.Namespace) -> None:
         test_images=1,
         data_dir=options.data_dir,
     )
-    base.check_world_size(1)
+    replace(base, strategy="ddp").check_world_size(options.world_size)
     device = choose_device(options.device, options.world_size)
     configs = comparison_configs(options.models, base, device)
-    configs[-1].check_world_size(options.world_size)
     _prepare_data(base)
     bar = ProgressBar()
     rows = compare(configs, world_size=options.world_size, device=device, on_done=bar.update)
@@ -143,8 +140,6 @@ def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
     from fsdp_helpers.workers import train_worker
 
     world_size = (1 if config.strategy == "local" else 2) if options.world_size is None else options.world_size
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; it must be 1 or more")
     config.check_world_size(world_size)
     device = choose_device(options.device, world_size)
     config.check_device(device)
@@ -158,6 +153,7 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
 
     from fsdp_helpers import progress
     from fsdp_helpers.launch import RankError
+    from fsdp_helpers.rank_process import describe_error
     from fsdp_helpers.ranks import choose_device, process_group
     from fsdp_helpers.workers import train_worker
 
@@ -179,9 +175,7 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
         try:
             record = train_worker(rank, world_size, config)
         except Exception as error:  # whatever it is, from here on it is this rank's failure, no bad input
-            summary = traceback.format_exception_only(error)[-1].strip()
-            details = "".join(traceback.format_exception(error)).rstrip()
-            raise RankError(rank, world_size, summary, details) from error
+            raise RankError(rank, world_size, *describe_error(error)) from error
     bar.close()
     return record if rank == 0 else None
 
@@ -211,9 +205,7 @@ def _print_summary(record: RunRecord) -> None:
         print(f"rank {rank.rank}: " + _describe_memory(rank))
 
 
-def _describe_memory(rank) -> str:
-    from fsdp_helpers.units import format_bytes
-
+def _describe_memory(rank: RankRecord) -> str:
     state = (
         f"parameters {format_bytes(rank.parameter_bytes)}, gradients {format_bytes(rank.gradient_bytes)}, "
         f"optimiser {format_bytes(rank.optimizer_bytes)}"

@@ -72,6 +72,7 @@ class TrainConfig:
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError where `world_size` ranks cannot run this configuration."""
+        _require_at_least_one("world_size", world_size)
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, world_size is {world_size}; "

@@ -88,6 +88,7 @@ def launch(
         ranks: list[_Rank] = []
         bar = progress_reports.ProgressBar()
         try:
+            _start_server()
             for rank in range(world_size):
                 ranks.append(_start_rank(rank, job))
             return _collect(ranks, job, bar if progress else None, timeout_s)
@@ -131,8 +132,6 @@ class _Rank:
 
 def _start_rank(rank: int, job: Job) -> _Rank:
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    _start_server()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_rank, args=(rank, job, sender), name=f"rank {rank}")
     process.start()
@@ -145,6 +144,7 @@ def _start_server() -> None:
 
     Jupyter interrupts a kernel's whole process group, and the server would die of it while it still loads torch.
     """
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.resource_tracker.ensure_running()  # first: starting it lets interrupts through again
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     variables_before = {name: os.environ.get(name) for name in SERVER_VARIABLES}

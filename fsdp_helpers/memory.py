@@ -55,14 +55,9 @@ class MemoryTrace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stack: ExitStack | None = None
         self._points: list[tuple[float, int]] = []  # (time in s, bytes allocated from then on)
         self._phases: list[Phase] = []
         self._collectives = CollectiveTrace()
-
-    @property
-    def is_running(self) -> bool:
-        return self._stack is not None
 
     def start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on standard error otherwise
@@ -77,7 +72,6 @@ class MemoryTrace:
 
     def stop(self) -> None:
         self._stack.close()
-        self._stack = None
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))

@@ -78,20 +78,19 @@ def plot_memory_curve(curve: MemoryCurve, title: str) -> tuple[Figure, Axes]:
     """Bytes allocated over one step, with its phases shaded and its peak marked."""
     with _style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
-        draw_memory_curve(ax, curve)
+        _draw_memory_curve(ax, curve)
         ax.set(title=title)
     return fig, ax
 
 
-def draw_memory_curve(ax: Axes, curve: MemoryCurve, colour: str = "#111827") -> None:
-    """Draw one memory curve into `ax`."""
+def _draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
     times_ms = [1e3 * time_s for time_s in curve.times_s]
     sizes_mb = [size / MB for size in curve.allocated_bytes]
     for phase in curve.phases:
         ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
         middle_ms = 500 * (phase.start_s + phase.end_s)
         ax.text(middle_ms, 0.02, phase.name, transform=ax.get_xaxis_transform(), ha="center", color="#4b5563")
-    ax.step(times_ms, sizes_mb, where="post", color=colour, linewidth=1.2)
+    ax.step(times_ms, sizes_mb, where="post", color="#111827", linewidth=1.2)
     ax.axhline(curve.peak_bytes / MB, color="#9ca3af", linestyle=":", linewidth=1)
     ax.text(0, curve.peak_bytes / MB, f" peak {curve.peak_bytes / MB:,.1f} MB", va="bottom", color="#4b5563")
     ax.set(xlabel="time in the step (ms)", ylabel="allocated (MB)", ylim=(0, 1.15 * curve.peak_bytes / MB))
@@ -137,13 +136,12 @@ def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, A
     """The collectives of one step on a time line, one row a rank, each labelled with its full-tensor MB."""
     with _style():
         fig, ax = plt.subplots(figsize=(8, 0.9 + 0.5 * len(traces)), layout="constrained")
-        draw_collectives(ax, traces)
+        _draw_collectives(ax, traces)
         ax.set(title=title)
     return fig, ax
 
 
-def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
-    """Draw the collectives of one step into `ax`."""
+def _draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
     ends_s = [stretch.end_s for trace in traces for stretch in (*trace.curve.phases, *trace.collectives)]
     length_ms = 1e3 * max(ends_s, default=1e-3)
     for rank, trace in enumerate(traces):

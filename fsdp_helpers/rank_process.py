@@ -109,13 +109,17 @@ def _failures_sent(send: "_Sender", rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        summary = traceback.format_exception_only(error)[-1].strip()
-        worker_frames = error.__traceback__
-        while worker_frames and worker_frames.tb_frame.f_code.co_filename == __file__:
-            worker_frames = worker_frames.tb_next
-        details = "".join(traceback.format_exception(type(error), error, worker_frames)).rstrip()
-        send("failure", Failure(rank, time.monotonic(), summary, details))
+        send("failure", Failure(rank, time.monotonic(), *describe_error(error)))
         raise SystemExit(1) from error
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """The last line of a traceback, and all of it from the worker on."""
+    worker_frames = error.__traceback__
+    while worker_frames and worker_frames.tb_frame.f_code.co_filename == __file__:
+        worker_frames = worker_frames.tb_next
+    details = "".join(traceback.format_exception(type(error), error, worker_frames)).rstrip()
+    return traceback.format_exception_only(error)[-1].strip(), details
 
 
 class _Sender:
