@@ -47,8 +47,17 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--test-images", type=int, metavar="N", help="test on the first N images")
     train.add_argument("--no-dropout", dest="dropout", action="store_false")
     train.add_argument("--data-dir", metavar="DIR", help="default: FSDP_DATA_DIR, else data/ at the project's root")
+    train.add_argument("--checkpoint-dir", metavar="DIR", help="save the run's state there after the last step")
+    train.add_argument("--checkpoint-every", type=int, metavar="N", help="and after every N steps")
+    train.add_argument("--keep-last", type=int, metavar="N", help="remove all checkpoints but the newest N")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     train.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run to FILE")
     train.set_defaults(run=train_command)
+
+    consolidate = commands.add_parser("consolidate", help="turn a sharded checkpoint into one file for a plain model")
+    consolidate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or that of the run's")
+    consolidate.add_argument("out", type=Path, metavar="OUT", help="the file to write: .safetensors or .pt")
+    consolidate.set_defaults(run=consolidate_command)
 
     compare = commands.add_parser("compare", help="run every strategy on both APIs and compare them")
     compare.add_argument("--models", nargs="+", choices=MODELS, default=["shallow", "deep"])
@@ -65,13 +74,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 for a failed rank, 2 for bad input, 130 for an interrupt."""
+    from fsdp_helpers.checkpoint_folder import CheckpointError
     from fsdp_helpers.data import DataError
     from fsdp_helpers.launch import RankError
 
     options = build_parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, DataError) as error:
+    except (ValueError, DataError, CheckpointError) as error:
         return _complain(BAD_INPUT, str(error))
     except RankError as error:
         return _complain(FAILED, str(error))
@@ -90,6 +100,14 @@ def train_command(options: argparse.Namespace) -> None:
         _print_summary(record)
         if options.json:
             _write_json(record.to_json(), options.json)
+
+
+def consolidate_command(options: argparse.Namespace) -> None:
+    from fsdp_helpers.consolidate import consolidate
+
+    _check_output_path(options.out)
+    entries = consolidate(options.checkpoint, options.out)
+    print(f"{options.out}: {len(entries)} tensors, {format_bytes(sum(entry.num_bytes for entry in entries))}")
 
 
 def compare_command(options: argparse.Namespace) -> None:
@@ -137,13 +155,14 @@ def compare_command(options: argparse.Namespace) -> None:
 def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
     from fsdp_helpers.launch import launch
     from fsdp_helpers.ranks import choose_device
+    from fsdp_helpers.saving import check_checkpoints
     from fsdp_helpers.workers import train_worker
 
     world_size = (1 if config.strategy == "local" else 2) if options.world_size is None else options.world_size
     config.check_world_size(world_size)
     device = choose_device(options.device, world_size)
     config.check_device(device)
-    _prepare_data(config)
+    check_checkpoints(config, _prepare_data(config))
     return launch(train_worker, config, world_size=world_size, device=device)[0]
 
 
@@ -155,6 +174,7 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
     from fsdp_helpers.launch import RankError
     from fsdp_helpers.rank_process import describe_error
     from fsdp_helpers.ranks import choose_device, process_group
+    from fsdp_helpers.saving import check_checkpoints
     from fsdp_helpers.workers import train_worker
 
     rank, world_size, local_rank, local_world_size = (
@@ -170,7 +190,9 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
         progress.send_reports_to(bar.update)
     with process_group(rank, world_size, device=device):
         if local_rank == 0:
-            _prepare_data(config)
+            source = _prepare_data(config)
+        if rank == 0:
+            check_checkpoints(config, source)
         dist.barrier()
         try:
             record = train_worker(rank, world_size, config)
@@ -180,13 +202,14 @@ def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> R
     return record if rank == 0 else None
 
 
-def _prepare_data(config: TrainConfig) -> None:
+def _prepare_data(config: TrainConfig) -> str:
     from fsdp_helpers.data import describe_source, num_train_images, prepare_data
 
     config.check_data_size(num_train_images("mnist"))  # the larger source: refused before anything is fetched
     source = prepare_data(config.data_dir)
     config.check_data_size(num_train_images(source))
     print(describe_source(source, config.data_dir), file=sys.stderr)
+    return source
 
 
 def _print_summary(record: RunRecord) -> None:
@@ -194,12 +217,14 @@ def _print_summary(record: RunRecord) -> None:
     print(
         f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "
         f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} images"
+        + (f", after the first {record.first_step} of an earlier run" if record.first_step else "")
     )
-    for number, epoch in enumerate(record.epochs, start=1):
+    for epoch in record.epochs:
+        trained = f"train loss {epoch.train_loss:.4f}, " if epoch.train_images else ""
+        speed = f", {epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} images/s" if epoch.train_images else ""
         print(
-            f"epoch {number}: train loss {epoch.train_loss:.4f}, test loss {epoch.test_loss:.4f}, "
-            f"accuracy {epoch.test_accuracy:.2%} ({epoch.test_correct} of {epoch.test_images}), "
-            f"{epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} images/s"
+            f"epoch {epoch.epoch}: {trained}test loss {epoch.test_loss:.4f}, "
+            f"accuracy {epoch.test_accuracy:.2%} ({epoch.test_correct} of {epoch.test_images}){speed}"
         )
     for rank in record.ranks:
         print(f"rank {rank.rank}: " + _describe_memory(rank))

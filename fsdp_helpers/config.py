@@ -31,6 +31,10 @@ class TrainConfig:
     test_images: int | None = None
     dropout: bool = True
     data_dir: str | None = None  # None: FSDP_DATA_DIR, else data/ at the project's root
+    checkpoint_dir: str | None = None  # a checkpoint after the last step goes there; None: no checkpoint
+    checkpoint_every: int | None = None  # and one after every so many steps
+    keep_last: int | None = None  # remove all checkpoints but the newest so many; None keeps all
+    resume: bool = False  # go on from the newest checkpoint; from the start where there is none
 
     def __post_init__(self) -> None:
         _require_choice("model", self.model, MODELS)
@@ -43,13 +47,17 @@ class TrainConfig:
         self._check_api()
         for name in ("epochs", "global_batch_size"):
             _require_at_least_one(name, getattr(self, name))
-        for name in ("max_steps", "train_images", "test_images"):
+        for name in ("max_steps", "train_images", "test_images", "checkpoint_every", "keep_last"):
             if getattr(self, name) is not None:
                 _require_at_least_one(name, getattr(self, name))
         if not 0 < self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be a number above zero")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be a whole number from 0 to 2^63 - 1")
+
+        for name in ("resume", "checkpoint_every", "keep_last"):
+            if getattr(self, name) and self.checkpoint_dir is None:
+                raise ValueError(f"{name} needs checkpoint_dir, the folder of the run's checkpoints")
 
     def _check_api(self) -> None:
         if not self.strategy.startswith("fsdp"):

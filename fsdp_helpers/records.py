@@ -97,14 +97,15 @@ class StepTrace:
 class EpochRecord:
     """One pass over the training images, and the evaluation that followed."""
 
-    train_loss: float  # mean over the images trained on
+    epoch: int  # 1 is the first
+    train_loss: float | None  # mean over the images trained on; None where a resumed run had nothing left to train
     test_loss: float  # mean over all test images
     test_accuracy: float  # fraction, 0 to 1
     test_correct: int
     test_images: int
     train_images: int
     seconds: float  # training only
-    images_per_s: float
+    images_per_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,8 @@ class RunRecord:
     finished: str  # date and time, UTC
     world_size: int
     epochs: tuple[EpochRecord, ...]
-    step_losses: tuple[float, ...]  # mean over the global batch, one a step
+    first_step: int  # steps that were behind a resumed run when it began; 0 for a run from the start
+    step_losses: tuple[float, ...]  # mean over the global batch, one a step of this process
     step_seconds: tuple[float, ...]  # rank 0, one a step
     ranks: tuple[RankRecord, ...]
     traces: tuple[StepTrace, ...] = ()  # one a rank; empty for a run of a single step

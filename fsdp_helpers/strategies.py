@@ -7,7 +7,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -95,7 +95,7 @@ def shard_fsdp1(
             device_id=device,  # needed on the CPU too: without it FSDP1 looks for an accelerator
             auto_wrap_policy=policy,
             sharding_strategy=SHARDING_STRATEGIES[config.sharding],
-            device_mesh=_hybrid_mesh(device) if config.sharding == "hybrid" else None,
+            device_mesh=_mesh(device, config),  # with a mesh its state dict holds DTensors, as FSDP2's does
             backward_prefetch=BACKWARD_PREFETCH[config.backward_prefetch],
             cpu_offload=CPUOffload(offload_params=True) if offload else None,
             use_orig_params=True,  # the optimiser and the state dict see the names and shapes of the model
@@ -111,12 +111,23 @@ def shard_fsdp2(
     """
     on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # pinning needs an accelerator
     settings = {
-        "mesh": _hybrid_mesh(device) if config.sharding == "hybrid" else _flat_mesh(device),
+        "mesh": _mesh(device, config),
         "offload_policy": on_host if offload else OffloadPolicy(),
     }
     for name in choose_units(model, policy):
         fully_shard(model.get_submodule(name), reshard_after_forward=config.sharding != "grad-op", **settings)
     return fully_shard(model if offload else model.to(device), **settings)
+
+
+def settle_buckets(model: nn.Module, images: Tensor) -> None:
+    """Let DDP arrange its buckets as in a run under way; other strategies have none.
+
+    It does so after the first backward, and a sum over three or more ranks depends in its last bit on where in a
+    bucket a gradient lies. A resumed run has to have that behind it. The gradients are thrown away.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model(images).sum().backward()
+        model.zero_grad()
 
 
 def unit_names(model: nn.Module) -> list[str]:
@@ -133,10 +144,8 @@ def count_units(model: nn.Module) -> int:
     return len(unit_names(model))
 
 
-def _flat_mesh(device: torch.device) -> DeviceMesh:
+def _mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
+    """All ranks in a row or, for "hybrid", in two groups: copies along the first dimension, shards along the second."""
+    if config.sharding == "hybrid":
+        return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (dist.get_world_size(),))
-
-
-def _hybrid_mesh(device: torch.device) -> DeviceMesh:
-    """Two groups: copies across the first dimension, shards along the second."""
-    return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))

@@ -26,7 +26,7 @@ def train_one_epoch(
         losses.append(train_step(model, images, labels, optimizer))
         if after_step is not None:
             after_step(losses[-1], images.nbytes + labels.nbytes)
-    return torch.stack(losses)
+    return torch.stack(losses) if losses else torch.empty(0)
 
 
 def train_step(model: nn.Module, images: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:

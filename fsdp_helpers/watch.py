@@ -1,6 +1,8 @@
 """Looking on while a rank trains: time, memory and progress, off the clock."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,9 @@ class StepWatch:
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
+        if self._num_steps == 0:  # a resumed run with nothing left to train
+            self._memory.stop()
+            self.state = state_bytes(model, optimizer)
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -53,6 +58,14 @@ class StepWatch:
             self._measure(batch_bytes)
         self._report(loss)
         self._clock_s = time.perf_counter()
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """What happens in this block, between two steps, belongs to neither."""
+        try:
+            yield
+        finally:
+            self._clock_s = time.perf_counter()
 
     def _measure(self, batch_bytes: int) -> None:
         self._memory.stop()

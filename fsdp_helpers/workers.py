@@ -15,7 +15,8 @@ from fsdp_helpers.data import DataError, Dataset, evaluation_batches, load_data,
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import rank_device
 from fsdp_helpers.records import EpochRecord, RunRecord
-from fsdp_helpers.strategies import STRATEGIES
+from fsdp_helpers.saving import RunCheckpoints, run_checkpoints
+from fsdp_helpers.strategies import STRATEGIES, settle_buckets
 from fsdp_helpers.training import Batches, evaluate, train_one_epoch
 from fsdp_helpers.watch import StepWatch
 
@@ -26,28 +27,52 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
     device = rank_device()
     config.check_device(device.type)
     dataset = load_rank_data(config, device)
-    steps_per_epoch = len(dataset.train) // config.global_batch_size
-    num_steps = min(config.epochs * steps_per_epoch, config.max_steps or float("inf"))
+    with run_checkpoints(config, rank, world_size, dataset.source) as checkpoints:
+        return _train(rank, world_size, config, device, dataset, checkpoints)
 
-    watch = StepWatch(config, num_steps, dataset, device)
+
+def _train(
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    device: torch.device,
+    dataset: Dataset,
+    checkpoints: RunCheckpoints,
+) -> RunRecord:
+    steps_per_epoch = len(dataset.train) // config.global_batch_size
+    first_step = checkpoints.step  # 0, unless the run is resumed
+    last_step = max(first_step, min(config.epochs * steps_per_epoch, config.max_steps or float("inf")))
+
+    watch = StepWatch(config, last_step - first_step, dataset, device)
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
     model = STRATEGIES[config.strategy](model, device, config)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
-    watch.watch(model, optimizer)
     torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
+    if first_step:
+        settle_buckets(model, dataset.train.images[: config.global_batch_size // world_size])
+        checkpoints.load(model, optimizer)
+    watch.watch(model, optimizer)
+
+    def after_step(loss: Tensor, batch_bytes: int) -> None:
+        watch.after_step(loss, batch_bytes)
+        with watch.off_the_clock():
+            checkpoints.after_step(model, optimizer, last_step)
 
     epochs, step_losses = [], []
-    for epoch in range(config.epochs):
-        batches = islice(config_batches(dataset, config, rank, world_size, epoch), num_steps - len(step_losses))
+    for epoch in range(min(first_step // steps_per_epoch, config.epochs - 1), config.epochs):
+        batches = config_batches(
+            dataset, config, rank, world_size, epoch, first_step=checkpoints.step - epoch * steps_per_epoch
+        )
         watch.begin_epoch(epoch)
-        losses = train_one_epoch(model, batches, optimizer, after_step=watch.after_step)
+        losses = train_one_epoch(model, islice(batches, last_step - checkpoints.step), optimizer, after_step)
         losses = (sum_over_ranks(losses.double()) / world_size).tolist()
         step_losses += losses
         test_batches = evaluation_batches(dataset.test, rank=rank, world_size=world_size)
         test_sums = sum_over_ranks(evaluate(model, test_batches))
-        epochs.append(epoch_record(config, losses, max(gather_over_ranks(watch.epoch_seconds)), test_sums))
-        if len(step_losses) == num_steps:
+        seconds = max(gather_over_ranks(watch.epoch_seconds))
+        epochs.append(epoch_record(config, epoch + 1, losses, seconds, test_sums))
+        if checkpoints.step == last_step:
             break
 
     ranks = gather_over_ranks(watch.rank_record(rank))
@@ -61,6 +86,7 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
         finished=gather_over_ranks(datetime.now(UTC).isoformat(timespec="seconds"))[0],
         world_size=world_size,
         epochs=tuple(epochs),
+        first_step=first_step,
         step_losses=tuple(step_losses),
         step_seconds=tuple(gather_over_ranks(watch.step_seconds)[0]),
         ranks=tuple(ranks),
@@ -77,7 +103,9 @@ def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
     return Dataset(source=dataset.source, train=dataset.train.to(device), test=dataset.test.to(device))
 
 
-def config_batches(dataset: Dataset, config: TrainConfig, rank: int, world_size: int, epoch: int) -> Batches:
+def config_batches(
+    dataset: Dataset, config: TrainConfig, rank: int, world_size: int, epoch: int, first_step: int = 0
+) -> Batches:
     """This rank's training batches of one epoch: images (B / world_size, 1, 28, 28), labels (B / world_size,)."""
     return rank_batches(
         dataset.train,
@@ -86,22 +114,26 @@ def config_batches(dataset: Dataset, config: TrainConfig, rank: int, world_size:
         global_batch_size=config.global_batch_size,
         seed=config.seed,
         epoch=epoch,
+        first_step=first_step,
     )
 
 
-def epoch_record(config: TrainConfig, losses: list[float], seconds: float, test_sums: Tensor) -> EpochRecord:
+def epoch_record(
+    config: TrainConfig, epoch: int, losses: list[float], seconds: float, test_sums: Tensor
+) -> EpochRecord:
     """Means from sums: every image once, whatever the number of ranks."""
     test_loss, test_correct, test_images = test_sums.tolist()
     train_images = len(losses) * config.global_batch_size
     return EpochRecord(
-        train_loss=sum(losses) / len(losses),
+        epoch=epoch,
+        train_loss=sum(losses) / len(losses) if losses else None,
         test_loss=test_loss / test_images,
         test_accuracy=test_correct / test_images,
         test_correct=int(test_correct),
         test_images=int(test_images),
         train_images=train_images,
         seconds=seconds,
-        images_per_s=train_images / seconds,
+        images_per_s=train_images / seconds if losses else None,
     )
 
 

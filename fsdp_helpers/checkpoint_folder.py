@@ -1,0 +1,154 @@
+"""The folder of a run's checkpoints: each is there whole, or not at all. No torch import.
+
+`DIR/step-00000020/` holds the files of one checkpoint and `checkpoint.json`, which says what they are. It is written
+under another name and gets its own when every byte is on the disk, so whatever bears the name is whole, whenever a
+process was killed. Whoever writes holds a lock, which the system takes back when the process ends, in any way.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+FORMAT = 1  # goes up when an older version of this package could not read what a newer one writes
+DESCRIPTION = "checkpoint.json"
+UNFINISHED, REMOVED = ".writing-", ".removing-"  # what a killed process may leave behind; never read
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be written, found or read; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What `checkpoint.json` says: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
+
+    format: int
+    step: int  # optimiser steps since the beginning of the run
+    world_size: int
+    settings: dict  # what a resumed run must have in common with the one that saved
+    parameters: dict[str, list[int]]  # shape of each parameter of the plain model
+    files: dict[str, int]  # size of every other file in bytes
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def find_steps(folder: Path) -> list[int]:
+    """The steps of all checkpoints in `folder`, oldest first; none where there is no folder."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{8,})", name)))
+
+
+def find_newest(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder`; None where there is none yet."""
+    steps = find_steps(folder)
+    return folder / checkpoint_name(steps[-1]) if steps else None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The description of the checkpoint at `path`, with every file in its place and of its size.
+
+    Raises CheckpointError where `path` is no checkpoint, is from a newer format, or lacks (part of) a file.
+    """
+    try:
+        content = json.loads((path / DESCRIPTION).read_text())
+        written_format = content["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint: there is no readable {DESCRIPTION} in it. Give a folder that "
+            f"`train --checkpoint-dir` wrote, such as {checkpoint_name(20)}"
+        ) from error
+    if not isinstance(written_format, int) or written_format > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {written_format}, this version of fsdp_helpers reads up to format {FORMAT}; "
+            "update fsdp_helpers to load it"
+        )
+    try:
+        checkpoint = Checkpoint(**content)
+        sizes = {str(name): int(size) for name, size in checkpoint.files.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / DESCRIPTION} is damaged: {error}. {_way_out(path)}") from error
+    _check_files(path, sizes)
+    return checkpoint
+
+
+def _check_files(path: Path, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing. {_way_out(path)}")
+        if file.stat().st_size != size:
+            found = file.stat().st_size
+            raise CheckpointError(f"{file} is damaged: {found:,} bytes instead of {size:,}. {_way_out(path)}")
+
+
+def _way_out(path: Path) -> str:
+    older = [step for step in find_steps(path.parent) if checkpoint_name(step) < path.name]
+    instead = f"go on from {checkpoint_name(older[-1])}" if older else "start again"
+    return f"Put it back, or delete {path.name} to {instead}"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make `folder` this process's own for the length of the block, and clear away what a killed one left in it.
+
+    Raises CheckpointError where another run has it, or where it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock").acquire(blocking=False)
+    except Timeout as error:
+        raise CheckpointError(
+            f"another run is writing its checkpoints to {folder}; wait for its end, or choose another --checkpoint-dir"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoints cannot be written to {folder} ({error.strerror})") from error
+    with lock:
+        for left in [*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REMOVED}*")]:
+            shutil.rmtree(left)
+        yield
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Where the files of a new checkpoint go until all of them are whole. The same on every rank."""
+    return folder / f"{UNFINISHED}{checkpoint_name(step)}"
+
+
+def commit(unfinished: Path, **description: object) -> Path:
+    """Every rank has written: describe the files, see everything safely on the disk, and give the folder its name."""
+    files = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
+    checkpoint = Checkpoint(format=FORMAT, files=files, **description)
+    with open(unfinished / DESCRIPTION, "w") as file:
+        json.dump(asdict(checkpoint), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(unfinished)
+    path = unfinished.parent / checkpoint_name(checkpoint.step)
+    os.rename(unfinished, path)
+    _sync_folder(path.parent)
+    return path
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove all checkpoints but the newest `count`. One loses its name first: it is never half there."""
+    for step in find_steps(folder)[:-count]:
+        doomed = folder / f"{REMOVED}{checkpoint_name(step)}"
+        os.rename(folder / checkpoint_name(step), doomed)
+        shutil.rmtree(doomed)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A name is on the disk when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
