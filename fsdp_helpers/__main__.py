@@ -104,8 +104,10 @@ def train_command(options: argparse.Namespace) -> None:
 
 def consolidate_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.consolidate import consolidate
+    from fsdp_helpers.ranks import keep_freed_memory
 
     _check_output_path(options.out)
+    keep_freed_memory()  # for the next slice
     entries = consolidate(options.checkpoint, options.out)
     print(f"{options.out}: {len(entries)} tensors, {format_bytes(sum(entry.num_bytes for entry in entries))}")
 

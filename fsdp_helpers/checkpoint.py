@@ -6,47 +6,24 @@ is loaded here can run code.
 """
 
 import os
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from fsdp_helpers.checkpoint_folder import CheckpointError
+from fsdp_helpers.checkpoint_index import SafeReader
 
-WHOLE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WHOLE_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-# What the index of a sharded checkpoint, `.metadata`, consists of. It is a pickle, and a pickle may name any function
-# of any module to be called while it is read; ours names these, which do nothing but hold values.
-METADATA_CLASSES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-}
 
 
 # ---------------------------------------------------------------- one file, written by rank 0
@@ -55,11 +32,23 @@ METADATA_CLASSES = {
 def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Gather everything on rank 0 and let it write one file. Every rank has to call this: gathering takes all.
 
-    Rank 0 holds the whole state for that while, 12 bytes a parameter with Adam in fp32, in host memory.
+    Rank 0 holds the whole state for that while, 12 bytes a parameter with Adam in fp32, in host memory. (torch can
+    gather by itself, with `StateDictOptions(full_state_dict=True)`; on the CPU, under FSDP1, torch 2.15 then
+    returns the second moment in place of the first, since both were gathered into the same buffer.)
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=WHOLE_ON_RANK_0)
+    tensors, optimizer_state = _tensors_by_name(model, optimizer)
+    whole = tree_map(_gathered, {"model": tensors["model"], "optimizer": optimizer_state})
     if _rank() == 0:
-        torch.save({"model": model_state, "optimizer": optimizer_state}, path)
+        torch.save(whole, path)
+
+
+def _gathered(value: Any) -> Any:
+    """A slice becomes the whole tensor, on rank 0 and in host memory; on the other ranks it is let go at once."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, Tensor):
+        return value.cpu() if _rank() == 0 else None
+    return value
 
 
 def load_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -135,36 +124,6 @@ def _one_rank_is_no_news() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
         yield
-
-
-class SafeReader(dcp.FileSystemReader):
-    """Reads a sharded checkpoint without running what is in it: an index of known classes, and tensors, nothing else.
-
-    Raises CheckpointError for any other content. (The tensors are read with `weights_only=True` by torch itself.)
-    """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path, ".metadata")
-        try:
-            with open(path, "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{path} is not the index of a sharded checkpoint: {error}") from error
-        strangers = [
-            name for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)
-        ]
-        if strangers:
-            raise CheckpointError(f"{path} lists {strangers[0]!r}, which is no tensor; only tensors are loaded here")
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in METADATA_CLASSES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
 
 
 def _rank() -> int:

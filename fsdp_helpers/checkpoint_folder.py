@@ -33,7 +33,6 @@ class Checkpoint:
     step: int  # optimiser steps since the beginning of the run
     world_size: int
     settings: dict  # what a resumed run must have in common with the one that saved
-    parameters: dict[str, list[int]]  # shape of each parameter of the plain model
     files: dict[str, int]  # size of every other file in bytes
 
 

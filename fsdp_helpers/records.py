@@ -134,6 +134,17 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavingRecord:
+    """What one way of saving a training state took, on the slowest and the fullest rank."""
+
+    way: str
+    waiting_s: float  # training stands still
+    total_s: float  # until the checkpoint is whole
+    disk_bytes: int  # of all files together
+    extra_bytes: int  # allocated meanwhile on the training device, at most
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
     """One strategy in the closing comparison, measured on rank 0."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fsdp_helpers import checkpoint_folder
 from fsdp_helpers.checkpoint import load_sharded, save_sharded
 from fsdp_helpers.checkpoint_folder import Checkpoint, CheckpointError
+from fsdp_helpers.checkpoint_index import read_index
 from fsdp_helpers.comms import gather_over_ranks
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
@@ -63,9 +64,10 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
                 f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same to go on, "
                 "or another --checkpoint-dir for another run"
             )
+    found = {entry.name: entry.shape for entry in read_index(path) if entry.name.startswith("model.")}
     expected = _parameter_shapes(config.model)
-    for name in expected.keys() | checkpoint.parameters.keys():
-        saved, now = checkpoint.parameters.get(name), expected.get(name)
+    for name in expected.keys() | found.keys():
+        saved, now = found.get(name), expected.get(name)
         if saved != now:
             raise CheckpointError(
                 f"{path} holds another {config.model!r} model: parameter {name} has shape {saved} there and {now} here"
@@ -113,7 +115,6 @@ class RunCheckpoints:
                     step=self.step,
                     world_size=self._world_size,
                     settings=self._settings,
-                    parameters=_parameter_shapes(self._config.model),
                 )
                 if self._config.keep_last:
                     checkpoint_folder.keep_newest(folder, self._config.keep_last)
@@ -136,10 +137,11 @@ def _settings(config: TrainConfig, data_source: str) -> dict:
     return {name: getattr(config, name) for name in SETTINGS} | {"data_source": data_source}
 
 
-def _parameter_shapes(model_name: str) -> dict[str, list[int]]:
+def _parameter_shapes(model_name: str) -> dict[str, tuple[int, ...]]:
+    """Of each parameter, under its name in a checkpoint."""
     with torch.device("meta"):  # shapes without values
         model = build_model(model_name)
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    return {f"model.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _random_state(rank: int) -> dict[str, Tensor]:
