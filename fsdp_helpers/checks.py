@@ -169,3 +169,57 @@ def check_transfer_seconds(transfer_seconds: Callable[[int, int, float], float] 
             f" function says {given} s, it takes {right:.6f} s",
         )
     return "Right: 4 bytes a parameter there, 4 bytes a gradient back."
+
+
+def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
+    """Notebook 06: bytes of a checkpoint with Adam in fp32, for any strategy and number of ranks."""
+    _expect_answered(checkpoint_bytes)
+    for num_params in (1_199_882, 94_104_234, 7 * 10**9):
+        given = checkpoint_bytes(num_params)
+        _expect_answered(given)
+        right = 12 * num_params
+        _expect(
+            abs(given - right) < 1,
+            f"{format_count(num_params)} parameters: your function says {format_bytes(int(given))}; a checkpoint holds the"
+            " parameters and two moments of each, once, and no gradients",
+        )
+    return "Right: 12 P, whatever the number of ranks."
+
+
+def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]] | None) -> str:
+    """Notebook 06: which old ranks' files a new rank opens, for a tensor cut along its first dimension."""
+    _expect_answered(ranks_to_read)
+    for num_rows, saved, loading in ((12, 4, 3), (12, 4, 1), (128, 4, 3), (10, 4, 2)):
+        for rank in range(loading):
+            given = ranks_to_read(num_rows, saved, loading, rank)
+            _expect_answered(given)
+            mine = set(_rows(num_rows, loading, rank))
+            right = [old for old in range(saved) if mine & set(_rows(num_rows, saved, old))]
+            _expect(
+                list(given) == right,
+                f"{num_rows} rows, written by {saved} ranks and read by {loading}: rank {rank} keeps rows"
+                f" {min(mine)} to {max(mine)} and needs the files of {right}; your function says {list(given)}",
+            )
+    return "Right: a rank opens the files whose rows overlap its own, and no others."
+
+
+def _rows(num_rows: int, world_size: int, rank: int) -> range:
+    """The rows of a tensor that FSDP gives to a rank: as many as `torch.chunk` would."""
+    rows_a_rank = -(-num_rows // world_size)
+    return range(min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows))
+
+
+def check_saving_interval(interval_s: Callable[[float, float], float] | None) -> str:
+    """Notebook 06: seconds between two checkpoints that lose the least, by Young's formula."""
+    _expect_answered(interval_s)
+    for save_s, between_failures_s in ((10.0, 86_400.0), (0.5, 3_600.0)):
+        given = interval_s(save_s, between_failures_s)
+        _expect_answered(given)
+        right = (2 * save_s * between_failures_s) ** 0.5
+        _expect(
+            abs(given - right) < 1e-6 * right,
+            f"a save of {save_s} s and a failure every {between_failures_s:,.0f} s: your function says {given:,.1f} s."
+            f" The cost of saving, {save_s} / T, and of lost work, T / (2 x {between_failures_s:,.0f}), are equal at"
+            f" {right:,.1f} s",
+        )
+    return "Right: the root of 2 x save time x time between failures."

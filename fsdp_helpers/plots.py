@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor, nn
 
-from fsdp_helpers.records import ComparisonRow, EpochRecord, MemoryCurve, RankRecord, StepTrace
+from fsdp_helpers.checkpoint_index import TensorEntry
+from fsdp_helpers.records import ComparisonRow, EpochRecord, MemoryCurve, RankRecord, SavingRecord, StepTrace
 from fsdp_helpers.units import MB
 
 STRATEGY_COLOURS = {
@@ -20,6 +21,7 @@ STRATEGY_COLOURS = {
     "fsdp-offload": "#7c3aed",
 }
 STATE_COLOURS = {"parameters": "#1d4ed8", "gradients": "#60a5fa", "optimiser": "#bfdbfe", "other": "#d1d5db"}
+SAVING_COLOURS = {"full": "#d97706", "sharded": "#059669", "asynchronous": "#2563eb"}
 PHASE_COLOURS = {"forward": "#dcfce7", "backward": "#fee2e2", "step": "#fef9c3"}
 OP_COLOURS = {"all_gather": "#059669", "reduce_scatter": "#dc2626", "all_reduce": "#2563eb", "broadcast": "#d97706"}
 STYLE = {
@@ -241,6 +243,49 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
             memory_ax.set(title=f"{model}: held (solid) and peak (light)", xlabel="bytes on a rank (MB)")
             time_ax.set(title="step time, median", xlabel="time (ms)")
     return fig, axes
+
+
+def plot_savings(savings: Mapping[str, Sequence[SavingRecord]]) -> tuple[Figure, Sequence[Axes]]:
+    """For each strategy and way of saving: seconds (solid: training waits), memory meanwhile, bytes on disk."""
+    bars = [(f"{strategy}, {record.way}", record) for strategy, records in savings.items() for record in records]
+    with _style():
+        size = (9, 0.8 + 0.28 * len(bars))
+        fig, axes = plt.subplots(1, 3, figsize=size, layout="constrained", sharey=True)
+        time_ax, memory_ax, disk_ax = axes
+        places, records = range(len(bars)), [record for _, record in bars]
+        colours = [SAVING_COLOURS[record.way] for record in records]
+        time_ax.barh(places, [1e3 * record.total_s for record in records], color=colours, alpha=0.35)
+        time_ax.barh(places, [1e3 * record.waiting_s for record in records], color=colours)
+        memory_ax.barh(places, [record.extra_bytes / MB for record in records], color=colours)
+        disk_ax.barh(places, [record.disk_bytes / MB for record in records], color=colours)
+        time_ax.set(title="until whole; solid: training waits", xlabel="time (ms)")
+        memory_ax.set(title="allocated meanwhile, one rank", xlabel="memory (MB)")
+        disk_ax.set(title="on disk, all files", xlabel="size (MB)")
+        time_ax.set_yticks(places, [name for name, _ in bars])
+        time_ax.invert_yaxis()
+    return fig, axes
+
+
+def plot_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
+    """Who wrote what: one row a tensor, from its first value to its last, coloured by the rank that wrote the slice."""
+    ranks = sorted({part.rank for entry in entries for part in entry.slices})
+    colours = dict(zip(ranks, plt.get_cmap("Set2").colors, strict=False))
+    with _style():
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.3 * len(entries)), layout="constrained")
+        for row, entry in enumerate(entries):
+            first_size = entry.shape[0] if entry.shape else 1
+            for part in entry.slices:
+                width = (part.sizes[0] if part.sizes else 1) / first_size
+                left = (part.offsets[0] if part.offsets else 0) / first_size
+                ax.barh(row, width, left=left, color=colours[part.rank], edgecolor="white", height=0.8)
+                if entry.shape:
+                    ax.text(left + width / 2, row, part.sizes[0], ha="center", va="center", fontsize=7)
+        ax.set_yticks(range(len(entries)), [f"{entry.name}  {list(entry.shape)}" for entry in entries])
+        ax.invert_yaxis()
+        ax.set(xlim=(0, 1), xlabel="part of the tensor, along its first dimension; numbers are rows")
+        handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
+        fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
+    return fig, ax
 
 
 def _style() -> AbstractContextManager:
