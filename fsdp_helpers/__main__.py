@@ -119,7 +119,7 @@ def compare_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.progress import ProgressBar
     from fsdp_helpers.ranks import choose_device
     from fsdp_helpers.watch import STEADY_STEP
-    from fsdp_helpers.workers import device_name, versions
+    from fsdp_helpers.workers import device_name, time_stamp, versions
 
     if options.steps <= STEADY_STEP:
         raise ValueError(
@@ -146,8 +146,14 @@ def compare_command(options: argparse.Namespace) -> None:
     bar.close()
     print(plain_table(rows))
     if options.json:
-        content = {"device": device, "device_name": device_name(torch.device(device)), "versions": versions()}
-        _write_json(content | {"rows": [asdict(row) for row in rows]}, options.json)
+        content = {
+            "device": device,
+            "device_name": device_name(torch.device(device)),
+            "finished": time_stamp(),
+            "versions": versions(),
+            "rows": [asdict(row) for row in rows],
+        }
+        _write_json(content, options.json)
     if options.figure:
         from fsdp_helpers.plots import plot_comparison
 

@@ -83,7 +83,7 @@ def _train(
         versions=versions(),
         device=device.type,
         device_name=device_name(device),
-        finished=gather_over_ranks(datetime.now(UTC).isoformat(timespec="seconds"))[0],
+        finished=gather_over_ranks(time_stamp())[0],
         world_size=world_size,
         epochs=tuple(epochs),
         first_step=first_step,
@@ -140,6 +140,11 @@ def epoch_record(
 def device_name(device: torch.device) -> str:
     """What ran: the name of the GPU, or the number of cores."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
+
+
+def time_stamp() -> str:
+    """Date and time, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:

@@ -66,7 +66,7 @@ def test_the_command(run_cli, digits_dir, tmp_path):
     assert lines[0].split() == " ".join(HEADERS).split()
     assert [any(f" {label} " in line for line in lines) for label in [*LABELS, "fsdp-offload (fsdp2)"]] == [True] * 7
     content = json.loads((tmp_path / "table.json").read_text())
-    assert content.keys() == {"device", "device_name", "versions", "rows"}
+    assert content.keys() == {"device", "device_name", "finished", "versions", "rows"}
     rows = content["rows"]
     assert len(rows) == len(lines) - 1 == 7
     assert [row["world_size"] for row in rows] == [1, 2, 2, 2, 2, 2, 2]
