@@ -163,7 +163,7 @@ def compare_command(options: argparse.Namespace) -> None:
 def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
     from fsdp_helpers.launch import launch
     from fsdp_helpers.ranks import choose_device
-    from fsdp_helpers.saving import check_checkpoints
+    from fsdp_helpers.saving import check_checkpoints, clear_unfinished
     from fsdp_helpers.workers import train_worker
 
     world_size = (1 if config.strategy == "local" else 2) if options.world_size is None else options.world_size
@@ -171,7 +171,10 @@ def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
     device = choose_device(options.device, world_size)
     config.check_device(device)
     check_checkpoints(config, _prepare_data(config))
-    return launch(train_worker, config, world_size=world_size, device=device)[0]
+    try:
+        return launch(train_worker, config, world_size=world_size, device=device)[0]
+    finally:
+        clear_unfinished(config)
 
 
 def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> RunRecord | None:

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -74,6 +74,13 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
             )
 
 
+def clear_unfinished(config: TrainConfig) -> None:
+    """After the ranks have ended: remove what an interrupted one was writing. Whole checkpoints stay."""
+    if config.checkpoint_dir is not None and Path(config.checkpoint_dir).is_dir():
+        with suppress(CheckpointError), checkpoint_folder.locked(Path(config.checkpoint_dir)):
+            pass  # whoever gets the lock clears away first
+
+
 class RunCheckpoints:
     """Saves a run's whole state as it trains, and brings it back; does nothing where the run has no folder."""
 
@@ -82,6 +89,10 @@ class RunCheckpoints:
         self._settings = _settings(config, data_source)
         self._start = find_start(config, data_source)
         self.step = self._start[1].step if self._start else 0  # optimiser steps since the beginning of the run
+        if len(set(gather_over_ranks(self.step))) > 1:
+            raise CheckpointError(
+                f"not all ranks see the same in {config.checkpoint_dir}; all machines have to share it"
+            )
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Bring back parameters, optimiser state and, on as many ranks as saved, each rank's random state."""
