@@ -129,10 +129,10 @@ class RunCheckpoints:
                 )
                 if self._config.keep_last:
                     checkpoint_folder.keep_newest(folder, self._config.keep_last)
-        except (OSError, CheckpointError):
+        except (OSError, CheckpointError) as error:
             if self._rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # room for others, where the disk is full
-            raise
+            raise CheckpointError(f"{folder}: no checkpoint of step {self.step} ({error}); older ones stay") from error
 
 
 @contextmanager
