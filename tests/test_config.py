@@ -37,11 +37,25 @@ def test_defaults_are_valid_and_frozen():
         ({"strategy": "ddp", "sharding": "grad-op"}, "belong to FSDP, strategy is 'ddp'"),
         ({"strategy": "fsdp", "sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
         ({"strategy": "fsdp", "backward_prefetch": "post"}, "'post' is an option of FSDP1; use api 'fsdp1'"),
+        ({"checkpoint_dir": "runs", "checkpoint_every": 0}, "checkpoint_every is 0; it must be a whole number, 1 or"),
+        ({"checkpoint_dir": "runs", "checkpoint_every": 2.5}, "checkpoint_every is 2.5"),
+        ({"checkpoint_dir": "runs", "keep_last": 0}, "keep_last is 0"),
+        ({"checkpoint_dir": "runs", "keep_last": -1}, "keep_last is -1"),
+        ({"resume": True}, "resume needs checkpoint_dir, the folder of the run's checkpoints"),
+        ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint_dir"),
+        ({"keep_last": 2}, "keep_last needs checkpoint_dir"),
     ],
 )
 def test_refused_with_the_number_in_the_message(settings, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**settings)
+
+
+def test_a_run_with_checkpoints():
+    config = TrainConfig(checkpoint_dir="runs", checkpoint_every=5, keep_last=1, resume=True)
+    assert pickle.loads(pickle.dumps(config)) == config
+    TrainConfig(checkpoint_dir="runs")  # after the last step only, and all of them kept
+    assert (TrainConfig().checkpoint_dir, TrainConfig().resume) == (None, False)  # nobody saves unasked
 
 
 def test_local_is_one_process():

@@ -5,6 +5,8 @@ import torch
 import workers_for_tests as workers
 from test_records import check_json
 
+from fsdp_helpers.checkpoint_folder import checkpoint_name
+from fsdp_helpers.checkpoint_index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.launch import launch
 from fsdp_helpers.memory import trace_memory
@@ -103,3 +105,28 @@ def test_phases_and_curve_of_a_step(digits_dir):
     (trace,) = launch(train_worker, config, world_size=1, device="cuda")[0].traces
     assert [phase.name for phase in trace.curve.phases] == ["forward", "backward", "step"]
     assert trace.curve.peak_bytes > trace.curve.held_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "strategy, api", [("local", "fsdp2"), ("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-offload", "fsdp2")]
+)
+def test_five_steps_and_five_more_are_ten(strategy, api, digits_dir, tmp_path):
+    """With dropout on, which draws from the device's own random numbers; these are saved as well."""
+    always = settings(digits_dir) | {"strategy": strategy, "api": api, "dropout": True, "train_images": 100}
+    always |= {"epochs": 5, "checkpoint_dir": str(tmp_path / "run")}  # 3 steps an epoch
+    undisturbed, first, second = (
+        launch(train_worker, TrainConfig(**always | changes), world_size=1, device="cuda")[0]
+        for changes in (
+            {"max_steps": 10, "checkpoint_dir": None},
+            {"max_steps": 5},
+            {"max_steps": 10, "resume": True},
+        )
+    )
+    assert (first.first_step, second.first_step) == (0, 5)
+    # The masks are the same, and a wrong mask changes a loss by far more than the order of sums on a GPU does.
+    assert first.step_losses + second.step_losses == pytest.approx(undisturbed.step_losses, abs=1e-4)
+    names = [entry.name for entry in read_index(tmp_path / "run" / checkpoint_name(10))]
+    assert {name for name in names if name.startswith("extra.")} == {
+        "extra.random-state-0",
+        "extra.random-state-cuda-0",
+    }

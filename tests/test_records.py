@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.records import (
@@ -13,9 +14,10 @@ from fsdp_helpers.records import (
 )
 
 # The keys that scripts read from `--json`, word for word.
-RUN_KEYS = {"config", "data_source", "versions", "device", "world_size", "epochs", "step_losses", "ranks"}
+RUN_KEYS = {"config", "data_source", "versions", "device", "world_size", "epochs", "first_step", "step_losses", "ranks"}
 ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished"}
 EPOCH_KEYS = {
+    "epoch",
     "train_loss",
     "test_loss",
     "test_accuracy",
@@ -50,6 +52,7 @@ def tiny_record() -> RunRecord:
         world_size=1,
         epochs=(
             EpochRecord(
+                epoch=1,
                 train_loss=1.0,
                 test_loss=1.0,
                 test_accuracy=0.5,
@@ -60,6 +63,7 @@ def tiny_record() -> RunRecord:
                 images_per_s=4.0,
             ),
         ),
+        first_step=0,
         step_losses=(1.0,),
         step_seconds=(0.5,),
         ranks=(
@@ -92,6 +96,15 @@ def test_to_json_is_the_contract():
     content = json.loads(json.dumps(tiny_record().to_json()))  # plain values only
     check_json(content)
     assert content["ranks"][0]["collectives"] == [{"op": "all_reduce", "count": 1, "bytes": 4}]
+
+
+def test_a_run_that_had_nothing_left_to_train_is_in_the_contract_too():
+    epoch = replace(tiny_record().epochs[0], epoch=3, train_loss=None, train_images=0, images_per_s=None)
+    record = replace(tiny_record(), epochs=(epoch,), first_step=7, step_losses=(), step_seconds=())
+    content = json.loads(json.dumps(record.to_json()))
+    check_json(content)
+    assert (content["first_step"], content["step_losses"]) == (7, [])
+    assert [content["epochs"][0][name] for name in ("epoch", "train_loss", "images_per_s")] == [3, None, None]
 
 
 def test_state_total():
