@@ -120,6 +120,7 @@ class RunRecord:
     world_size: int
     epochs: tuple[EpochRecord, ...]
     step_losses: tuple[float, ...]  # mean over the global batch, one a step
+    gradient_norms: tuple[float, ...] = ()  # before clipping, one a step; empty where clip_norm is not set
     step_seconds: tuple[float, ...]  # rank 0, one a step
     ranks: tuple[RankRecord, ...]
     traces: tuple[StepTrace, ...] = ()  # one a rank; empty for a run of a single step
@@ -129,6 +130,17 @@ class RunRecord:
         fields = asdict(self)
         del fields["traces"]
         return fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One rung of a ladder of memory levers: one change more than the rung above it, measured on rank 0."""
+
+    name: str
+    strategy: str
+    predicted_bytes: int
+    peak_bytes: int
+    step_s: float  # median of the steady steps
 
 
 @dataclass(frozen=True, kw_only=True)

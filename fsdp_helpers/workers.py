@@ -37,11 +37,18 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
     watch.watch(model, optimizer)
     torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
 
+    gradient_norms: list[Tensor] = []
+    step_settings = {
+        "micro_batches": config.micro_batches,
+        "sync_micro_batches": config.sync_micro_batches,
+        "clip_norm": config.clip_norm,
+        "norms": gradient_norms,
+    }
     epochs, step_losses = [], []
     for epoch in range(config.epochs):
         batches = islice(config_batches(dataset, config, rank, world_size, epoch), num_steps - len(step_losses))
         watch.begin_epoch(epoch)
-        losses = train_one_epoch(model, batches, optimizer, after_step=watch.after_step)
+        losses = train_one_epoch(model, batches, optimizer, after_step=watch.after_step, **step_settings)
         losses = (sum_over_ranks(losses.double()) / world_size).tolist()
         step_losses += losses
         test_batches = evaluation_batches(dataset.test, rank=rank, world_size=world_size)
@@ -62,6 +69,7 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
         world_size=world_size,
         epochs=tuple(epochs),
         step_losses=tuple(step_losses),
+        gradient_norms=tuple(float(norm) for norm in gradient_norms),
         step_seconds=tuple(gather_over_ranks(watch.step_seconds)[0]),
         ranks=tuple(ranks),
         traces=tuple(trace for trace in traces if trace is not None),

@@ -14,7 +14,7 @@ from fsdp_helpers.records import (
 
 # The keys that scripts read from `--json`, word for word.
 RUN_KEYS = {"config", "data_source", "versions", "device", "world_size", "epochs", "step_losses", "ranks"}
-ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished"}
+ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished", "gradient_norms"}
 EPOCH_KEYS = {
     "train_loss",
     "test_loss",

@@ -265,6 +265,15 @@ def main_in_process(*arguments) -> int:
         (["train", "--strategy", "fsdp", "--backward-prefetch", "post"], "'post' is an option of FSDP1"),
         (["train", "--strategy", "fsdp", "--sharding", "hybrid"], "at least two ranks, world_size is 2"),
         (["train", "--strategy", "ddp", "--sharding", "grad-op"], "belong to FSDP, strategy is 'ddp'"),
+        (["train", "--precision", "fp8"], "fp8"),
+        (["train", "--strategy", "ddp", "--precision", "bf16"], "use strategy 'fsdp' or 'fsdp-auto-wrap'"),
+        (["train", "--activation-checkpointing", "all"], "all"),
+        (["train", "--micro-batches", "0"], "micro_batches is 0"),
+        (["train", "--micro-batches", "3"], "a rank's 256 images"),
+        (["train", "--strategy", "ddp", "--micro-batches", "256"], "use a divisor of 128"),
+        (["train", "--sync-micro-batches"], "micro_batches is 1; use 2 or more"),
+        (["train", "--clip-norm", "0"], "clip_norm is 0.0; it must be a number above zero"),
+        (["train", "--clip-norm", "nan"], "clip_norm is nan"),
         (["train", "--json", "no-such-folder/run.json"], "no-such-folder does not exist"),
         (["train", "--json", "."], "is a folder; give a file"),
         (["train", "--json", "/proc/run.json"], "/proc"),
@@ -358,5 +367,6 @@ def test_help_names_the_flags():
     flags = ["--model", "--strategy", "--world-size", "--device", "--epochs", "--max-steps", "--global-batch-size"]
     flags += ["--learning-rate", "--seed", "--train-images", "--test-images", "--no-dropout", "--data-dir", "--json"]
     flags += ["--api", "--min-num-params", "--sharding", "--backward-prefetch"]
+    flags += ["--precision", "--activation-checkpointing", "--micro-batches", "--sync-micro-batches", "--clip-norm"]
     assert done.returncode == 0
     assert [flag for flag in flags if flag not in done.stdout] == []
