@@ -48,6 +48,18 @@ CHECKERS = [
         [lambda p, n, speed: 8 * p / n / speed],
         [lambda p, n, speed: 4 * p / n / speed, lambda p, n, speed: 8 * p / speed],
     ),
+    (
+        checks.check_checkpointed_bytes,
+        {},
+        [lambda blocks, kept, given: (blocks - 1) * given + kept],
+        [lambda blocks, kept, given: blocks * given, lambda blocks, kept, given: blocks * kept],
+    ),
+    (
+        checks.check_whole_norm,
+        {},
+        [lambda norms: sum(norm**2 for norm in norms) ** 0.5],
+        [sum, max, lambda norms: sum(norms) / len(norms)],
+    ),
 ]
 
 
@@ -88,6 +100,8 @@ def test_starters_fail_loudly(checker, settings, answer):
         checks.check_padding,
         checks.check_offload_split,
         checks.check_transfer_seconds,
+        checks.check_checkpointed_bytes,
+        checks.check_whole_norm,
     ],
 )
 def test_a_function_that_still_returns_dots(checker):
