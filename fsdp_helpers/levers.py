@@ -4,7 +4,8 @@ The model is a stack of equal blocks, each a unit, with little around them, as a
 the stack from the last block to the first. At each block it holds the state, the gradients of the blocks behind it, what
 is kept of the blocks before it, and the block it is in: whole. The highest point of that walk is the peak.
 
-What FSDP gathers, copies and frees, and in which order, is read from its traces (notebook 07). Padding is left aside.
+What FSDP gathers, copies and frees, and in which order, is read from its traces on CPU ranks (notebook 07). Padding is
+left aside, and so is what attention computes in fp32 under bf16: measured peaks are within 1 % in fp32, 2 % in bf16.
 """
 
 from dataclasses import dataclass

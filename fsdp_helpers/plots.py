@@ -223,14 +223,15 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
-    """One bar a rung: its peak, with the prediction as a mark and the change from the rung above; its step time."""
+    """One bar a rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
     with _style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
         places = range(len(rungs))
         colours = [STRATEGY_COLOURS[rung.strategy] for rung in rungs]
         peaks = [rung.peak_bytes / MB for rung in rungs]
-        memory_ax.barh(places, peaks, color=colours, height=0.65)
+        memory_ax.barh(places, peaks, color=colours, alpha=0.35, height=0.65)
+        memory_ax.barh(places, [rung.held_bytes / MB for rung in rungs], color=colours, height=0.65)
         for place, rung in enumerate(rungs):
             predicted = rung.predicted_bytes / MB
             label = "predicted" if place == 0 else None
@@ -238,12 +239,16 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
             change = f" ({peaks[place] - peaks[place - 1]:+,.1f})" if place else ""
             right = max(peaks[place], predicted)
             memory_ax.text(right, place, f"  {peaks[place]:,.1f}{change}", va="center", color="#4b5563")
-        time_ax.barh(places, [1e3 * rung.step_s for rung in rungs], color=colours, alpha=0.5, height=0.65)
+        time_ax.barh(places, [1e3 * rung.step_s for rung in rungs], color=colours, height=0.65)
         memory_ax.set_yticks(places, [rung.name for rung in rungs])
         time_ax.set_yticks([])
         for ax in (memory_ax, time_ax):
             ax.invert_yaxis()
-        memory_ax.set(title="peak, and its change", xlabel="bytes on a rank (MB)", xlim=(0, 1.25 * max(peaks)))
+        memory_ax.set(
+            title="held (solid) and peak (light), with the change of the peak",
+            xlabel="bytes on a rank (MB)",
+            xlim=(0, 1.25 * max(peaks)),
+        )
         memory_ax.legend(loc="lower right")
         time_ax.set(title="step time, median", xlabel="time (ms)")
     return fig, (memory_ax, time_ax)

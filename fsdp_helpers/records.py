@@ -138,8 +138,9 @@ class Rung:
 
     name: str
     strategy: str
-    predicted_bytes: int
+    predicted_bytes: int  # the peak, from arithmetic
     peak_bytes: int
+    held_bytes: int
     step_s: float  # median of the steady steps
 
 

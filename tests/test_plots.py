@@ -38,7 +38,9 @@ def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
 
 
 def rung(name: str, peak_bytes: int) -> Rung:
-    return Rung(name=name, strategy="ddp", predicted_bytes=39 * MB, peak_bytes=peak_bytes, step_s=0.01)
+    return Rung(
+        name=name, strategy="ddp", predicted_bytes=39 * MB, peak_bytes=peak_bytes, held_bytes=9 * MB, step_s=0.01
+    )
 
 
 PHASES = ("forward", "backward", "step")
@@ -116,7 +118,7 @@ def test_bars_are_as_long_as_the_bytes():
 def test_a_rung_says_its_peak_and_the_change():
     memory_ax, time_ax = plots.plot_ladder(RUNGS)[1]
     assert [text.get_text().strip() for text in memory_ax.texts] == ["40.0", "30.0 (-10.0)", "32.0 (+2.0)"]
-    assert [bar.get_width() for bar in memory_ax.patches] == [40, 30, 32]
+    assert [bar.get_width() for bar in memory_ax.patches] == [40, 30, 32, 9, 9, 9]
     assert [line.get_xdata()[0] for line in memory_ax.lines] == [39, 39, 39]  # the predictions
     assert [bar.get_width() for bar in time_ax.patches] == [10, 10, 10]
 

@@ -347,6 +347,28 @@ def test_the_digits_are_said_to_be_in_use(digits_dir, tmp_path, capfd):
     assert read_json(tmp_path / "run.json")["data_source"] == "digits"
 
 
+def test_the_memory_levers_from_the_command_line(digits_dir, tmp_path):
+    arguments = [
+        "train",
+        "--model",
+        "vit",
+        "--strategy",
+        "fsdp-auto-wrap",
+        "--min-num-params",
+        40_000,
+        "--max-steps",
+        3,
+    ]
+    levers = ["--precision", "bf16", "--activation-checkpointing", "selective", "--micro-batches", 2]
+    levers += ["--sync-micro-batches", "--clip-norm", 0.5]
+    small = ["--global-batch-size", 8, "--test-images", 9, "--device", "cpu", "--data-dir", digits_dir]
+    assert main_in_process(*arguments, *levers, *small, "--json", tmp_path / "run.json") == 0
+    content = read_json(tmp_path / "run.json")
+    assert len(content["gradient_norms"]) == len(content["step_losses"]) == 3
+    names = ("precision", "activation_checkpointing", "micro_batches", "sync_micro_batches", "clip_norm")
+    assert [content["config"][name] for name in names] == ["bf16", "selective", 2, True, 0.5]
+
+
 def test_an_old_record_is_replaced_whole_or_not_at_all(digits_dir, tmp_path, monkeypatch):
     target = tmp_path / "run.json"
     target.write_text("old")
