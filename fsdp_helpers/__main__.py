@@ -10,7 +10,16 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_helpers.config import APIS, BACKWARD_PREFETCH, MODELS, SHARDING, STRATEGIES, TrainConfig
+from fsdp_helpers.config import (
+    ACTIVATION_CHECKPOINTING,
+    APIS,
+    BACKWARD_PREFETCH,
+    MODELS,
+    PRECISIONS,
+    SHARDING,
+    STRATEGIES,
+    TrainConfig,
+)
 from fsdp_helpers.records import RankRecord, RunRecord
 from fsdp_helpers.units import format_bytes
 
@@ -46,6 +55,13 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--train-images", type=int, metavar="N", help="train on the first N images")
     train.add_argument("--test-images", type=int, metavar="N", help="test on the first N images")
     train.add_argument("--no-dropout", dest="dropout", action="store_false")
+    train.add_argument("--precision", choices=PRECISIONS, default=default.precision, help="bf16: with FSDP only")
+    train.add_argument(
+        "--activation-checkpointing", choices=ACTIVATION_CHECKPOINTING, default=default.activation_checkpointing
+    )
+    train.add_argument("--micro-batches", type=int, metavar="N", default=default.micro_batches)
+    train.add_argument("--sync-micro-batches", action="store_true", help="reduce gradients after every micro-batch")
+    train.add_argument("--clip-norm", type=float, metavar="X", help="scale gradients down to this norm")
     train.add_argument("--data-dir", metavar="DIR", help="default: FSDP_DATA_DIR, else data/ at the project's root")
     train.add_argument("--checkpoint-dir", metavar="DIR", help="save the run's state there after the last step")
     train.add_argument("--checkpoint-every", type=int, metavar="N", help="and after every N steps")

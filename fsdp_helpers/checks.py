@@ -1,5 +1,6 @@
 """Checkers for the exercises: each takes a reader's answer and says whether it holds, with the numbers."""
 
+import math
 from collections.abc import Callable
 
 from fsdp_helpers.records import RunRecord
@@ -223,3 +224,32 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
             f" {right:,.1f} s",
         )
     return "Right: the root of 2 x save time x time between failures."
+
+
+def check_checkpointed_bytes(checkpointed_bytes: Callable[[int, int, int], int] | None) -> str:
+    """Notebook 07: activations at the highest point of backward when every block is checkpointed."""
+    _expect_answered(checkpointed_bytes)
+    for num_blocks, kept_bytes, input_bytes in ((8, 13_377_536, 524_288), (1, 1_000, 40), (96, 1_000, 40)):
+        given = checkpointed_bytes(num_blocks, kept_bytes, input_bytes)
+        _expect_answered(given)
+        right = (num_blocks - 1) * input_bytes + kept_bytes
+        _expect(
+            given == right,
+            f"{num_blocks} block(s) that keep {format_bytes(kept_bytes)}, {format_bytes(input_bytes)} of it the input: your"
+            f" function says {given:,.0f}; one block is whole, of the {num_blocks - 1} others there is the input",
+        )
+    return "Right: one block whole, and an input for each of the others."
+
+
+def check_whole_norm(whole_norm: Callable[[list[float]], float] | None) -> str:
+    """Notebook 07: the norm of a gradient from the norms of its slices, one a rank."""
+    _expect_answered(whole_norm)
+    for norms in ([3.0, 4.0], [2.0], [1.0, 2.0, 2.0]):
+        given = whole_norm(norms)
+        _expect_answered(given)
+        right = math.hypot(*norms)
+        _expect(
+            abs(given - right) < 1e-9,
+            f"slices with the norms {norms}: your function says {given}, together they have the norm {right:g}",
+        )
+    return "Right: squares add up over the ranks, norms do not."

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
-MODELS = ("shallow", "deep", "simple", "vit")
+MODELS = ("shallow", "deep", "simple", "vit", "vit-deep")
 STRATEGIES = ("local", "ddp", "fsdp", "fsdp-auto-wrap", "fsdp-offload")
 APIS = ("fsdp1", "fsdp2")
 SHARDING = ("full", "grad-op", "hybrid", "none")
 BACKWARD_PREFETCH = ("pre", "post", "none")
+PRECISIONS = ("fp32", "bf16")
+ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,11 @@ class TrainConfig:
     train_images: int | None = None  # the first N; None is all
     test_images: int | None = None
     dropout: bool = True
+    precision: str = "fp32"  # bf16: FSDP gathers and computes in bfloat16; slices, reduction and optimiser stay fp32
+    activation_checkpointing: str = "none"  # units: recompute each unit in backward; selective: all but its products
+    micro_batches: int = 1  # gradient accumulation: parts of a rank's batch, one forward and one backward each
+    sync_micro_batches: bool = False  # reduce gradients after every part, instead of once after the last
+    clip_norm: float | None = None  # scale gradients down to this norm over the whole model
     data_dir: str | None = None  # None: FSDP_DATA_DIR, else data/ at the project's root
     checkpoint_dir: str | None = None  # a checkpoint after the last step goes there; None: no checkpoint
     checkpoint_every: int | None = None  # and one after every so many steps
@@ -44,8 +51,11 @@ class TrainConfig:
         _require_choice("backward_prefetch", self.backward_prefetch, BACKWARD_PREFETCH)
         if self.min_num_params < 0:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
+        _require_choice("precision", self.precision, PRECISIONS)
+        _require_choice("activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING)
         self._check_api()
-        for name in ("epochs", "global_batch_size"):
+        self._check_levers()
+        for name in ("epochs", "global_batch_size", "micro_batches"):
             _require_at_least_one(name, getattr(self, name))
         for name in ("max_steps", "train_images", "test_images", "checkpoint_every", "keep_last"):
             if getattr(self, name) is not None:
@@ -69,6 +79,22 @@ class TrainConfig:
             raise ValueError(
                 f"backward_prefetch {self.backward_prefetch!r} is an option of FSDP1; use api 'fsdp1', or leave it out"
             )
+
+    def _check_levers(self) -> None:
+        if self.precision == "bf16" and not self.strategy.startswith("fsdp"):
+            raise ValueError(
+                f"precision 'bf16' is FSDP's mixed precision, strategy is {self.strategy!r}; "
+                "use strategy 'fsdp' or 'fsdp-auto-wrap', or precision 'fp32'"
+            )
+        if self.sync_micro_batches and self.micro_batches == 1:
+            raise ValueError("sync_micro_batches needs several micro-batches, micro_batches is 1; use 2 or more")
+        if self.sync_micro_batches and (self.strategy, self.api) == ("fsdp-offload", "fsdp1"):
+            raise ValueError(
+                "FSDP1 cannot add up gradients that it has moved to the host: with CPU offload leave out "
+                "sync_micro_batches, or use api 'fsdp2'"
+            )
+        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+            raise ValueError(f"clip_norm is {self.clip_norm}; it must be a number above zero")
 
     def check_device(self, device: str) -> None:
         """Raise ValueError where `device` ("cpu" or "cuda") cannot run this configuration."""
@@ -97,6 +123,13 @@ class TrainConfig:
                 f"global_batch_size {self.global_batch_size} does not divide by world_size {world_size}: "
                 f"{self.global_batch_size % world_size} image(s) would be left over; "
                 f"use {smaller + world_size}" + (f" or {smaller}" if smaller else "")
+            )
+        images_per_rank = self.global_batch_size // world_size
+        if images_per_rank % self.micro_batches:
+            raise ValueError(
+                f"a rank's {images_per_rank} images (global_batch_size {self.global_batch_size} / world_size "
+                f"{world_size}) do not divide by micro_batches {self.micro_batches}: "
+                f"{images_per_rank % self.micro_batches} would be left over; use a divisor of {images_per_rank}"
             )
 
     def check_data_size(self, available: int) -> None:

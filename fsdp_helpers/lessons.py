@@ -15,11 +15,13 @@ from torch.profiler import record_function
 
 from fsdp_helpers.comms import count_collectives, sum_over_ranks, trace_collectives
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.gradients import clip_gradients
 from fsdp_helpers.memory import trace_memory
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import rank_device
 from fsdp_helpers.records import CollectiveCount, StepTrace
 from fsdp_helpers.strategies import STRATEGIES, unit_names
+from fsdp_helpers.training import add_up_gradients
 from fsdp_helpers.workers import config_batches, load_rank_data
 
 
@@ -188,6 +190,20 @@ def nest_by_hand(rank: int, world_size: int) -> str:
             )
         )
     return str(model)
+
+
+def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tuple[float, float]:
+    """The norm of what this rank keeps of the first step's gradient, and the norm that clipping works with."""
+    device = rank_device()
+    dataset = load_rank_data(config, device)
+    torch.manual_seed(config.seed)
+    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), device, config)
+    images, labels = next(iter(config_batches(dataset, config, rank, world_size, epoch=0)))
+    add_up_gradients(model, images, labels)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    own_norm = torch.cat([gradient.flatten() for gradient in own]).norm()
+    return own_norm.item(), clip_gradients(model, max_norm=1.0).item()
 
 
 def trace_your_own(rank: int, world_size: int) -> StepTrace:

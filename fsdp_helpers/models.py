@@ -95,13 +95,26 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(tokens)).mean(dim=1))
 
 
+class DeepVisionTransformer(VisionTransformer):
+    """Eight blocks of width 256: 6,338,058 parameters, 789,760 in each block. Deep enough that activations count."""
+
+    def __init__(self) -> None:
+        super().__init__(width=256, depth=8, num_heads=8)
+
+
 def _transformer_block(width: int, num_heads: int) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(
         width, num_heads, dim_feedforward=4 * width, dropout=0.1, batch_first=True, norm_first=True
     )
 
 
-MODEL_CLASSES = {"shallow": ShallowNet, "deep": DeepNet, "simple": SimpleCNN, "vit": VisionTransformer}
+MODEL_CLASSES = {
+    "shallow": ShallowNet,
+    "deep": DeepNet,
+    "simple": SimpleCNN,
+    "vit": VisionTransformer,
+    "vit-deep": DeepVisionTransformer,
+}
 
 
 def build_model(name: str, *, dropout: bool = True) -> nn.Module:

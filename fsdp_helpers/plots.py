@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor, nn
 
 from fsdp_helpers.checkpoint_index import TensorEntry
-from fsdp_helpers.records import ComparisonRow, EpochRecord, MemoryCurve, RankRecord, SavingRecord, StepTrace
+from fsdp_helpers.records import ComparisonRow, EpochRecord, MemoryCurve, RankRecord, Rung, SavingRecord, StepTrace
 from fsdp_helpers.units import MB
 
 STRATEGY_COLOURS = {
@@ -224,6 +224,38 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
     return fig, ax
 
 
+def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
+    """One bar a rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
+    with _style():
+        size = (9, 0.8 + 0.4 * len(rungs))
+        fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
+        places = range(len(rungs))
+        colours = [STRATEGY_COLOURS[rung.strategy] for rung in rungs]
+        peaks = [rung.peak_bytes / MB for rung in rungs]
+        memory_ax.barh(places, peaks, color=colours, alpha=0.35, height=0.65)
+        memory_ax.barh(places, [rung.held_bytes / MB for rung in rungs], color=colours, height=0.65)
+        for place, rung in enumerate(rungs):
+            predicted = rung.predicted_bytes / MB
+            label = "predicted" if place == 0 else None
+            memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color="#111827", linewidth=2, label=label)
+            change = f" ({peaks[place] - peaks[place - 1]:+,.1f})" if place else ""
+            right = max(peaks[place], predicted)
+            memory_ax.text(right, place, f"  {peaks[place]:,.1f}{change}", va="center", color="#4b5563")
+        time_ax.barh(places, [1e3 * rung.step_s for rung in rungs], color=colours, height=0.65)
+        memory_ax.set_yticks(places, [rung.name for rung in rungs])
+        time_ax.set_yticks([])
+        for ax in (memory_ax, time_ax):
+            ax.invert_yaxis()
+        memory_ax.set(
+            title="held (solid) and peak (light), with the change of the peak",
+            xlabel="bytes on a rank (MB)",
+            xlim=(0, 1.25 * max(peaks)),
+        )
+        memory_ax.legend(loc="lower right")
+        time_ax.set(title="step time, median", xlabel="time (ms)")
+    return fig, (memory_ax, time_ax)
+
+
 def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axes]]:
     """For each model: bytes held (solid) and peak (light) of every strategy, and its step time."""
     models = list(dict.fromkeys(row.model for row in rows))
@@ -282,7 +314,7 @@ def plot_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
                     ax.text(left + width / 2, row, part.sizes[0], ha="center", va="center", fontsize=7)
         ax.set_yticks(range(len(entries)), [f"{entry.name}  {list(entry.shape)}" for entry in entries])
         ax.invert_yaxis()
-        ax.set(xlim=(0, 1), xlabel="part of the tensor, along its first dimension; numbers are rows")
+        ax.set(xlim=(0, 1), xlabel="along the first dimension (fraction of the tensor); numbers are rows")
         handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
         fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
     return fig, ax

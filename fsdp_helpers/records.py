@@ -122,6 +122,7 @@ class RunRecord:
     epochs: tuple[EpochRecord, ...]
     first_step: int  # steps that were behind a resumed run when it began; 0 for a run from the start
     step_losses: tuple[float, ...]  # mean over the global batch, one a step of this process
+    gradient_norms: tuple[float, ...] = ()  # before clipping, one a step; empty where clip_norm is not set
     step_seconds: tuple[float, ...]  # rank 0, one a step
     ranks: tuple[RankRecord, ...]
     traces: tuple[StepTrace, ...] = ()  # one a rank; empty for a run of a single step
@@ -142,6 +143,18 @@ class SavingRecord:
     total_s: float  # until the checkpoint is whole
     disk_bytes: int  # of all files together
     extra_bytes: int  # allocated meanwhile on the training device, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One rung of a ladder of memory levers: one change more than the rung above it, measured on rank 0."""
+
+    name: str
+    strategy: str
+    predicted_bytes: int  # the peak, from arithmetic
+    peak_bytes: int
+    held_bytes: int
+    step_s: float  # median of the steady steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,17 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import rank_device
 
 # What the loss of the next step depends on. Strategy, API and number of ranks are free to change.
-SETTINGS = ("model", "global_batch_size", "learning_rate", "seed", "train_images", "dropout")
+SETTINGS = (
+    "model",
+    "global_batch_size",
+    "learning_rate",
+    "seed",
+    "train_images",
+    "dropout",
+    "precision",
+    "micro_batches",
+    "clip_norm",
+)
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:

@@ -4,6 +4,7 @@ Each takes a freshly initialised model on the CPU, the same on every rank, and r
 """
 
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,16 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_helpers.activations import checkpoint_activations, is_checkpointed
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.wrapping import Policy, choose_units, size_policy
 
@@ -30,18 +35,22 @@ SHARDING_STRATEGIES = {
     "hybrid": ShardingStrategy.HYBRID_SHARD,  # shards within a group of ranks, copies across groups
     "none": ShardingStrategy.NO_SHARD,  # whole copies, as DDP
 }
+# Gathered and computed in bfloat16; kept, reduced and updated in fp32, where a small gradient still changes a sum.
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+WRAPPER_NAMES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # what FSDP1 and checkpointing add to a name
 
 
 def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """One process, one whole model."""
-    return model.to(device)
+    return recompute_units(model, config).to(device)
 
 
 def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """Every rank a whole model; gradients are averaged in buckets while backward still runs."""
     device_ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model.to(device), device_ids=device_ids)
+    return DistributedDataParallel(recompute_units(model, config).to(device), device_ids=device_ids)
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
@@ -77,8 +86,22 @@ def shard(
     """
     if not any(parameter.numel() for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
+    model = recompute_units(model, config)
+    if policy is not None and config.activation_checkpointing != "none":
+        policy = partial(lambda_auto_wrap_policy, lambda_fn=is_checkpointed)  # the same units, now with their wrapper
     shard_with = shard_fsdp1 if config.api == "fsdp1" else shard_fsdp2
     return shard_with(model, device, config, policy=policy, offload=offload)
+
+
+def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """Wrap the units of the size policy for activation checkpointing, if `config` asks for it.
+
+    Comes before sharding: backward then gathers a unit once, for its second forward and its backward together.
+    """
+    if config.activation_checkpointing == "none":
+        return model
+    units = choose_units(model, size_policy(config.min_num_params))
+    return checkpoint_activations(model, units, config.activation_checkpointing)
 
 
 def shard_fsdp1(
@@ -98,6 +121,7 @@ def shard_fsdp1(
             device_mesh=_mesh(device, config),  # with a mesh its state dict holds DTensors, as FSDP2's does
             backward_prefetch=BACKWARD_PREFETCH[config.backward_prefetch],
             cpu_offload=CPUOffload(offload_params=True) if offload else None,
+            mixed_precision=MixedPrecision(**BF16) if config.precision == "bf16" else None,
             use_orig_params=True,  # the optimiser and the state dict see the names and shapes of the model
         )
 
@@ -113,6 +137,7 @@ def shard_fsdp2(
     settings = {
         "mesh": _mesh(device, config),
         "offload_policy": on_host if offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(**BF16) if config.precision == "bf16" else MixedPrecisionPolicy(),
     }
     for name in choose_units(model, policy):
         fully_shard(model.get_submodule(name), reshard_after_forward=config.sharding != "grad-op", **settings)
@@ -133,7 +158,7 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 def unit_names(model: nn.Module) -> list[str]:
     """The modules of `model` that are FSDP units, by their names in the unwrapped model; the root is called "root"."""
     return [
-        name.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module") or "root"
+        ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES) or "root"
         for name, module in model.named_modules()
         if isinstance(module, FullyShardedDataParallel | FSDPModule)
     ]

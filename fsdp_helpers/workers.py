@@ -59,13 +59,21 @@ def _train(
         with watch.off_the_clock():
             checkpoints.after_step(model, optimizer, last_step)
 
+    gradient_norms: list[Tensor] = []
+    step_settings = {
+        "micro_batches": config.micro_batches,
+        "sync_micro_batches": config.sync_micro_batches,
+        "clip_norm": config.clip_norm,
+        "norms": gradient_norms,
+    }
     epochs, step_losses = [], []
     for epoch in range(min(first_step // steps_per_epoch, config.epochs - 1), config.epochs):
         batches = config_batches(
             dataset, config, rank, world_size, epoch, first_step=checkpoints.step - epoch * steps_per_epoch
         )
         watch.begin_epoch(epoch)
-        losses = train_one_epoch(model, islice(batches, last_step - checkpoints.step), optimizer, after_step)
+        batches = islice(batches, last_step - checkpoints.step)
+        losses = train_one_epoch(model, batches, optimizer, after_step, **step_settings)
         losses = (sum_over_ranks(losses.double()) / world_size).tolist()
         step_losses += losses
         test_batches = evaluation_batches(dataset.test, rank=rank, world_size=world_size)
@@ -88,6 +96,7 @@ def _train(
         epochs=tuple(epochs),
         first_step=first_step,
         step_losses=tuple(step_losses),
+        gradient_norms=tuple(float(norm) for norm in gradient_norms),
         step_seconds=tuple(gather_over_ranks(watch.step_seconds)[0]),
         ranks=tuple(ranks),
         traces=tuple(trace for trace in traces if trace is not None),

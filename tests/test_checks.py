@@ -13,6 +13,19 @@ BUSY = replace(
     RECORD,
     ranks=(replace(RECORD.ranks[0], collectives=(CollectiveCount(op="all_gather", count=11, bytes=4),)),),
 )
+
+
+def rows_a_rank(num_rows, ranks):
+    return -(-num_rows // ranks)
+
+
+def overlapping(num_rows, saved, loading, rank):
+    """A rank's rows begin before an old rank's end, and the other way round."""
+    old, new = rows_a_rank(num_rows, saved), rows_a_rank(num_rows, loading)
+    end = min((rank + 1) * new, num_rows)
+    return [r for r in range(saved) if r * old < end and rank * new < min((r + 1) * old, num_rows)]
+
+
 # checker, the arguments beside the answer, right answers, wrong answers
 CHECKERS = [
     # 64 x 5 x 5 = 1,600 weights a kernel; 128 kernels and 128 biases: 204,800 + 128
@@ -47,6 +60,35 @@ CHECKERS = [
         {},
         [lambda p, n, speed: 8 * p / n / speed],
         [lambda p, n, speed: 4 * p / n / speed, lambda p, n, speed: 8 * p / speed],
+    ),
+    (checks.check_checkpoint_bytes, {}, [lambda p: 12 * p], [lambda p: 16 * p, lambda p: 4 * p]),
+    (
+        checks.check_ranks_to_read,
+        {},
+        [overlapping],
+        [
+            lambda num_rows, saved, loading, rank: list(range(saved)),  # all of them: too many
+            lambda num_rows, saved, loading, rank: [rank],
+            lambda num_rows, saved, loading, rank: overlapping(num_rows, saved, loading, 0),
+        ],
+    ),
+    (
+        checks.check_saving_interval,
+        {},
+        [lambda save_s, between_s: (2 * save_s * between_s) ** 0.5],
+        [lambda save_s, between_s: (save_s * between_s) ** 0.5, lambda save_s, between_s: between_s / 2],
+    ),
+    (
+        checks.check_checkpointed_bytes,
+        {},
+        [lambda blocks, kept, given: (blocks - 1) * given + kept],
+        [lambda blocks, kept, given: blocks * given, lambda blocks, kept, given: blocks * kept],
+    ),
+    (
+        checks.check_whole_norm,
+        {},
+        [lambda norms: sum(norm**2 for norm in norms) ** 0.5],
+        [sum, max, lambda norms: sum(norms) / len(norms)],
     ),
 ]
 
@@ -88,6 +130,11 @@ def test_starters_fail_loudly(checker, settings, answer):
         checks.check_padding,
         checks.check_offload_split,
         checks.check_transfer_seconds,
+        checks.check_checkpoint_bytes,
+        checks.check_ranks_to_read,
+        checks.check_saving_interval,
+        checks.check_checkpointed_bytes,
+        checks.check_whole_norm,
     ],
 )
 def test_a_function_that_still_returns_dots(checker):

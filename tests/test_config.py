@@ -44,6 +44,19 @@ def test_defaults_are_valid_and_frozen():
         ({"resume": True}, "resume needs checkpoint_dir, the folder of the run's checkpoints"),
         ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint_dir"),
         ({"keep_last": 2}, "keep_last needs checkpoint_dir"),
+        ({"strategy": "fsdp", "precision": "fp8"}, "unknown precision 'fp8'; choose one of fp32, bf16"),
+        ({"strategy": "ddp", "precision": "bf16"}, "strategy is 'ddp'; use strategy 'fsdp' or 'fsdp-auto-wrap'"),
+        ({"activation_checkpointing": "some"}, "'some'; choose one of none, units, selective"),
+        ({"micro_batches": 0}, "micro_batches is 0; it must be a whole number, 1 or more"),
+        ({"sync_micro_batches": True}, "micro_batches is 1; use 2 or more"),
+        (
+            {"strategy": "fsdp-offload", "api": "fsdp1", "micro_batches": 2, "sync_micro_batches": True},
+            "leave out sync_micro_batches, or use api 'fsdp2'",
+        ),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0; it must be a number above zero"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0"),
+        ({"clip_norm": float("inf")}, "clip_norm is inf"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
     ],
 )
 def test_refused_with_the_number_in_the_message(settings, message):
@@ -92,6 +105,16 @@ def test_batch_must_divide():
     # 256 < 300: the only neighbour above zero is 300
     with pytest.raises(ValueError, match=r"256 image.*use 300$"):
         config.check_world_size(300)
+
+
+def test_micro_batches_must_divide_a_ranks_images():
+    config = TrainConfig(strategy="ddp", global_batch_size=24, micro_batches=4)
+    config.check_world_size(2)
+    # 24 / 4 = 6 images a rank; in 4 parts 2 are left over
+    with pytest.raises(
+        ValueError, match="a rank's 6 images .* micro_batches 4: 2 would be left over; use a divisor of 6"
+    ):
+        config.check_world_size(4)
 
 
 def test_data_must_fill_one_batch():

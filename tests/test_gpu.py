@@ -130,3 +130,29 @@ def test_five_steps_and_five_more_are_ten(strategy, api, digits_dir, tmp_path):
         "extra.random-state-0",
         "extra.random-state-cuda-0",
     }
+
+
+@pytest.mark.parametrize("kind", ["units", "selective"])
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_activation_checkpointing_draws_the_same_dropout_again(api, kind, digits_dir):
+    unlike = {"model": "vit", "min_num_params": 40_000, "dropout": True, "max_steps": 4}
+    configs = [
+        TrainConfig(
+            strategy="fsdp-auto-wrap", api=api, activation_checkpointing=chosen, **settings(digits_dir) | unlike
+        )
+        for chosen in ("none", kind)
+    ]
+    plain, checkpointed = (launch(train_worker, config, world_size=1, device="cuda")[0] for config in configs)
+    # The same operations in the same order; a library may still choose another algorithm, so not to the last bit.
+    assert checkpointed.step_losses == pytest.approx(plain.step_losses, abs=1e-5)
+    assert checkpointed.ranks[0].peak_bytes < plain.ranks[0].peak_bytes
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_bf16_accumulation_and_clipping(api, digits_dir):
+    levers = {"precision": "bf16", "micro_batches": 2, "clip_norm": 0.5}
+    config = TrainConfig(strategy="fsdp-auto-wrap", api=api, **levers, **settings(digits_dir))
+    plain = TrainConfig(strategy="fsdp-auto-wrap", api=api, clip_norm=0.5, **settings(digits_dir))
+    run, expected = (launch(train_worker, chosen, world_size=1, device="cuda")[0] for chosen in (config, plain))
+    assert run.step_losses == pytest.approx(expected.step_losses, rel=0.02)
+    assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=0.05)

@@ -1,5 +1,7 @@
 """What the notebooks show by hand is what the real thing does."""
 
+import math
+
 import pytest
 import torch
 from test_train import train
@@ -106,3 +108,14 @@ def test_any_module_can_be_traced():
         # Two layers and a root without parameters of its own: 2 gathered in forward, 2 in backward, 2 reduced
         counts = {seen.op: seen.count for seen in count_collectives(trace.collectives)}
         assert counts == {"all_gather": 4, "reduce_scatter": 2}
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_norms_of_slices_make_the_norm_of_the_whole(api, digits_dir):
+    config = TrainConfig(dropout=False, **settings(digits_dir))
+    ((own, whole),) = launch(lessons.norms_of_a_gradient, config, world_size=1, device="cpu")
+    assert own == pytest.approx(whole, rel=1e-5)  # one process has all of it
+    sharded = TrainConfig(strategy="fsdp", api=api, dropout=False, **settings(digits_dir))
+    found = launch(lessons.norms_of_a_gradient, sharded, world_size=3, device="cpu")
+    assert [reported for _, reported in found] == pytest.approx([whole] * 3, rel=1e-5)
+    assert math.hypot(*(own for own, _ in found)) == pytest.approx(whole, rel=1e-5)

@@ -24,6 +24,15 @@ def test_simple_parameters():
     assert count_params(build_model("simple")) == 320 + 18_496 + 31_370 == 50_186
 
 
+def test_deep_vision_transformer_parameters():
+    # a block of width 256: attention 4 x (256 x 256 + 256) = 263,168; hidden 256 x 1,024 + 1,024 = 263,168 and
+    # 1,024 x 256 + 256 = 262,400; two norms 4 x 256 = 1,024; together 789,760. Patches 49 x 256 + 256 = 12,800;
+    # positions 16 x 256 = 4,096; the last norm 512; the head 256 x 10 + 10 = 2,570
+    model = build_model("vit-deep")
+    assert [count_params(block) for block in model.blocks] == [263_168 + 263_168 + 262_400 + 1_024] * 8 == [789_760] * 8
+    assert count_params(model) == 8 * 789_760 + 12_800 + 4_096 + 512 + 2_570 == 6_338_058
+
+
 @pytest.mark.parametrize("name", [name for name in MODEL_CLASSES if name != "deep"])
 @pytest.mark.parametrize("num_images", [3, 0])  # a rank's share of the test images may be empty
 def test_ten_outputs_an_image(name, num_images):
@@ -52,5 +61,5 @@ def test_dropout_probabilities():
 
 
 def test_unknown_model():
-    with pytest.raises(ValueError, match="unknown model 'huge'; choose one of shallow, deep, simple, vit"):
+    with pytest.raises(ValueError, match="unknown model 'huge'; choose one of shallow, deep, simple, vit, vit-deep"):
         build_model("huge")

@@ -11,7 +11,7 @@ import fsdp_helpers
 
 PACKAGE = Path(fsdp_helpers.__file__).parent
 MODULES = sorted(module.name for module in pkgutil.iter_modules([str(PACKAGE)]))
-WITHOUT_TORCH = [name for name in ("units", "config", "records", "planner") if name in MODULES]
+WITHOUT_TORCH = [name for name in ("units", "config", "records", "planner", "levers") if name in MODULES]
 
 
 def run_python(code: str) -> str:

@@ -12,8 +12,18 @@ from matplotlib.figure import Figure
 from test_records import tiny_record
 
 from fsdp_helpers import plots
+from fsdp_helpers.checkpoint_index import SliceEntry, TensorEntry
 from fsdp_helpers.models import build_model
-from fsdp_helpers.records import Collective, ComparisonRow, MemoryCurve, Phase, RankRecord, StepTrace
+from fsdp_helpers.records import (
+    Collective,
+    ComparisonRow,
+    MemoryCurve,
+    Phase,
+    RankRecord,
+    Rung,
+    SavingRecord,
+    StepTrace,
+)
 
 MB = 10**6
 COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit
@@ -37,7 +47,32 @@ def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
     return ComparisonRow(model=model, strategy=strategy, api=api, world_size=2, step_s=0.01, final_loss=2.0, **sizes)
 
 
+def rung(name: str, peak_bytes: int) -> Rung:
+    return Rung(
+        name=name, strategy="ddp", predicted_bytes=39 * MB, peak_bytes=peak_bytes, held_bytes=9 * MB, step_s=0.01
+    )
+
+
+def saving(way: str) -> SavingRecord:
+    return SavingRecord(way=way, waiting_s=0.01, total_s=0.02, disk_bytes=12 * MB, extra_bytes=3 * MB)
+
+
+def entry(name: str, *sizes: int) -> TensorEntry:
+    """A tensor of so many rows a rank, each row with 4 values."""
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    slices = tuple(
+        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp")
+        for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    )
+    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), slices=slices)
+
+
+ONE_NUMBER = TensorEntry(
+    name="step", dtype=torch.float32, shape=(), slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp"),)
+)
+WAYS = [saving("full"), saving("sharded"), saving("asynchronous")]
 PHASES = ("forward", "backward", "step")
+RUNGS = [rung("DDP", 40 * MB), rung("+ a lever", 30 * MB), rung("+ another", 32 * MB)]
 EPOCHS = {"local": tiny_record().epochs * 2, "ddp": tiny_record().epochs}
 IMAGES, LABELS = torch.zeros(3, 1, 28, 28), torch.tensor([1, 2, 3])
 ROWS = [row("shallow", "ddp", None), row("shallow", "fsdp", "fsdp1"), row("deep", "ddp", None)]
@@ -53,6 +88,9 @@ FIGURES = {
     "plot_units": (build_model("shallow"), CHOICES),
     "plot_peak_against_units": ({"fsdp1": [rank_record(1), rank_record(6)]}, 50 * MB, "DDP"),
     "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "fsdp": {1: 30 * MB, 2: 20 * MB}},),
+    "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
+    "plot_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
+    "plot_ladder": (RUNGS,),
     "plot_comparison": (ROWS,),
 }
 
@@ -91,6 +129,9 @@ def test_every_figure_is_in_the_table():
         ("plot_digits", (IMAGES[:1], LABELS[:1])),
         ("plot_collectives", ([step_trace()], "a step without phases")),
         ("plot_memory_curve", (step_trace().curve, "a step without phases")),
+        ("plot_savings", ({"DDP": WAYS[:1]},)),
+        ("plot_slices", ([ONE_NUMBER],)),
+        ("plot_ladder", (RUNGS[:1],)),
         ("plot_comparison", (ROWS[:1],)),
     ],
 )
@@ -104,6 +145,29 @@ def test_bars_are_as_long_as_the_bytes():
     # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
     assert [bar.get_width() for bar in ax.patches] == [4, 4, 8, 1]
     assert [bar.get_x() for bar in ax.patches] == [0, 4, 8, 16]
+
+
+def test_a_rung_says_its_peak_and_the_change():
+    memory_ax, time_ax = plots.plot_ladder(RUNGS)[1]
+    assert [text.get_text().strip() for text in memory_ax.texts] == ["40.0", "30.0 (-10.0)", "32.0 (+2.0)"]
+    assert [bar.get_width() for bar in memory_ax.patches] == [40, 30, 32, 9, 9, 9]
+    assert [line.get_xdata()[0] for line in memory_ax.lines] == [39, 39, 39]  # the predictions
+    assert [bar.get_width() for bar in time_ax.patches] == [10, 10, 10]
+
+
+def test_slices_lie_where_their_rows_are():
+    ax = plots.plot_slices([entry("weight", 3, 3, 2)])[1]
+    # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
+    assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
+    assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
+    assert [text.get_text() for text in ax.texts] == ["3", "3", "2"]
+    assert len({bar.get_facecolor() for bar in ax.patches}) == 3
+
+
+def test_a_saving_says_how_long_training_waits():
+    time_ax, memory_ax, disk_ax = plots.plot_savings({"DDP": WAYS[:1]})[1]
+    assert [bar.get_width() for bar in time_ax.patches] == [20, 10]
+    assert [bar.get_width() for bar in (*memory_ax.patches, *disk_ax.patches)] == [3, 12]
 
 
 def test_wrong_predictions_are_red():

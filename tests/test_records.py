@@ -15,7 +15,7 @@ from fsdp_helpers.records import (
 
 # The keys that scripts read from `--json`, word for word.
 RUN_KEYS = {"config", "data_source", "versions", "device", "world_size", "epochs", "first_step", "step_losses", "ranks"}
-ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished"}
+ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished", "gradient_norms"}
 EPOCH_KEYS = {
     "epoch",
     "train_loss",

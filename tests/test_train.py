@@ -265,6 +265,15 @@ def main_in_process(*arguments) -> int:
         (["train", "--strategy", "fsdp", "--backward-prefetch", "post"], "'post' is an option of FSDP1"),
         (["train", "--strategy", "fsdp", "--sharding", "hybrid"], "at least two ranks, world_size is 2"),
         (["train", "--strategy", "ddp", "--sharding", "grad-op"], "belong to FSDP, strategy is 'ddp'"),
+        (["train", "--precision", "fp8"], "fp8"),
+        (["train", "--strategy", "ddp", "--precision", "bf16"], "use strategy 'fsdp' or 'fsdp-auto-wrap'"),
+        (["train", "--activation-checkpointing", "all"], "all"),
+        (["train", "--micro-batches", "0"], "micro_batches is 0"),
+        (["train", "--micro-batches", "3"], "a rank's 256 images"),
+        (["train", "--strategy", "ddp", "--micro-batches", "256"], "use a divisor of 128"),
+        (["train", "--sync-micro-batches"], "micro_batches is 1; use 2 or more"),
+        (["train", "--clip-norm", "0"], "clip_norm is 0.0; it must be a number above zero"),
+        (["train", "--clip-norm", "nan"], "clip_norm is nan"),
         (["train", "--json", "no-such-folder/run.json"], "no-such-folder does not exist"),
         (["train", "--json", "."], "is a folder; give a file"),
         (["train", "--json", "/proc/run.json"], "/proc"),
@@ -338,6 +347,28 @@ def test_the_digits_are_said_to_be_in_use(digits_dir, tmp_path, capfd):
     assert read_json(tmp_path / "run.json")["data_source"] == "digits"
 
 
+def test_the_memory_levers_from_the_command_line(digits_dir, tmp_path):
+    arguments = [
+        "train",
+        "--model",
+        "vit",
+        "--strategy",
+        "fsdp-auto-wrap",
+        "--min-num-params",
+        40_000,
+        "--max-steps",
+        3,
+    ]
+    levers = ["--precision", "bf16", "--activation-checkpointing", "selective", "--micro-batches", 2]
+    levers += ["--sync-micro-batches", "--clip-norm", 0.5]
+    small = ["--global-batch-size", 8, "--test-images", 9, "--device", "cpu", "--data-dir", digits_dir]
+    assert main_in_process(*arguments, *levers, *small, "--json", tmp_path / "run.json") == 0
+    content = read_json(tmp_path / "run.json")
+    assert len(content["gradient_norms"]) == len(content["step_losses"]) == 3
+    names = ("precision", "activation_checkpointing", "micro_batches", "sync_micro_batches", "clip_norm")
+    assert [content["config"][name] for name in names] == ["bf16", "selective", 2, True, 0.5]
+
+
 def test_an_old_record_is_replaced_whole_or_not_at_all(digits_dir, tmp_path, monkeypatch):
     target = tmp_path / "run.json"
     target.write_text("old")
@@ -358,5 +389,6 @@ def test_help_names_the_flags():
     flags = ["--model", "--strategy", "--world-size", "--device", "--epochs", "--max-steps", "--global-batch-size"]
     flags += ["--learning-rate", "--seed", "--train-images", "--test-images", "--no-dropout", "--data-dir", "--json"]
     flags += ["--api", "--min-num-params", "--sharding", "--backward-prefetch"]
+    flags += ["--precision", "--activation-checkpointing", "--micro-batches", "--sync-micro-batches", "--clip-norm"]
     assert done.returncode == 0
     assert [flag for flag in flags if flag not in done.stdout] == []

@@ -10,10 +10,12 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers import progress
 from fsdp_helpers.comms import count_collectives, gather_over_ranks, sum_over_ranks, trace_collectives
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.gradients import hold_back_reduction
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import rank_device
 from fsdp_helpers.strategies import STRATEGIES, shard, unit_names
@@ -170,3 +172,23 @@ def train_and_return_parameters(rank, world_size, config):
         train_step(model, images, labels, optimizer)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return whole if rank == 0 else None
+
+
+# ---------------------------------------------------------------- memory levers
+
+
+def units_and_parameters(rank, world_size, config):
+    """The names of the units, and whole parameters by their names in a state dict (on rank 0)."""
+    model = STRATEGIES[config.strategy](build_model(config.model), rank_device(), config)
+    return unit_names(model), get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def gradients_held_back(rank, world_size):
+    """DDP, one weight whose gradient is rank + 1: after a backward that reduces nothing, and one more that does."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    inputs = torch.full((1, 1), rank + 1.0)
+    with hold_back_reduction(model):
+        model(inputs).sum().backward()
+    own = model.module.weight.grad.item()
+    model(inputs).sum().backward()
+    return own, model.module.weight.grad.item()
