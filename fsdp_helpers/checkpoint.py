@@ -16,15 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from fsdp_helpers.checkpoint_folder import CheckpointError
 from fsdp_helpers.checkpoint_index import SafeReader
-
-WHOLE_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
 
 # ---------------------------------------------------------------- one file, written by rank 0
 
@@ -52,12 +49,29 @@ def _gathered(value: Any) -> Any:
 
 
 def load_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0 reads the file and deals it out: each rank keeps what is its own. Every rank has to call this."""
-    saved = torch.load(path, weights_only=True, mmap=True) if _rank() == 0 else {"model": {}, "optimizer": {}}
-    options = WHOLE_FROM_RANK_0 if dist.is_initialized() else StateDictOptions(full_state_dict=True)
-    set_state_dict(
-        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=options
-    )
+    """Rank 0 reads the file and deals it out, tensor by tensor. Every rank has to call this."""
+    tensors, optimizer_state = _tensors_by_name(model, optimizer)
+    saved = torch.load(path, weights_only=True, mmap=True) if _rank() == 0 else None
+    for name, tensor in tensors["model"].items():
+        _deal_out(saved and saved["model"][name], tensor)
+    for name, values in tensors["optimizer"].items():
+        for kind, tensor in values.items():
+            _deal_out(saved and saved["optimizer"]["state"][name][kind], tensor)
+    _put_back(model, optimizer, tensors["model"], optimizer_state)
+
+
+def _deal_out(whole: Tensor | None, own: Tensor) -> None:
+    """Fill `own`, a rank's slice or copy, from the `whole` tensor that rank 0 has."""
+    if isinstance(own, DTensor):
+        if whole is None:
+            whole = torch.empty(own.shape, dtype=own.dtype)  # its shape counts; the values come from rank 0
+        dealt = distribute_tensor(whole.to(own.device_mesh.device_type), own.device_mesh, own.placements)
+        own.to_local().copy_(dealt.to_local())
+    else:
+        if whole is not None:
+            own.copy_(whole)
+        if dist.is_initialized():
+            dist.broadcast(own, src=0)
 
 
 # ---------------------------------------------------------------- slices, written by all ranks
@@ -104,8 +118,7 @@ def load_sharded(
     """Every rank reads the slices that it keeps now, whoever wrote them; `extra` tensors are filled in place."""
     tensors, optimizer_state = _tensors_by_name(model, optimizer)
     dcp.load({**tensors, "extra": dict(extra or {})}, storage_reader=SafeReader(folder))
-    with _one_rank_is_no_news():
-        set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=optimizer_state)
+    _put_back(model, optimizer, tensors["model"], optimizer_state)
 
 
 def _tensors_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, dict], dict[str, Any]]:
@@ -116,6 +129,13 @@ def _tensors_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     with _one_rank_is_no_news():
         model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state["state"]}, optimizer_state
+
+
+def _put_back(
+    model: nn.Module, optimizer: torch.optim.Optimizer, model_state: dict[str, Tensor], optimizer_state: dict[str, Any]
+) -> None:
+    with _one_rank_is_no_news():
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
 @contextmanager

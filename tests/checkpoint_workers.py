@@ -192,9 +192,9 @@ def train_and_die(rank, world_size, config, victim, moment, everyone, diary):
     def concerns(args):
         return any(isinstance(arg, str | os.PathLike) and str(arg).startswith(config.checkpoint_dir) for arg in args)
 
-    def train_step(*args, step=training.train_step):
+    def train_step(*args, step=training.train_step, **settings):
         pass_a_moment()
-        loss = step(*args)
+        loss = step(*args, **settings)
         if rank == 0:
             with open(diary, "ab") as file:
                 file.write(b".")
