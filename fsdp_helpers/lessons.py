@@ -202,7 +202,7 @@ def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tupl
     add_up_gradients(model, images, labels)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    own_norm = torch.cat([gradient.flatten() for gradient in own]).norm()
+    own_norm = torch.cat([gradient.flatten() for gradient in own]).double().norm()
     return own_norm.item(), clip_gradients(model, max_norm=1.0).item()
 
 

@@ -131,6 +131,20 @@ def test_clipping_and_micro_batches_together(run):
     assert parts.gradient_norms == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.parametrize("strategy, api", WAYS)
+def test_the_norm_of_large_tensors(strategy, api, run):
+    """ShallowNet's fc1 has a million values: squares summed in fp32 would miss the fifth digit."""
+    settings = {"model": "shallow", "min_num_params": 20_000, "clip_norm": 0.5, "max_steps": 2}
+    one, many = run("local", world_size=1, **settings), run(strategy, api, 3, **settings)
+    assert many.gradient_norms == pytest.approx(one.gradient_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy, api", WAYS[1:])
+def test_the_norm_takes_one_number_over_the_ranks(strategy, api, run):
+    seen = {count.op: (count.count, count.bytes) for count in run(strategy, api, clip_norm=0.5).ranks[0].collectives}
+    assert seen["all_reduce"] == (1, 8)  # one fp64 value
+
+
 def test_no_norms_where_nothing_is_clipped(run):
     assert run("ddp").gradient_norms == ()
 
@@ -143,6 +157,13 @@ def test_clip_gradients_hand_worked():
     assert model.weight.grad.flatten().tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
     assert clip_gradients(model, 10.0).item() == pytest.approx(1.0, abs=1e-5)  # below the limit: left as it is
     assert model.weight.grad.flatten().tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
+
+
+def test_the_norm_is_summed_in_fp64():
+    model = nn.Linear(4_000_000, 1, bias=False)
+    model.weight.grad = torch.full_like(model.weight, 0.1)
+    # 4,000,000 values of 0.1: sqrt(4,000,000) x 0.1 = 200
+    assert clip_gradients(model, 1.0).item() == pytest.approx(200.0, rel=1e-6)
 
 
 def test_a_step_clips_before_the_update():
