@@ -260,11 +260,11 @@ def test_there_are_many_moments_to_be_killed_at(moments):
     assert moments[0] > 60 and moments[1] > 24
 
 
-@pytest.mark.parametrize("part", range(16))
+@pytest.mark.parametrize("part", range(13))
 @pytest.mark.parametrize("everyone", [False, True])
 def test_killed_on_rank_0(everyone, part, moments, saving_config, undisturbed, tmp_path):
-    """At 32 moments from the first to the last: rank 0 alone at every other one, all ranks at those in between."""
-    moment = 1 + round((2 * part + everyone) / 31 * (moments[0] - 1))
+    """At 26 moments from the first to the last: rank 0 alone at every other one, all ranks at those in between."""
+    moment = 1 + round((2 * part + everyone) / 25 * (moments[0] - 1))
     kill_and_check(0, moment, everyone, saving_config, undisturbed, tmp_path)
 
 
@@ -396,7 +396,8 @@ def small_disk(tmp_path):
 def test_a_disk_that_is_really_full(small_disk, saving_config, undisturbed):
     folder = small_disk / "run"
     config = saving_config(folder, keep_last=None)
-    with pytest.raises(RankError, match=f"{folder}.*No space left on device"):
+    # The reason is the system's, "No space left on device", or torch's, which notices that its file is too short.
+    with pytest.raises(RankError, match=f"CheckpointError: {folder}.*no checkpoint of step 6"):
         launch(train_worker, config, world_size=2, device="cpu", timeout_s=60)
     assert find_steps(folder) == [2, 4]
     assert unfinished(folder) == []
