@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from fsdp_helpers.checkpoint_folder import CheckpointError
-from fsdp_helpers.checkpoint_index import SafeReader
+from fsdp_helpers.checkpoint_index import SafeReader, failures_named
 
 # ---------------------------------------------------------------- one file, written by rank 0
 
@@ -89,11 +88,8 @@ def save_sharded(
     that no other rank uses. Raises CheckpointError where a rank cannot write.
     """
     tensors, _ = _tensors_by_name(model, optimizer)
-    try:
+    with failures_named(folder, "write its part"):
         dcp.save({**tensors, "extra": dict(extra or {})}, storage_writer=dcp.FileSystemWriter(folder))
-    except dcp.CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{folder}: rank {rank} could not write its part: {cause}") from cause
 
 
 def save_sharded_async(
@@ -117,7 +113,8 @@ def load_sharded(
 ) -> None:
     """Every rank reads the slices that it keeps now, whoever wrote them; `extra` tensors are filled in place."""
     tensors, optimizer_state = _tensors_by_name(model, optimizer)
-    dcp.load({**tensors, "extra": dict(extra or {})}, storage_reader=SafeReader(folder))
+    with failures_named(folder, "read its part"):
+        dcp.load({**tensors, "extra": dict(extra or {})}, storage_reader=SafeReader(folder))
     _put_back(model, optimizer, tensors["model"], optimizer_state)
 
 

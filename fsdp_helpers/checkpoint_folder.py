@@ -72,6 +72,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         )
     try:
         checkpoint = Checkpoint(**content)
+        for name, kind in {"step": int, "world_size": int, "settings": dict}.items():
+            if not isinstance(getattr(checkpoint, name), kind):
+                raise TypeError(f"{name} is {getattr(checkpoint, name)!r}")
         sizes = {str(name): int(size) for name, size in checkpoint.files.items()}
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path / DESCRIPTION} is damaged: {error}. {_way_out(path)}") from error
@@ -90,8 +93,9 @@ def _check_files(path: Path, sizes: dict[str, int]) -> None:
 
 
 def _way_out(path: Path) -> str:
-    older = [step for step in find_steps(path.parent) if checkpoint_name(step) < path.name]
-    instead = f"go on from {checkpoint_name(older[-1])}" if older else "start again"
+    others = [checkpoint_name(step) for step in find_steps(path.parent)]
+    older = others[: others.index(path.name)] if path.name in others else []
+    instead = f"go on from {older[-1]}" if older else "start again"
     return f"Put it back, or delete {path.name} to {instead}"
 
 

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,8 @@ class SliceEntry:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
+    begin: int  # where in the file it is, and how many bytes long
+    length: int
 
     @property
     def rank(self) -> int:
@@ -66,19 +70,38 @@ class SliceEntry:
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
     """Every tensor of a sharded checkpoint, from its index alone: parameters, optimiser state, random state."""
     metadata = SafeReader(checkpoint).read_metadata()
-    files = {(index.fqn, index.offset): stored.relative_path for index, stored in metadata.storage_data.items()}
+    places = {(index.fqn, index.offset): stored for index, stored in metadata.storage_data.items()}
     return [
         TensorEntry(
             name=name,
             dtype=stored.properties.dtype,
             shape=tuple(stored.size),
             slices=tuple(
-                SliceEntry(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=files[name, chunk.offsets])
+                SliceEntry(
+                    offsets=tuple(chunk.offsets),
+                    sizes=tuple(chunk.sizes),
+                    file=(place := places[name, chunk.offsets]).relative_path,
+                    begin=place.offset,
+                    length=place.length,
+                )
                 for chunk in stored.chunks
             ),
         )
         for name, stored in metadata.state_dict_metadata.items()
     ]
+
+
+@contextmanager
+def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, which no `except Exception` catches, into a CheckpointError of one line."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+        raise CheckpointError(f"{folder}: rank {rank} could not {what}: {reason}") from cause
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -1,20 +1,23 @@
 """One file from a sharded checkpoint, for a plain model: no process group, and one tensor at a time in memory."""
 
+import io
 import json
 import os
+import struct
 import tempfile
-import warnings
+import zipfile
+import zlib
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from fsdp_helpers.checkpoint_folder import find_newest, read_checkpoint
-from fsdp_helpers.checkpoint_index import SafeReader, TensorEntry, read_index
+from fsdp_helpers.checkpoint_folder import CheckpointError, find_newest, read_checkpoint
+from fsdp_helpers.checkpoint_index import SliceEntry, TensorEntry, read_index
 
 # How safetensors calls the types that parameters have.
 SAFETENSORS_TYPES = {
@@ -32,8 +35,8 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike) -> list[T
     """Write the model's parameters from a sharded checkpoint to the file `out`: .safetensors, or .pt for `torch.load`.
 
     `checkpoint` is the folder of one checkpoint, or of a run's checkpoints: then the newest. A .safetensors file is
-    written tensor by tensor, with one of them in memory; a .pt file is put together in memory. Beyond that, memory
-    holds one slice at a time. Returns what was written.
+    written tensor by tensor, with one of them in memory; a .pt file is put together in memory. Returns what was
+    written.
 
     Raises CheckpointError for what is not a whole checkpoint, ValueError for an `out` that cannot be written.
     """
@@ -50,6 +53,9 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike) -> list[T
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
             os.replace(file.name, out)  # all of it or nothing
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, of a stream that takes no more
+            os.unlink(file.name)
+            raise ValueError(f"{out} could not be written: {error}") from error
         except BaseException:
             os.unlink(file.name)
             raise
@@ -71,25 +77,86 @@ def _write_safetensors(checkpoint: Path, entries: list[TensorEntry], file: IO[by
     header = json.dumps(description).encode()
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little") + header)
+    buffer = torch.empty(max(entry.num_bytes for entry in entries), dtype=torch.uint8)  # one for all, in turn
     for entry in entries:
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        _read(checkpoint, {_plain_name(entry): tensor})
-        file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        values = buffer[: entry.num_bytes]
+        _read(checkpoint, entry, values.view(entry.dtype).view(entry.shape))
+        file.write(values.numpy().data)
 
 
 def _write_pt(checkpoint: Path, entries: list[TensorEntry], file: IO[bytes]) -> None:
     tensors = {_plain_name(entry): torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
-    _read(checkpoint, tensors)
+    for entry in entries:
+        _read(checkpoint, entry, tensors[_plain_name(entry)])
     torch.save(tensors, file)
 
 
 WRITERS: dict[str, Callable] = {".safetensors": _write_safetensors, ".pt": _write_pt}
 
 
-def _read(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be here
-        dcp.load({"model": tensors}, storage_reader=SafeReader(checkpoint), no_dist=True)
+def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
+    """Fill `tensor`. Its slices are read straight into their places, and a damaged one is found out.
+
+    Each slice is stored as `torch.save` stores a tensor: in a zip archive, whose member data/0 is the values. Nothing
+    else in it is looked at, so nothing in it is run.
+    """
+    for part in entry.slices:
+        place = tensor
+        for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+            place = place.narrow(dim, offset, size)
+        if not place.numel():
+            continue
+        values = place.contiguous()  # `place` itself where the slice is made of whole rows
+        try:
+            _read_values(checkpoint / part.file, part, values.view(-1).view(torch.uint8).numpy())
+        except (OSError, ValueError, struct.error, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{checkpoint / part.file} is damaged, at {entry.name}: {error}") from error
+        if values is not place:
+            place.copy_(values)
+
+
+def _read_values(path: Path, part: SliceEntry, buffer: np.ndarray) -> None:
+    with open(path, "rb") as file:
+        with zipfile.ZipFile(_Window(file, part.begin, part.length)) as archive:
+            (member,) = [found for found in archive.infolist() if found.filename.endswith("/data/0")]
+        header_begin = part.begin + member.header_offset
+        file.seek(header_begin + 26)  # a member's header: 30 bytes, the last 4 of them the lengths of what follows
+        name_length, extra_length = struct.unpack("<HH", file.read(4))
+        file.seek(header_begin + 30 + name_length + extra_length)
+        if member.file_size != len(buffer) or file.readinto(buffer) != len(buffer):
+            raise ValueError(f"{member.file_size:,} bytes instead of {len(buffer):,}")
+        if zlib.crc32(buffer) != member.CRC:
+            raise ValueError("the checksum is wrong")
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._position = file, begin, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError("before the beginning")
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: bytearray) -> int:
+        self._file.seek(self._begin + self._position)
+        found = self._file.read(max(0, min(len(buffer), self._length - self._position)))
+        buffer[: len(found)] = found
+        self._position += len(found)
+        return len(found)
 
 
 def _plain_name(entry: TensorEntry) -> str:

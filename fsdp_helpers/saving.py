@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -115,7 +116,9 @@ class RunCheckpoints:
             _set_random_state(random_state)
         else:
             load_sharded(path, model, optimizer)
-            torch.manual_seed(self._config.seed + 1 + self._rank + self._world_size * self.step)  # never drawn from yet
+            # Other ranks than before draw other masks: from a stream that none of them has drawn from yet.
+            stream = [self._config.seed, self.step, self._world_size, self._rank]
+            torch.manual_seed(int(np.random.default_rng(stream).integers(2**63)))
 
     def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, last_step: int) -> None:
         """Count a step, and save after the last one and every `checkpoint_every`."""

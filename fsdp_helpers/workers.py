@@ -42,6 +42,8 @@ def _train(
     steps_per_epoch = len(dataset.train) // config.global_batch_size
     first_step = checkpoints.step  # 0, unless the run is resumed
     last_step = max(first_step, min(config.epochs * steps_per_epoch, config.max_steps or float("inf")))
+    # A finished run is still in the epoch of its last step.
+    first_epoch = min(min(first_step, last_step - 1) // steps_per_epoch, config.epochs - 1)
 
     watch = StepWatch(config, last_step - first_step, dataset, device)
     torch.manual_seed(config.seed)  # every rank builds the same model
@@ -67,7 +69,7 @@ def _train(
         "norms": gradient_norms,
     }
     epochs, step_losses = [], []
-    for epoch in range(min(first_step // steps_per_epoch, config.epochs - 1), config.epochs):
+    for epoch in range(first_epoch, config.epochs):
         batches = config_batches(
             dataset, config, rank, world_size, epoch, first_step=checkpoints.step - epoch * steps_per_epoch
         )

@@ -61,14 +61,17 @@ def entry(name: str, *sizes: int) -> TensorEntry:
     """A tensor of so many rows a rank, each row with 4 values."""
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     slices = tuple(
-        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp")
+        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
         for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
     )
     return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), slices=slices)
 
 
 ONE_NUMBER = TensorEntry(
-    name="step", dtype=torch.float32, shape=(), slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp"),)
+    name="step",
+    dtype=torch.float32,
+    shape=(),
+    slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
 )
 WAYS = [saving("full"), saving("sharded"), saving("asynchronous")]
 PHASES = ("forward", "backward", "step")
