@@ -28,10 +28,10 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
     config.check_device(device.type)
     dataset = load_rank_data(config, device)
     with run_checkpoints(config, rank, world_size, dataset.source) as checkpoints:
-        return _train(rank, world_size, config, device, dataset, checkpoints)
+        return run_training(rank, world_size, config, device, dataset, checkpoints)
 
 
-def _train(
+def run_training(
     rank: int,
     world_size: int,
     config: TrainConfig,
@@ -39,6 +39,7 @@ def _train(
     dataset: Dataset,
     checkpoints: RunCheckpoints,
 ) -> RunRecord:
+    """Model, strategy, optimiser, loop; from the beginning, or from where `checkpoints` stand."""
     steps_per_epoch = len(dataset.train) // config.global_batch_size
     first_step = checkpoints.step  # 0, unless the run is resumed
     last_step = max(first_step, min(config.epochs * steps_per_epoch, config.max_steps or float("inf")))
