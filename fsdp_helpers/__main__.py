@@ -120,10 +120,8 @@ def train_command(options: argparse.Namespace) -> None:
 
 def consolidate_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.consolidate import consolidate
-    from fsdp_helpers.ranks import keep_freed_memory
 
     _check_output_path(options.out)
-    keep_freed_memory()  # for the next slice
     entries = consolidate(options.checkpoint, options.out)
     print(f"{options.out}: {len(entries)} tensors, {format_bytes(sum(entry.num_bytes for entry in entries))}")
 
@@ -179,7 +177,7 @@ def compare_command(options: argparse.Namespace) -> None:
 def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
     from fsdp_helpers.launch import launch
     from fsdp_helpers.ranks import choose_device
-    from fsdp_helpers.saving import check_checkpoints, clear_unfinished
+    from fsdp_helpers.saving import check_checkpoints, tidy_up
     from fsdp_helpers.workers import train_worker
 
     world_size = (1 if config.strategy == "local" else 2) if options.world_size is None else options.world_size
@@ -190,7 +188,7 @@ def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
     try:
         return launch(train_worker, config, world_size=world_size, device=device)[0]
     finally:
-        clear_unfinished(config)
+        tidy_up(config)
 
 
 def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> RunRecord | None:

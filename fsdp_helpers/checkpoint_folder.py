@@ -120,6 +120,15 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def clear_unfinished(folder: Path) -> None:
+    """Remove what a killed or interrupted process was writing to `folder`; whole checkpoints stay.
+
+    Raises CheckpointError where another run has the folder.
+    """
+    with locked(folder):
+        pass  # whoever gets the lock clears away first
+
+
 def begin(folder: Path, step: int) -> Path:
     """Where the files of a new checkpoint go until all of them are whole. The same on every rank."""
     return folder / f"{UNFINISHED}{checkpoint_name(step)}"

@@ -91,6 +91,11 @@ def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
     ]
 
 
+def read_parameters(checkpoint: str | os.PathLike) -> list[TensorEntry]:
+    """Of the tensors of a checkpoint, those that a plain model loads; their names begin with "model."."""
+    return [entry for entry in read_index(checkpoint) if entry.name.startswith("model.")]
+
+
 @contextmanager
 def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
     """Turn torch's CheckpointException, which no `except Exception` catches, into a CheckpointError of one line."""

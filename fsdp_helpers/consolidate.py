@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_helpers.checkpoint_folder import CheckpointError, find_newest, read_checkpoint
-from fsdp_helpers.checkpoint_index import SliceEntry, TensorEntry, read_index
+from fsdp_helpers.checkpoint_index import SliceEntry, TensorEntry, read_parameters
 
 # How safetensors calls the types that parameters have.
 SAFETENSORS_TYPES = {
@@ -45,7 +45,7 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike) -> list[T
         raise ValueError(f"{out}: choose a name that ends in one of {', '.join(WRITERS)}")
     checkpoint = find_newest(checkpoint) or checkpoint
     read_checkpoint(checkpoint)
-    entries = [entry for entry in read_index(checkpoint) if entry.name.startswith("model.")]
+    entries = read_parameters(checkpoint)
     with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}-", delete=False) as file:
         try:
             WRITERS[out.suffix](checkpoint, entries, file)

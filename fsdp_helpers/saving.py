@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_helpers import checkpoint_folder
 from fsdp_helpers.checkpoint import load_sharded, save_sharded
 from fsdp_helpers.checkpoint_folder import Checkpoint, CheckpointError
-from fsdp_helpers.checkpoint_index import read_index
+from fsdp_helpers.checkpoint_index import read_parameters
 from fsdp_helpers.comms import gather_over_ranks
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
@@ -39,8 +39,7 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
         return
     folder = Path(config.checkpoint_dir)
     if folder.exists():
-        with checkpoint_folder.locked(folder):
-            pass
+        checkpoint_folder.clear_unfinished(folder)
     else:
         existing = next(parent for parent in folder.absolute().parents if parent.exists())
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
@@ -75,7 +74,7 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
                 f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same to go on, "
                 "or another --checkpoint-dir for another run"
             )
-    found = {entry.name: entry.shape for entry in read_index(path) if entry.name.startswith("model.")}
+    found = {entry.name: entry.shape for entry in read_parameters(path)}
     expected = _parameter_shapes(config.model)
     for name in expected.keys() | found.keys():
         saved, now = found.get(name), expected.get(name)
@@ -85,11 +84,11 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
             )
 
 
-def clear_unfinished(config: TrainConfig) -> None:
-    """After the ranks have ended: remove what an interrupted one was writing. Whole checkpoints stay."""
+def tidy_up(config: TrainConfig) -> None:
+    """After the ranks have ended: remove what an interrupted one was writing, unless the next run is there already."""
     if config.checkpoint_dir is not None and Path(config.checkpoint_dir).is_dir():
-        with suppress(CheckpointError), checkpoint_folder.locked(Path(config.checkpoint_dir)):
-            pass  # whoever gets the lock clears away first
+        with suppress(CheckpointError):
+            checkpoint_folder.clear_unfinished(Path(config.checkpoint_dir))
 
 
 class RunCheckpoints:

@@ -34,7 +34,7 @@ from fsdp_helpers.data import find_data_dir, load_data, prepare_data, rank_batch
 from fsdp_helpers.launch import launch
 from fsdp_helpers.memory import trace_memory
 from fsdp_helpers.models import build_model
-from fsdp_helpers.ranks import keep_freed_memory, rank_device
+from fsdp_helpers.ranks import rank_device
 from fsdp_helpers.strategies import STRATEGIES
 from fsdp_helpers.training import train_one_epoch
 from fsdp_helpers.units import MB
@@ -334,7 +334,6 @@ def consolidating(rounds: int) -> float:
     config = TrainConfig(model="deep", strategy="fsdp", max_steps=1, global_batch_size=2, test_images=1)
     with tempfile.TemporaryDirectory() as folder:
         prepare_data()
-        keep_freed_memory()  # as the command does
         launch(train_worker, replace(config, checkpoint_dir=folder), world_size=2, device="cpu", progress=False)
         for _ in range(rounds + 1):  # the first round warms the file cache for both
             start_s = time.perf_counter()
