@@ -42,9 +42,10 @@ PRELOADED = [
     "filelock",
     "tqdm",
 ]
-# glibc gives threads heaps of their own, each too small to keep a large buffer: gloo's threads would fetch theirs
-# afresh from the system for every collective. One heap for all threads, see also ranks.keep_freed_memory.
-SERVER_VARIABLES = {"MALLOC_ARENA_MAX": "1"}
+# So that glibc keeps the large buffers of a step for the next one, with ranks.keep_freed_memory. One heap for all
+# threads: those of gloo would have heaps of their own, each too small for such a buffer. No cache of small blocks a
+# thread: a few bytes of it left beside a freed buffer make the gap too small to be used for that buffer again.
+MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 GRACE_S = 0.5  # after a failure: wait this long for the failure that caused it
 END_S = 3.0  # after SIGTERM: wait this long before SIGKILL
 
@@ -147,13 +148,15 @@ def _start_server() -> None:
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.resource_tracker.ensure_running()  # first: starting it lets interrupts through again
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    variables_before = {name: os.environ.get(name) for name in SERVER_VARIABLES}
-    os.environ.update(SERVER_VARIABLES)
+    tunables_before = os.environ.get("GLIBC_TUNABLES")
+    os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, [MALLOC_TUNABLES, tunables_before]))  # the reader's own win
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        for name, value in variables_before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        if tunables_before is None:
+            del os.environ["GLIBC_TUNABLES"]
+        else:
+            os.environ["GLIBC_TUNABLES"] = tunables_before
         signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
 
 

@@ -85,7 +85,7 @@ def keep_freed_memory() -> None:
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
         libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        libc.mallopt(m_trim_threshold, -1)
 
 
 def started_by_torchrun() -> bool:

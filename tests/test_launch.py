@@ -1,4 +1,5 @@
 import os
+import platform
 import py_compile
 import re
 import signal
@@ -34,9 +35,9 @@ def wait_until(condition, timeout_s: float = 20.0) -> bool:
     return bool(condition())
 
 
-def start_python(code: str, **settings) -> subprocess.Popen:
+def start_python(code: str, variables: dict[str, str] | None = None, **settings) -> subprocess.Popen:
     """A Python of its own that can import the workers; in a session of its own, as a kernel is."""
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", **(variables or {})}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=environment,
@@ -79,6 +80,28 @@ def test_variables_as_under_torchrun_and_a_share_of_the_cores():
     results = launch(workers.return_variables, world_size=2, device="cpu")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert results == [([rank, rank, 2, 2], "gloo", max(1, cores // 2)) for rank in range(2)]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
+def test_freed_memory_is_used_again():
+    faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
+    assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
+    assert max(faults[2:]) < 100
+
+
+def test_the_allocator_settings_end_with_the_server():
+    """A Python that launches has the reader's own setting again, also for what it starts itself."""
+    code = """
+        import os, workers_for_tests as workers
+        from fsdp_helpers.launch import launch
+        launch(workers.return_rank, world_size=1, device="cpu")
+        print(launch(workers.return_tunables, world_size=1, device="cpu")[0], os.environ.get("GLIBC_TUNABLES"))
+    """
+    settings = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
+    with start_python(code, settings) as process:
+        in_rank, in_parent = process.communicate(timeout=60)[0].split()
+    assert in_rank.endswith(":glibc.malloc.perturb=0") and "tcache_count=0" in in_rank
+    assert in_parent == "glibc.malloc.perturb=0"
 
 
 def test_prints_arrive_as_whole_lines(capsys):

@@ -1,6 +1,7 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -40,6 +41,10 @@ def return_variables(rank, world_size):
     return [int(os.environ[name]) for name in names], dist.get_backend(), torch.get_num_threads()
 
 
+def return_tunables(rank, world_size):
+    return os.environ.get("GLIBC_TUNABLES")
+
+
 def all_reduce_rank(rank, world_size):
     value = torch.tensor([float(rank + 1)])
     dist.all_reduce(value)
@@ -50,6 +55,21 @@ def all_reduce_on_device(rank, world_size):
     value = torch.ones(1, device=rank_device())
     dist.all_reduce(value)
     return value.item(), str(rank_device()), torch.cuda.current_device()
+
+
+def count_page_faults(rank, world_size):
+    """Page faults of each of ten rounds that allocate and free the same large buffers, with small tensors kept."""
+    kept, faults = [], []
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        first, second = torch.ones(2**23), torch.ones(2**23)  # 33.6 MB each
+        kept.append(torch.ones(1))
+        del first
+        third = torch.ones(2**23)
+        kept.append(torch.ones(4))
+        del second, third
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults
 
 
 def print_lines(rank, world_size, count):
