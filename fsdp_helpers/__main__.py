@@ -106,6 +106,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run() -> NoReturn:
+    """`main`, as a process of its own, which leaves with its status.
+
+    A rank of torchrun leaves without Python's clean-up, as those of `launch` do: gloo's threads outlive their group,
+    and one that lets go of a tensor while Python is ending aborts the process.
+    """
+    status = main()
+    from fsdp_helpers.ranks import started_by_torchrun
+
+    if started_by_torchrun():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def train_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.ranks import started_by_torchrun
 
@@ -291,4 +307,4 @@ def _complain(status: int, message: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()
