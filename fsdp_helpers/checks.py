@@ -169,7 +169,7 @@ def check_transfer_seconds(transfer_seconds: Callable[[int, int, float], float] 
             f"{format_count(num_params)} parameters over {world_size} rank(s) at {format_bytes(int(bytes_per_s))}/s: your"
             f" function says {given} s, it takes {right:.6f} s",
         )
-    return "Right: 4 bytes a parameter there, 4 bytes a gradient back."
+    return "Right: 4 bytes a parameter there, once with a single unit, and 4 bytes a gradient back."
 
 
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:

@@ -43,8 +43,9 @@ PRELOADED = [
     "tqdm",
 ]
 # So that glibc keeps the large buffers of a step for the next one, with ranks.keep_freed_memory. One heap for all
-# threads: those of gloo would have heaps of their own, each too small for such a buffer. No cache of small blocks a
-# thread: a few bytes of it left beside a freed buffer make the gap too small to be used for that buffer again.
+# threads: gloo's would have heaps of their own, of at most 64 MB each. No cache of small blocks for each thread
+# (tcache): an aligned allocation cuts a scrap off either end; a scrap that lies in such a cache is not joined with the
+# gap of the freed buffer again, and the gap stays a little too small for the same buffer.
 MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 GRACE_S = 0.5  # after a failure: wait this long for the failure that caused it
 END_S = 3.0  # after SIGTERM: wait this long before SIGKILL

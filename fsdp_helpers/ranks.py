@@ -80,7 +80,8 @@ def keep_freed_memory() -> None:
     """Ask glibc to keep freed memory instead of handing it back to the system after every step.
 
     Each step allocates the same large buffers again; when they come fresh from the system, it has to clear
-    them page by page first. The price is that a process's resident memory stays at its highest.
+    them page by page first. The price is that a process's resident memory stays at its highest. The other half
+    of this, `launch.MALLOC_TUNABLES`, glibc reads only when a process starts: `launch` sets it, torchrun does not.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
