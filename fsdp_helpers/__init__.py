@@ -1,7 +1,28 @@
-"""Everything a worker process runs in the notebooks, one idea a module.
+"""Sharded training, learned by running it: what the notebooks call, and what a person's own script may.
 
-Importing this package imports nothing else: it is instant and starts nothing.
-Import the module you need, for example `from fsdp_helpers.launch import launch`.
+    from fsdp_helpers import TrainConfig, train
+    train(TrainConfig(model="shallow"), strategy="fsdp", world_size=2)
+
+Importing the package imports nothing else: it is instant and starts nothing. A name is loaded when it is first used.
 """
 
+import importlib
+
 __version__ = "1.0.0"
+_HOMES = {
+    "TrainConfig": "config",
+    "consolidate": "checkpointing.consolidate",
+    "launch": "ranks.launch",
+    "train": "training.run",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it hands out {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -20,8 +20,8 @@ from fsdp_helpers.config import (
     STRATEGIES,
     TrainConfig,
 )
+from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RankRecord, RunRecord
-from fsdp_helpers.units import format_bytes
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -90,9 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 for a failed rank, 2 for bad input, 130 for an interrupt."""
-    from fsdp_helpers.checkpoint_folder import CheckpointError
+    from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.data import DataError
-    from fsdp_helpers.launch import RankError
+    from fsdp_helpers.ranks.launch import RankError
 
     options = build_parser().parse_args(arguments)
     try:
@@ -113,7 +113,7 @@ def run() -> NoReturn:
     and one that lets go of a tensor while Python is ending aborts the process.
     """
     status = main()
-    from fsdp_helpers.ranks import started_by_torchrun
+    from fsdp_helpers.ranks.torchrun import started_by_torchrun
 
     if started_by_torchrun():
         sys.stdout.flush()
@@ -123,11 +123,18 @@ def run() -> NoReturn:
 
 
 def train_command(options: argparse.Namespace) -> None:
-    from fsdp_helpers.ranks import started_by_torchrun
+    from fsdp_helpers.ranks.torchrun import started_by_torchrun
+    from fsdp_helpers.training.run import train, train_as_rank_of_torchrun
 
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
     _check_output_path(options.json)
-    record = (_train_under_torchrun if started_by_torchrun() else _train_here)(config, options)
+    start = train_as_rank_of_torchrun if started_by_torchrun() else train
+    record = start(
+        config,
+        world_size=options.world_size,
+        device=options.device,
+        on_data=lambda source: _print_data_source(source, config),
+    )
     if record is not None:
         _print_summary(record)
         if options.json:
@@ -135,7 +142,7 @@ def train_command(options: argparse.Namespace) -> None:
 
 
 def consolidate_command(options: argparse.Namespace) -> None:
-    from fsdp_helpers.consolidate import consolidate
+    from fsdp_helpers.checkpointing.consolidate import consolidate
 
     _check_output_path(options.out)
     entries = consolidate(options.checkpoint, options.out)
@@ -145,11 +152,12 @@ def consolidate_command(options: argparse.Namespace) -> None:
 def compare_command(options: argparse.Namespace) -> None:
     import torch
 
-    from fsdp_helpers.compare import compare, comparison_configs, plain_table
-    from fsdp_helpers.progress import ProgressBar
-    from fsdp_helpers.ranks import choose_device
-    from fsdp_helpers.watch import STEADY_STEP
-    from fsdp_helpers.workers import device_name, time_stamp, versions
+    from fsdp_helpers.ranks.group import choose_device, device_name
+    from fsdp_helpers.ranks.progress import ProgressBar
+    from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
+    from fsdp_helpers.training.run import prepare_run_data
+    from fsdp_helpers.training.watch import STEADY_STEP
+    from fsdp_helpers.training.worker import time_stamp, versions
 
     if options.steps <= STEADY_STEP:
         raise ValueError(
@@ -170,7 +178,7 @@ def compare_command(options: argparse.Namespace) -> None:
     replace(base, strategy="ddp").check_world_size(options.world_size)
     device = choose_device(options.device, options.world_size)
     configs = comparison_configs(options.models, base, device)
-    _prepare_data(base)
+    _print_data_source(prepare_run_data(base), base)
     bar = ProgressBar()
     rows = compare(configs, world_size=options.world_size, device=device, on_done=bar.update)
     bar.close()
@@ -185,72 +193,15 @@ def compare_command(options: argparse.Namespace) -> None:
         }
         _write_json(content, options.json)
     if options.figure:
-        from fsdp_helpers.plots import plot_comparison
+        from fsdp_helpers.teaching.plots import plot_comparison
 
         plot_comparison(rows)[0].savefig(options.figure)
 
 
-def _train_here(config: TrainConfig, options: argparse.Namespace) -> RunRecord:
-    from fsdp_helpers.launch import launch
-    from fsdp_helpers.ranks import choose_device
-    from fsdp_helpers.saving import check_checkpoints, tidy_up
-    from fsdp_helpers.workers import train_worker
+def _print_data_source(source: str, config: TrainConfig) -> None:
+    from fsdp_helpers.data import describe_source
 
-    world_size = (1 if config.strategy == "local" else 2) if options.world_size is None else options.world_size
-    config.check_world_size(world_size)
-    device = choose_device(options.device, world_size)
-    config.check_device(device)
-    check_checkpoints(config, _prepare_data(config))
-    try:
-        return launch(train_worker, config, world_size=world_size, device=device)[0]
-    finally:
-        tidy_up(config)
-
-
-def _train_under_torchrun(config: TrainConfig, options: argparse.Namespace) -> RunRecord | None:
-    """This process is one rank; the first rank of each machine prepares the data, rank 0 returns the record."""
-    import torch.distributed as dist
-
-    from fsdp_helpers import progress
-    from fsdp_helpers.launch import RankError
-    from fsdp_helpers.rank_process import describe_error
-    from fsdp_helpers.ranks import choose_device, process_group
-    from fsdp_helpers.saving import check_checkpoints
-    from fsdp_helpers.workers import train_worker
-
-    rank, world_size, local_rank, local_world_size = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
-    if options.world_size not in (None, world_size):
-        raise ValueError(f"--world-size {options.world_size}, but torchrun started {world_size} ranks; leave it out")
-    config.check_world_size(world_size)
-    device = choose_device(options.device, local_world_size)
-    config.check_device(device)
-    bar = progress.ProgressBar()
-    if rank == 0:
-        progress.send_reports_to(bar.update)
-    with process_group(rank, world_size, device=device):
-        if local_rank == 0:
-            source = _prepare_data(config)
-        if rank == 0:
-            check_checkpoints(config, source)
-        dist.barrier()
-        try:
-            record = train_worker(rank, world_size, config)
-        except Exception as error:  # whatever it is, from here on it is this rank's failure, no bad input
-            raise RankError(rank, world_size, *describe_error(error)) from error
-    bar.close()
-    return record if rank == 0 else None
-
-
-def _prepare_data(config: TrainConfig) -> str:
-    from fsdp_helpers.data import describe_source, num_train_images, prepare_data
-
-    config.check_data_size(num_train_images("mnist"))  # the larger source: refused before anything is fetched
-    source = prepare_data(config.data_dir)
-    config.check_data_size(num_train_images(source))
     print(describe_source(source, config.data_dir), file=sys.stderr)
-    return source
 
 
 def _print_summary(record: RunRecord) -> None:

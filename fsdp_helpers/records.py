@@ -1,5 +1,6 @@
 """What comes out of a run: frozen records, plain enough to cross a process boundary or become JSON."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from fsdp_helpers.config import TrainConfig
@@ -126,6 +127,16 @@ class RunRecord:
     step_seconds: tuple[float, ...]  # rank 0, one a step
     ranks: tuple[RankRecord, ...]
     traces: tuple[StepTrace, ...] = ()  # one a rank; empty for a run of a single step
+
+    def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
+        """The largest difference between the losses of this run and another's (or a list of them), step by step.
+
+        Raises ValueError where the two have not the same number of steps.
+        """
+        losses = other.step_losses if isinstance(other, RunRecord) else other
+        if len(losses) != len(self.step_losses) or not losses:
+            raise ValueError(f"{len(self.step_losses)} steps cannot be compared with {len(losses)}")
+        return max(abs(one - another) for one, another in zip(self.step_losses, losses, strict=True))
 
     def to_json(self) -> dict:
         """The record as the command line writes it; memory curves stay behind."""

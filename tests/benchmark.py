@@ -29,19 +29,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
-from fsdp_helpers.checkpoint import save_full, save_sharded
+from fsdp_helpers.checkpointing.consolidate import consolidate
+from fsdp_helpers.checkpointing.state import save_full, save_sharded
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.consolidate import consolidate
 from fsdp_helpers.data import find_data_dir, load_data, prepare_data, rank_batches
-from fsdp_helpers.launch import launch
-from fsdp_helpers.memory import trace_memory
+from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
-from fsdp_helpers.ranks import rank_device
-from fsdp_helpers.strategies import STRATEGIES
-from fsdp_helpers.training import train_one_epoch
-from fsdp_helpers.units import MB
-from fsdp_helpers.watch import STEADY_STEP
-from fsdp_helpers.workers import train_worker
+from fsdp_helpers.quantities import MB
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.training.loop import train_one_epoch
+from fsdp_helpers.training.watch import STEADY_STEP
+from fsdp_helpers.training.worker import train_worker
 
 BATCH_SIZE = 64
 TARGETS = {"training": 1.3, "reading": 5.0, "launching": 10.0}  # this many times as fast, or more

@@ -14,12 +14,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_helpers import checkpoint, saving, training
-from fsdp_helpers.comms import gather_over_ranks
+from fsdp_helpers.checkpointing import resume as saving
+from fsdp_helpers.checkpointing import state as checkpoint
 from fsdp_helpers.models import build_model
-from fsdp_helpers.ranks import rank_device
-from fsdp_helpers.strategies import STRATEGIES
-from fsdp_helpers.workers import train_worker
+from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.training import loop as training
+from fsdp_helpers.training.worker import train_worker
 
 # ---------------------------------------------------------------- saving and loading
 

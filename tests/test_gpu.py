@@ -3,15 +3,15 @@
 import pytest
 import torch
 import workers_for_tests as workers
-from test_records import check_json
+from runs import check_json
 
-from fsdp_helpers.checkpoint_folder import checkpoint_name
-from fsdp_helpers.checkpoint_index import read_index
+from fsdp_helpers.checkpointing.folder import checkpoint_name
+from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.launch import launch
-from fsdp_helpers.memory import trace_memory
-from fsdp_helpers.ranks import choose_device
-from fsdp_helpers.workers import train_worker
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.ranks.group import choose_device
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.training.worker import train_worker
 
 pytestmark = pytest.mark.gpu
 

@@ -1,17 +1,42 @@
+"""The house: rooms whose imports run downwards only, small functions, and a light front door."""
+
 import ast
 import graphlib
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 import fsdp_helpers
 
 PACKAGE = Path(fsdp_helpers.__file__).parent
-MODULES = sorted(module.name for module in pkgutil.iter_modules([str(PACKAGE)]))
-WITHOUT_TORCH = [name for name in ("units", "config", "records", "planner", "levers") if name in MODULES]
+FILES = sorted(PACKAGE.rglob("*.py"))
+# From the highest floor down: a room imports from its own floor and those below it.
+FLOORS = (
+    {"__main__"},
+    {"teaching"},
+    {"training"},
+    {"measuring"},
+    {"sharding", "checkpointing"},
+    {"ranks", "planning"},
+    {"config", "records", "quantities", "models", "data"},  # the words that all share
+)
+WITHOUT_TORCH = ("planning", "config", "records", "quantities")
+MAX_FUNCTION_LINES, MAX_MODULE_LINES, MAX_MEDIAN_LINES = 50, 300, 8
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+MODULES = [module_name(path) for path in FILES if path.name != "__init__.py"]
+
+
+def floor_of(name: str) -> int:
+    room = name.split(".")[0]
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
 
 
 def run_python(code: str) -> str:
@@ -20,9 +45,67 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_every_module_imports():
+def imported_modules(source: str) -> set[str]:
+    """The modules of this package that `source` imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            name = node.module or ""
+            if name.split(".")[0] == "fsdp_helpers":
+                whole = [f"{name}.{alias.name}" for alias in node.names]
+                found |= {one if one.removeprefix("fsdp_helpers.") in MODULES else name for one in whole}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("fsdp_helpers.")}
+    return {name.removeprefix("fsdp_helpers.") for name in found}
+
+
+def upward_imports(graph: dict[str, set[str]]) -> list[str]:
+    return [
+        f"{name} imports {used}" for name, names in graph.items() for used in names if floor_of(used) < floor_of(name)
+    ]
+
+
+def package_graph() -> dict[str, set[str]]:
+    return {module_name(path): imported_modules(path.read_text()) for path in FILES if path.name != "__init__.py"}
+
+
+def test_every_module_has_its_floor_and_imports():
+    assert all(floor_of(name) >= 0 for name in MODULES)
     imports = "; ".join(f"import fsdp_helpers.{name}" for name in MODULES if name != "__main__")
     assert run_python(imports) == ""  # and none prints
+
+
+def test_imports_run_downwards():
+    graph = package_graph()
+    assert set().union(*graph.values()) <= set(MODULES), "imported, and not there"
+    assert upward_imports(graph) == []
+    assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for a circle
+
+
+def test_an_upward_import_is_found():
+    graph = {"ranks.launch": imported_modules("from fsdp_helpers.training.loop import train_step")}
+    assert upward_imports(graph) == ["ranks.launch imports training.loop"]
+    assert imported_modules("def f():\n    from fsdp_helpers.teaching import plots") == {"teaching.plots"}
+
+
+def test_the_loop_knows_no_strategy_and_the_launcher_no_model():
+    graph = package_graph()
+    assert not {name for name in graph["training.loop"] if name.startswith(("sharding.strategies", "ranks.launch"))}
+    assert not graph["ranks.launch"] & {"models", "data", "config"}
+
+
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_these_import_no_torch(room):
+    names = [name for name in MODULES if name.split(".")[0] == room]
+    imports = ", ".join(f"fsdp_helpers.{name}" for name in names)
+    assert names
+    assert run_python(f"import sys, {imports}; print('torch' in sys.modules)") == "False"
+
+
+def test_rooms_hold_no_code_at_the_door():
+    for path in PACKAGE.glob("*/__init__.py"):
+        body = ast.parse(path.read_text()).body
+        assert len(body) == 1 and ast.get_docstring(ast.Module(body, [])), f"{path}: a docstring and nothing else"
 
 
 def test_importing_the_package_imports_nothing_else():
@@ -34,30 +117,28 @@ def test_importing_the_package_imports_nothing_else():
     assert run_python(code) == "[] []"
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_these_import_no_torch(name):
-    assert run_python(f"import sys, fsdp_helpers.{name}; print('torch' in sys.modules)") == "False"
+@pytest.mark.parametrize("name", fsdp_helpers.__all__)
+def test_what_the_package_hands_out(name):
+    assert callable(getattr(fsdp_helpers, name)) and name in dir(fsdp_helpers)
 
 
-def imported_modules(name: str) -> set[str]:
-    """The modules of this package that module `name` imports, anywhere in its text."""
-    found = set()
-    for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "fsdp_helpers":
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_helpers."):
-            found.add(node.module.split(".")[1])
-        elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("fsdp_helpers.")}
-    return found
+def test_an_unknown_name_is_refused():
+    with pytest.raises(AttributeError, match="hands out .*launch.*train"):
+        fsdp_helpers.lunch
 
 
-def test_imports_go_in_one_direction():
-    graph = {name: imported_modules(name) for name in MODULES}
-    assert set().union(*graph.values()) <= set(MODULES)
-    assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for a circle
+def function_lengths() -> dict[str, int]:
+    lengths = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                lengths[f"{module_name(path)}:{node.name}:{node.lineno}"] = node.end_lineno - node.lineno + 1
+    return lengths
 
 
-def test_the_launcher_knows_nothing_of_models_and_the_loop_nothing_of_strategies():
-    assert not imported_modules("launch") & {"models", "strategies", "training", "data", "workers"}
-    assert not imported_modules("training") & {"strategies", "launch", "comms", "models"}
+def test_functions_and_modules_are_short():
+    lengths = function_lengths()
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+    assert median(lengths.values()) <= MAX_MEDIAN_LINES
+    modules = {module_name(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: lines for name, lines in modules.items() if lines > MAX_MODULE_LINES} == {}

@@ -1,95 +1,12 @@
 import json
 from dataclasses import replace
 
-from fsdp_helpers.config import TrainConfig
+from runs import check_json, tiny_record
+
 from fsdp_helpers.records import (
-    Collective,
-    CollectiveCount,
-    EpochRecord,
     MemoryCurve,
-    RankRecord,
-    RunRecord,
     StateBytes,
-    StepTrace,
 )
-
-# The keys that scripts read from `--json`, word for word.
-RUN_KEYS = {"config", "data_source", "versions", "device", "world_size", "epochs", "first_step", "step_losses", "ranks"}
-ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished", "gradient_norms"}
-EPOCH_KEYS = {
-    "epoch",
-    "train_loss",
-    "test_loss",
-    "test_accuracy",
-    "test_correct",
-    "test_images",
-    "train_images",
-    "seconds",
-    "images_per_s",
-}
-RANK_KEYS = {
-    "rank",
-    "parameter_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "held_bytes",
-    "peak_bytes",
-    "num_units",
-    "collectives",
-}
-
-
-def tiny_record() -> RunRecord:
-    curve = MemoryCurve(times_s=(0.0, 0.1, 0.2), allocated_bytes=(16, 40, 16))
-    collective = Collective(op="all_reduce", bytes=4, start_s=0.0, end_s=0.1)
-    return RunRecord(
-        config=TrainConfig(),
-        data_source="digits",
-        versions={"torch": "0"},
-        device="cpu",
-        device_name="a CPU",
-        finished="2030-01-01T00:00:00+00:00",
-        world_size=1,
-        epochs=(
-            EpochRecord(
-                epoch=1,
-                train_loss=1.0,
-                test_loss=1.0,
-                test_accuracy=0.5,
-                test_correct=1,
-                test_images=2,
-                train_images=2,
-                seconds=0.5,
-                images_per_s=4.0,
-            ),
-        ),
-        first_step=0,
-        step_losses=(1.0,),
-        step_seconds=(0.5,),
-        ranks=(
-            RankRecord(
-                rank=0,
-                parameter_bytes=4,
-                gradient_bytes=4,
-                optimizer_bytes=8,
-                held_bytes=16,
-                peak_bytes=40,
-                num_units=0,
-                collectives=(CollectiveCount(op="all_reduce", count=1, bytes=4),),
-            ),
-        ),
-        traces=(StepTrace(curve=curve, collectives=(collective,)),),
-    )
-
-
-def check_json(content: dict) -> None:
-    """`content` has the contract's keys, on every level."""
-    assert RUN_KEYS <= set(content) <= RUN_KEYS | ALLOWED_EXTRA_KEYS
-    assert all(set(epoch) == EPOCH_KEYS for epoch in content["epochs"])
-    assert all(set(rank) == RANK_KEYS for rank in content["ranks"])
-    counts = [count for rank in content["ranks"] for count in rank["collectives"]]
-    assert all(set(count) == {"op", "count", "bytes"} for count in counts)
-    assert content["config"].keys() == TrainConfig().__dict__.keys()
 
 
 def test_to_json_is_the_contract():

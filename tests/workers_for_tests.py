@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_helpers import progress
-from fsdp_helpers.comms import count_collectives, gather_over_ranks, sum_over_ranks, trace_collectives
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.gradients import hold_back_reduction
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.models import build_model
-from fsdp_helpers.ranks import rank_device
-from fsdp_helpers.strategies import STRATEGIES, shard, unit_names
-from fsdp_helpers.training import train_step
-from fsdp_helpers.workers import config_batches, load_rank_data
+from fsdp_helpers.ranks import progress
+from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.sharding.gradients import hold_back_reduction
+from fsdp_helpers.sharding.strategies import STRATEGIES, shard, unit_names
+from fsdp_helpers.training.loop import train_step
+from fsdp_helpers.training.worker import config_batches, load_rank_data
 
 
 def return_rank(rank, world_size):

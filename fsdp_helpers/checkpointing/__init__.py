@@ -1,0 +1,1 @@
+"""A training state on disk: whole or not there, and read without running it."""

@@ -1,0 +1,1 @@
+"""Bytes and collectives of a running rank, counted."""

@@ -1,0 +1,62 @@
+"""What a forward leaves for backward, counted."""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_helpers.planning.levers import BlockBytes, transformer_working_bytes
+from fsdp_helpers.sharding.recompute import MATRIX_PRODUCTS
+
+
+def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
+    """What one transformer block needs in a step, counted on `tokens` (images, tokens, width) of its own precision."""
+    images, num_tokens, width = tokens.shape
+    return BlockBytes(
+        kept_bytes=kept_bytes(block, tokens),
+        input_bytes=tokens.nbytes,
+        products_bytes=products_bytes(block, tokens),
+        working_bytes=transformer_working_bytes(
+            images=images, tokens=num_tokens, width=width, value_bytes=tokens.element_size()
+        ),
+    )
+
+
+def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
+    """Bytes that a forward of `model` keeps for backward, each stretch of memory once; parameters do not count.
+
+    Run it on one process, with a plain model: nothing is trained.
+    """
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}  # a storage's address -> a tensor that keeps it alive, so that no address comes twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(*inputs)  # while it lives, so does what it keeps
+        del output
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def products_bytes(model: nn.Module, *inputs: Tensor) -> int:
+    """Bytes of the outputs of all matrix products in a forward of `model`: what selective checkpointing keeps."""
+    with ProductCount() as count, torch.no_grad():
+        model(*inputs)
+    return count.num_bytes
+
+
+class ProductCount(TorchDispatchMode):
+    """While active, adds up the bytes that matrix products put out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in MATRIX_PRODUCTS:
+            self.num_bytes += result.nbytes
+        return result

@@ -1,0 +1,167 @@
+"""Every byte of a rank: what it keeps, counted from live tensors, and a curve of all that is allocated."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fsdp_helpers.measuring.collectives import CollectiveTrace
+from fsdp_helpers.records import Collective, MemoryCurve, Phase, StateBytes, StepTrace
+
+STEP_PHASES = ("forward", "backward", "step")
+CHROME_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # how a profiler trace numbers devices
+_CLOCK_MARK = "fsdp_helpers clock"
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
+    """Bytes of the parameters, gradients and optimiser state that this rank keeps, without any padding.
+
+    Of a sharded tensor only this rank's slice counts. Adam's step counters, 4 bytes a tensor, are left out.
+    """
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name != "step"
+    ]
+    return StateBytes(
+        parameter_bytes=_local_bytes(parameters),
+        gradient_bytes=_local_bytes(gradients),
+        optimizer_bytes=_local_bytes(moments),
+    )
+
+
+def _local_bytes(tensors: list[Tensor]) -> int:
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+
+class MemoryTrace:
+    """Notes every allocation on `device`, every named phase and every collective between start() and stop().
+
+    Begin before the model exists: on the CPU, only what is allocated after start() counts. On CUDA the curve is
+    the caching allocator's own count, which is complete from the first event on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._points: list[tuple[float, int]] = []  # (time in s, bytes allocated from then on)
+        self._phases: list[Phase] = []
+        self._collectives = CollectiveTrace()
+
+    def start(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on standard error otherwise
+        self._stack = ExitStack()
+        self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        self._stack.enter_context(self._collectives)
+        self._marks_s = []
+        for _ in range(5):
+            self._marks_s.append(time.perf_counter())
+            with record_function(_CLOCK_MARK):
+                pass
+
+    def stop(self) -> None:
+        self._stack.close()
+        with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
+            path = Path(folder, "trace.json")
+            self._profile.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        self._phases = _read_phases(events)
+        marks_s = [phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK]
+        # A mark begins a little after its time was noted: the least delayed one tells how far the clocks are apart.
+        offset_s = max(noted_s - mark_s for noted_s, mark_s in zip(self._marks_s, marks_s, strict=True))
+        self._phases = [_shifted(phase, offset_s) for phase in self._phases]
+        self._points = [(time_s + offset_s, size) for time_s, size in _read_points(events, self._device)]
+
+    def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
+        """The last stretch called `name`, with times from its start; `uncounted_bytes` are taken off the curve.
+
+        Raises ValueError where no stretch of that name was seen.
+        """
+        found = [phase for phase in self._phases if phase.name == name]
+        if not found:
+            raise ValueError(f"the trace saw no {name!r}; mark it with torch.profiler.record_function({name!r})")
+        return self._between(found[-1].start_s, found[-1].end_s, uncounted_bytes)
+
+    def whole(self) -> StepTrace:
+        """Everything from start() to stop()."""
+        return self._between(self._marks_s[0], float("inf"), 0)
+
+    def _between(self, start_s: float, end_s: float, uncounted_bytes: int) -> StepTrace:
+        before = [size for time_s, size in self._points if time_s < start_s]
+        within = [(time_s, size) for time_s, size in self._points if start_s <= time_s <= end_s]
+        points = [(start_s, before[-1] if before else 0), *within]
+        return StepTrace(
+            curve=MemoryCurve(
+                times_s=tuple(time_s - start_s for time_s, _ in points),
+                allocated_bytes=tuple(size - uncounted_bytes for _, size in points),
+                phases=tuple(
+                    _shifted(phase, -start_s)
+                    for phase in self._phases
+                    if phase.name in STEP_PHASES and start_s <= phase.start_s <= end_s
+                ),
+            ),
+            collectives=tuple(
+                Collective(op=seen.op, bytes=seen.bytes, start_s=seen.start_s - start_s, end_s=seen.end_s - start_s)
+                for seen in self._collectives.events
+                if start_s <= seen.start_s <= end_s
+            ),
+        )
+
+
+@contextmanager
+def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
+    """Trace memory, phases and collectives within the block; read the result from the trace after it.
+
+    with trace_memory(rank_device()) as trace:
+        model = fully_shard(MyModel())
+        for batch in batches:
+            with record_function("train step"):
+                ...
+    trace.last("train step").curve.peak_bytes
+    """
+    trace = MemoryTrace(torch.device(device))
+    trace.start()
+    try:
+        yield trace
+    finally:
+        trace.stop()
+
+
+def _read_phases(events: list[dict]) -> list[Phase]:
+    return [
+        Phase(name=event["name"], start_s=event["ts"] / 1e6, end_s=(event["ts"] + event["dur"]) / 1e6)
+        for event in sorted(events, key=lambda event: event.get("ts", 0))
+        if event.get("ph") == "X" and event.get("cat") == "user_annotation"
+    ]
+
+
+def _read_points(events: list[dict], device: torch.device) -> list[tuple[float, int]]:
+    """(time, bytes allocated from then on): the allocator's own count on CUDA, the sum of all events on the CPU."""
+    wanted = (CHROME_DEVICE_TYPES[device.type], device.index or 0 if device.type == "cuda" else -1)
+    seen = sorted(
+        (
+            event
+            for event in events
+            if event.get("name") == "[memory]" and (event["args"]["Device Type"], event["args"]["Device Id"]) == wanted
+        ),
+        key=lambda event: event["ts"],
+    )
+    times_s = [event["ts"] / 1e6 for event in seen]
+    if device.type == "cuda":
+        return list(zip(times_s, (event["args"]["Total Allocated"] for event in seen), strict=True))
+    return list(zip(times_s, accumulate(event["args"]["Bytes"] for event in seen), strict=True))
+
+
+def _shifted(phase: Phase, offset_s: float) -> Phase:
+    return Phase(name=phase.name, start_s=phase.start_s + offset_s, end_s=phase.end_s + offset_s)

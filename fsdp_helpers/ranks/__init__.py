@@ -1,0 +1,1 @@
+"""Processes that work together: started, joined, stopped, leaving nothing behind."""

@@ -1,0 +1,42 @@
+"""The allocator of a rank's host memory: a step's large buffers are kept for the next step.
+
+Each step allocates the same large buffers again; when they come fresh from the system, it has to clear them page by
+page first. glibc reads one half of what it needs to be told when a process starts, and hears the other half later.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# One heap for all threads: gloo's would have heaps of their own, of at most 64 MB each. No cache of small blocks for
+# each thread (tcache): an aligned allocation cuts a scrap off either end; a scrap that lies in such a cache is not
+# joined with the gap of the freed buffer again, and the gap stays a little too small for the same buffer.
+MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
+
+
+@contextmanager
+def malloc_tunables() -> Iterator[None]:
+    """A process that is started within the block finds MALLOC_TUNABLES in its environment; the reader's own win."""
+    before = os.environ.get("GLIBC_TUNABLES")
+    os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, [MALLOC_TUNABLES, before]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["GLIBC_TUNABLES"]
+        else:
+            os.environ["GLIBC_TUNABLES"] = before
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep freed memory instead of handing it back to the system after every step.
+
+    The price is that a process's resident memory stays at its highest. `malloc_tunables`, the other half, is for the
+    start of a process: `launch` sees to it, torchrun does not.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, -1)

@@ -1,0 +1,85 @@
+"""Inside one rank: join the group, take a device and a share of the cores, leave the group again.
+
+A worker that runs here does not care who started it: `launch` or torchrun.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from fsdp_helpers.ranks.allocator import keep_freed_memory
+
+_device: torch.device | None = None  # this rank's, while it is in a group
+
+
+def choose_device(device: str, ranks_on_this_machine: int) -> str:
+    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA where every rank gets a device of its own.
+
+    Raises ValueError for any other word, and for more ranks than CUDA devices.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"unknown device {device!r}; choose one of auto, cpu, cuda")
+    num_devices = torch.cuda.device_count()
+    if device == "cuda" and ranks_on_this_machine > num_devices:
+        raise ValueError(
+            f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, this machine has {num_devices}; "
+            "use device 'cpu', or fewer ranks"
+        )
+    if device == "auto":
+        return "cuda" if 1 <= ranks_on_this_machine <= num_devices else "cpu"
+    return device
+
+
+def rank_device() -> torch.device:
+    """The device of this rank; outside a group, the first CUDA device or the CPU."""
+    if _device is not None:
+        return _device
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextmanager
+def process_group(rank: int, world_size: int, *, device: str, init_method: str = "env://") -> Iterator[None]:
+    """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device a rank, on CUDA.
+
+    The default `init_method` reads the meeting point from the variables that torchrun sets.
+    """
+    global _device
+    if device == "cuda":
+        _device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(_device)
+        group = {"backend": "cpu:gloo,cuda:nccl", "device_id": _device}
+    else:
+        _device = torch.device("cpu")
+        group = {"backend": "gloo"}
+    keep_freed_memory()
+    try:
+        dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **group)
+        share_cores()
+        yield
+    finally:
+        _device = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def share_cores() -> None:
+    """Give this rank an equal share of its machine's cores.
+
+    Left alone, every rank starts one thread a core, and the ranks of a laptop fight for them.
+    """
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    torch.set_num_threads(max(1, _num_cores() // hosts.count(socket.gethostname())))
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def device_name(device: torch.device) -> str:
+    """What ran: the name of the GPU, or the number of cores."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"

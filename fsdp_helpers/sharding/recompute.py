@@ -1,0 +1,42 @@
+"""Activation checkpointing: keep a unit's input, forget the rest, and compute it again in backward.
+
+Chen et al. 2016, arXiv:1604.06174. Selective checkpointing keeps what is dear to compute and cheap to keep:
+Korthikanti et al. 2022, arXiv:2205.05198.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+# Fused attention is not among them: its dropout draws random numbers, and recomputing must draw the same ones again.
+MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+
+WRAPPERS: dict[str, Callable[[nn.Module], CheckpointWrapper]] = {
+    "units": checkpoint_wrapper,
+    "selective": partial(checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)),
+}
+
+
+def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) -> nn.Module:
+    """Wrap the named modules of `model`, in place: "units" recomputes all of each, "selective" all but its products.
+
+    The names in a state dict stay those of the plain model. Raises ValueError where there is nothing to wrap.
+    """
+    if not names:
+        raise ValueError(f"no module of {type(model).__name__} is large enough to checkpoint; lower min_num_params")
+    chosen = {model.get_submodule(name) for name in names}
+    apply_activation_checkpointing(model, WRAPPERS[kind], check_fn=lambda module: module in chosen)
+    return model
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """True for a module that `checkpoint_activations` has put around a unit."""
+    return isinstance(module, CheckpointWrapper)

@@ -1,0 +1,176 @@
+"""The strategies, one function each, all with the same signature: `apply_*(model, device, config) -> model`.
+
+Each takes a freshly initialised model on the CPU, the same on every rank, and returns it ready to train.
+"""
+
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.sharding.recompute import checkpoint_activations, is_checkpointed
+from fsdp_helpers.sharding.wrapping import Policy, choose_units, size_policy
+
+SHARDING_STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,  # ZeRO-3: parameters freed after forward
+    "grad-op": ShardingStrategy.SHARD_GRAD_OP,  # ZeRO-2: parameters kept from forward to backward
+    "hybrid": ShardingStrategy.HYBRID_SHARD,  # shards within a group of ranks, copies across groups
+    "none": ShardingStrategy.NO_SHARD,  # whole copies, as DDP
+}
+# Gathered and computed in bfloat16; kept, reduced and updated in fp32, where a small gradient still changes a sum.
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+WRAPPER_NAMES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # what FSDP1 and checkpointing add to a name
+
+
+def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """One process, one whole model."""
+    return recompute_units(model, config).to(device)
+
+
+def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """Every rank a whole model; gradients are averaged in buckets while backward still runs."""
+    device_ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(recompute_units(model, config).to(device), device_ids=device_ids)
+
+
+def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """Every rank a slice of the model, as one unit: gathered whole for forward and backward."""
+    return shard(model, device, config, policy=None)
+
+
+def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """Every rank a slice of each unit; units are cut by size and gathered one after the other."""
+    return shard(model, device, config, policy=size_policy(config.min_num_params))
+
+
+def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """As auto-wrap, and between its uses each slice lives in host memory, with its gradient and optimiser state."""
+    return shard(model, device, config, policy=size_policy(config.min_num_params), offload=True)
+
+
+STRATEGIES = {
+    "local": apply_local,
+    "ddp": apply_ddp,
+    "fsdp": apply_fsdp,
+    "fsdp-auto-wrap": apply_fsdp_auto_wrap,
+    "fsdp-offload": apply_fsdp_offload,
+}
+
+
+def shard(
+    model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool = False
+) -> nn.Module:
+    """Shard `model` through the API that `config` names, with the units that `policy` chooses, below the root.
+
+    Raises ValueError for a model without parameters.
+    """
+    if not any(parameter.numel() for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters to shard")
+    model = recompute_units(model, config)
+    if policy is not None and config.activation_checkpointing != "none":
+        policy = partial(lambda_auto_wrap_policy, lambda_fn=is_checkpointed)  # the same units, now with their wrapper
+    shard_with = shard_fsdp1 if config.api == "fsdp1" else shard_fsdp2
+    return shard_with(model, device, config, policy=policy, offload=offload)
+
+
+def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """Wrap the units of the size policy for activation checkpointing, if `config` asks for it.
+
+    Comes before sharding: backward then gathers a unit once, for its second forward and its backward together.
+    """
+    if config.activation_checkpointing == "none":
+        return model
+    units = choose_units(model, size_policy(config.min_num_params))
+    return checkpoint_activations(model, units, config.activation_checkpointing)
+
+
+def shard_fsdp1(
+    model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
+) -> nn.Module:
+    """`FullyShardedDataParallel`: wraps every unit in a module of its own, parameters in one flat tensor a unit."""
+    with warnings.catch_warnings():
+        # With one rank there is nothing to shard; FSDP1 says so and goes on as NO_SHARD, which is what we want.
+        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+        # Whoever asks for sharding "none" here wants to see it beside the others; its deprecation is no news.
+        warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
+        return FullyShardedDataParallel(
+            model,
+            device_id=device,  # needed on the CPU too: without it FSDP1 looks for an accelerator
+            auto_wrap_policy=policy,
+            sharding_strategy=SHARDING_STRATEGIES[config.sharding],
+            device_mesh=_mesh(device, config),  # with a mesh its state dict holds DTensors, as FSDP2's does
+            backward_prefetch=BACKWARD_PREFETCH[config.backward_prefetch],
+            cpu_offload=CPUOffload(offload_params=True) if offload else None,
+            mixed_precision=MixedPrecision(**BF16) if config.precision == "bf16" else None,
+            use_orig_params=True,  # the optimiser and the state dict see the names and shapes of the model
+        )
+
+
+def shard_fsdp2(
+    model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
+) -> nn.Module:
+    """`fully_shard`: changes the modules in place; every parameter becomes a DTensor sharded along its first dimension.
+
+    The root is not freed after forward in either case: backward begins with it.
+    """
+    on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # pinning needs an accelerator
+    settings = {
+        "mesh": _mesh(device, config),
+        "offload_policy": on_host if offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(**BF16) if config.precision == "bf16" else MixedPrecisionPolicy(),
+    }
+    for name in choose_units(model, policy):
+        fully_shard(model.get_submodule(name), reshard_after_forward=config.sharding != "grad-op", **settings)
+    return fully_shard(model if offload else model.to(device), **settings)
+
+
+def settle_buckets(model: nn.Module, images: Tensor) -> None:
+    """Let DDP arrange its buckets as in a run under way; other strategies have none.
+
+    It does so after the first backward, and a sum over three or more ranks depends in its last bit on where in a
+    bucket a gradient lies. A resumed run has to have that behind it. The gradients are thrown away.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model(images).sum().backward()
+        model.zero_grad()
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    """The modules of `model` that are FSDP units, by their names in the unwrapped model; the root is called "root"."""
+    return [
+        ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES) or "root"
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel | FSDPModule)
+    ]
+
+
+def count_units(model: nn.Module) -> int:
+    """The number of FSDP units in `model`, the root included; 0 where nothing is sharded."""
+    return len(unit_names(model))
+
+
+def _mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
+    """All ranks in a row or, for "hybrid", in two groups: copies along the first dimension, shards along the second."""
+    if config.sharding == "hybrid":
+        return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (dist.get_world_size(),))

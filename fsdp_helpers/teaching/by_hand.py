@@ -1,0 +1,124 @@
+"""Small rank functions, one idea each: what the notebooks show, and then run."""
+
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.exchange import sum_over_ranks
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.records import CollectiveCount, StepTrace
+from fsdp_helpers.training.worker import config_batches, load_rank_data
+
+
+def train_ddp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
+    """Data parallelism in a dozen lines: the same model everywhere, gradients averaged after backward."""
+    device = rank_device()
+    dataset = load_rank_data(config, device)
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, dropout=config.dropout).to(device)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+    torch.manual_seed(config.seed + 1 + rank)
+
+    losses = []
+    for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)  # the sum over all ranks ...
+            parameter.grad /= world_size  # ... becomes the mean: the gradient of the whole global batch
+        optimizer.step()
+        losses.append(loss.detach())
+    return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
+
+
+def all_reduce_in_two_halves(rank: int, world_size: int) -> tuple[bool, tuple[CollectiveCount, ...]]:
+    """Is an all-reduce a reduce-scatter followed by an all-gather? And what did the three of them move?"""
+    values = torch.arange(1200.0, device=rank_device()) * (rank + 1)
+    with trace_collectives() as seen:
+        whole = values.clone()
+        dist.all_reduce(whole)
+
+        part = values.new_empty(len(values) // world_size)
+        dist.reduce_scatter_tensor(part, values)  # each rank: its part of the sum
+        gathered = torch.empty_like(values)
+        dist.all_gather_into_tensor(gathered, part)  # every rank: all parts
+    return torch.equal(whole, gathered), count_collectives(seen)
+
+
+class FlatUnit:
+    """FSDP's core idea: the parameters of a module as one flat tensor, of which each rank keeps a slice.
+
+    With P parameters and N ranks a slice has ceil(P / N) values; the last one is padded with zeros.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, world_size: int) -> None:
+        self.parameters = list(module.parameters())
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+        self.padding = -sum(self.sizes) % world_size
+        whole = self._flatten([parameter.data for parameter in self.parameters])
+        self.shard = nn.Parameter(whole.chunk(world_size)[rank].clone())
+        self.free()
+
+    def gather(self) -> None:
+        """All-gather: every rank's slice becomes the whole, and the module's parameters are views of it."""
+        whole = self.shard.new_empty(sum(self.sizes) + self.padding)
+        dist.all_gather_into_tensor(whole, self.shard.data)
+        views = whole[: sum(self.sizes)].split(self.sizes)
+        for parameter, shape, view in zip(self.parameters, self.shapes, views, strict=True):
+            parameter.data = view.view(shape)
+
+    def reduce_gradients(self, world_size: int) -> None:
+        """Reduce-scatter: whole gradients, summed over the ranks, and each rank gets its slice of the mean."""
+        whole = self._flatten([parameter.grad for parameter in self.parameters])
+        self.shard.grad = torch.empty_like(self.shard)
+        dist.reduce_scatter_tensor(self.shard.grad, whole)
+        self.shard.grad /= world_size
+
+    def free(self) -> None:
+        """Keep the slice only."""
+        for parameter in self.parameters:
+            parameter.data = self.shard.new_empty(0)
+            parameter.grad = None
+
+    def _flatten(self, tensors: list[Tensor]) -> Tensor:
+        zeros = tensors[0].new_zeros(self.padding)
+        return torch.cat([*[tensor.flatten() for tensor in tensors], zeros])
+
+
+def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> tuple[list[float], StepTrace]:
+    """Sharded data parallelism with one unit: gather, forward, backward, reduce-scatter, free, step on the slice."""
+    device = rank_device()
+    dataset = load_rank_data(config, device)
+    losses = []
+    with trace_memory(device) as trace:
+        torch.manual_seed(config.seed)
+        model = build_model(config.model, dropout=config.dropout).to(device)
+        unit = FlatUnit(model, rank, world_size)
+        optimizer = torch.optim.Adam([unit.shard], lr=config.learning_rate, fused=True)
+        torch.manual_seed(config.seed + 1 + rank)
+
+        for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
+            with record_function("train step"):
+                optimizer.zero_grad()
+                unit.gather()
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                unit.reduce_gradients(world_size)
+                unit.free()
+                optimizer.step()  # Adam sees one tensor: this rank's slice
+            losses.append(loss.detach())
+    batch_bytes = images.nbytes + labels.nbytes
+    mean_losses = (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
+    return mean_losses, trace.last("train step", uncounted_bytes=batch_bytes)

@@ -1,0 +1,326 @@
+"""One function a figure: each takes records, draws, and returns `fig, ax`."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from torch import Tensor, nn
+
+from fsdp_helpers.checkpointing.index import TensorEntry
+from fsdp_helpers.quantities import MB
+from fsdp_helpers.records import ComparisonRow, EpochRecord, MemoryCurve, RankRecord, Rung, SavingRecord, StepTrace
+
+STRATEGY_COLOURS = {
+    "local": "#6b7280",
+    "ddp": "#2563eb",
+    "fsdp": "#d97706",
+    "fsdp-auto-wrap": "#059669",
+    "fsdp-offload": "#7c3aed",
+}
+STATE_COLOURS = {"parameters": "#1d4ed8", "gradients": "#60a5fa", "optimiser": "#bfdbfe", "other": "#d1d5db"}
+SAVING_COLOURS = {"full": "#d97706", "sharded": "#059669", "asynchronous": "#2563eb"}
+PHASE_COLOURS = {"forward": "#dcfce7", "backward": "#fee2e2", "step": "#fef9c3"}
+OP_COLOURS = {"all_gather": "#059669", "reduce_scatter": "#dc2626", "all_reduce": "#2563eb", "broadcast": "#d97706"}
+STYLE = {
+    "figure.dpi": 110,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+
+
+def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
+    """Test loss and test accuracy after each epoch, one line a run."""
+    with _style():
+        fig, (loss_ax, accuracy_ax) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
+        for name, epochs in runs.items():
+            numbers = range(1, len(epochs) + 1)
+            loss_ax.plot(numbers, [epoch.test_loss for epoch in epochs], marker="o", label=name)
+            accuracy_ax.plot(numbers, [100 * epoch.test_accuracy for epoch in epochs], marker="o", label=name)
+        loss_ax.set(xlabel="epoch", ylabel="test loss (nats an image)", title="Loss")
+        accuracy_ax.set(xlabel="epoch", ylabel="test accuracy (%)", title="Accuracy")
+        for ax in (loss_ax, accuracy_ax):
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        loss_ax.legend()
+    return fig, (loss_ax, accuracy_ax)
+
+
+def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
+    """Training loss of each step, one line a run; thin lines on thick ones show which runs coincide."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        for depth, (name, losses) in enumerate(runs.items()):
+            width = 1 + 2.5 * (len(runs) - 1 - depth)
+            ax.plot(range(1, len(losses) + 1), losses, linewidth=width, label=name)
+        ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title="Loss, step by step")
+        ax.legend()
+    return fig, ax
+
+
+def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
+    """A row of digits, images (N, 1, 28, 28), titled with the label or, in red where wrong, the prediction."""
+    with _style():
+        size = (0.75 * len(images), 1.1)
+        fig, axes = plt.subplots(1, len(images), figsize=size, layout="constrained", squeeze=False)
+        for index, ax in enumerate(axes[0]):
+            ax.imshow(images[index, 0].cpu().numpy(), cmap="gray_r")
+            ax.axis("off")
+            shown = labels[index] if predictions is None else predictions[index]
+            ax.set_title(int(shown), loc="center", color="black" if shown == labels[index] else "#dc2626")
+    return fig, axes[0]
+
+
+def plot_memory_curve(curve: MemoryCurve, title: str) -> tuple[Figure, Axes]:
+    """Bytes allocated over one step, with its phases shaded and its peak marked."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        _draw_memory_curve(ax, curve)
+        ax.set(title=title)
+    return fig, ax
+
+
+def _draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
+    times_ms = [1e3 * time_s for time_s in curve.times_s]
+    sizes_mb = [size / MB for size in curve.allocated_bytes]
+    for phase in curve.phases:
+        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
+        middle_ms = 500 * (phase.start_s + phase.end_s)
+        ax.text(middle_ms, 0.02, phase.name, transform=ax.get_xaxis_transform(), ha="center", color="#4b5563")
+    ax.step(times_ms, sizes_mb, where="post", color="#111827", linewidth=1.2)
+    ax.axhline(curve.peak_bytes / MB, color="#9ca3af", linestyle=":", linewidth=1)
+    ax.text(0, curve.peak_bytes / MB, f" peak {curve.peak_bytes / MB:,.1f} MB", va="bottom", color="#4b5563")
+    ax.set(xlabel="time in the step (ms)", ylabel="allocated (MB)", ylim=(0, 1.15 * curve.peak_bytes / MB))
+
+
+def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
+    """One bar a rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
+        for row, record in enumerate(ranks.values()):
+            parts = [record.parameter_bytes, record.gradient_bytes, record.optimizer_bytes]
+            parts.append(max(0, record.held_bytes - sum(parts)))
+            left = 0
+            for size, colour in zip(parts, STATE_COLOURS.values(), strict=True):
+                ax.barh(row, size / MB, left=left / MB, color=colour, height=0.65)
+                left += size
+            ax.plot([record.peak_bytes / MB] * 2, [row - 0.4, row + 0.4], color="#b91c1c", linewidth=2)
+            ax.text(record.peak_bytes / MB, row, f"  peak {record.peak_bytes / MB:,.1f}", va="center", color="#b91c1c")
+        ax.set_yticks(range(len(ranks)), ranks.keys())
+        ax.invert_yaxis()
+        highest = max(record.peak_bytes for record in ranks.values()) / MB
+        ax.set(xlabel="bytes on one rank (MB)", xlim=(0, 1.2 * highest))
+        handles = [Patch(color=colour, label=name) for name, colour in STATE_COLOURS.items()]
+        ax.legend(handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    return fig, ax
+
+
+def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[Figure, Axes]:
+    """Images a second against the number of ranks, beside what perfect scaling from one rank would give."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(5, 2.8), layout="constrained")
+        ranks = sorted(images_per_s)
+        ax.bar(ranks, [images_per_s[count] for count in ranks], color=STRATEGY_COLOURS[strategy], width=0.5)
+        perfect = [images_per_s[ranks[0]] * count / ranks[0] for count in ranks]
+        ax.plot(ranks, perfect, color="#9ca3af", linestyle="--", marker="o", label="perfect scaling")
+        ax.set_xticks(ranks)
+        ax.set(xlabel="ranks", ylabel="all ranks together (images/s)", title="Throughput")
+        ax.legend()
+    return fig, ax
+
+
+def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Axes]:
+    """The collectives of one step on a time line, one row a rank, each labelled with its full-tensor MB."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.5 * len(traces)), layout="constrained")
+        _draw_collectives(ax, traces)
+        ax.set(title=title)
+    return fig, ax
+
+
+def _draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
+    ends_s = [stretch.end_s for trace in traces for stretch in (*trace.curve.phases, *trace.collectives)]
+    length_ms = 1e3 * max(ends_s, default=1e-3)
+    for rank, trace in enumerate(traces):
+        for phase in trace.curve.phases:
+            width_ms = 1e3 * (phase.end_s - phase.start_s)
+            ax.barh(rank, width_ms, left=1e3 * phase.start_s, color=PHASE_COLOURS[phase.name], height=0.9)
+        for seen in trace.collectives:
+            width_ms = 1e3 * (seen.end_s - seen.start_s)
+            ax.barh(rank, width_ms, left=1e3 * seen.start_s, color=OP_COLOURS.get(seen.op, "#6b7280"), height=0.5)
+            if width_ms > 0.05 * length_ms:
+                middle_ms = 1e3 * seen.start_s + width_ms / 2
+                ax.text(middle_ms, rank, f"{seen.bytes / MB:.1f}", ha="center", va="center", color="white")
+    ops = dict.fromkeys(seen.op for trace in traces for seen in trace.collectives)
+    handles = [Patch(color=OP_COLOURS.get(op, "#6b7280"), label=op) for op in ops]
+    handles += [Patch(color=colour, label=name) for name, colour in PHASE_COLOURS.items()]
+    ax.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0, 1.12))
+    ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
+    ax.invert_yaxis()
+    ax.set(xlabel="time in the step (ms); numbers in the bars are MB", xlim=(0, length_ms))
+
+
+def plot_units(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
+    """The model as a tree of modules with parameters; one column a choice, one colour a unit, grey for the root."""
+    leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    with _style():
+        fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
+        for column, units in enumerate(choices.values()):
+            for row, leaf in enumerate(leaves):
+                owner = _owner(leaf, units)
+                colour = "#e5e7eb" if owner == "root" else plt.get_cmap("Set2")(list(units).index(owner) % 8)
+                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colour))
+                ax.text(column, row, owner, ha="center", va="center")
+        sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
+        labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
+        ax.set_yticks(range(len(leaves)), labels, family="monospace")
+        ax.set_xticks(range(len(choices)), [f"{name}\n{len(units) + 1} units" for name, units in choices.items()])
+        ax.xaxis.tick_top()
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set(xlim=(-0.5, len(choices) - 0.5), ylim=(len(leaves) - 0.5, -0.5))
+    return fig, ax
+
+
+def _owner(leaf: str, units: Sequence[str]) -> str:
+    """The innermost unit around a module."""
+    around = [unit for unit in units if leaf == unit or leaf.startswith(f"{unit}.")]
+    return max(around, key=len, default="root")
+
+
+def plot_peak_against_units(
+    runs: Mapping[str, Sequence[RankRecord]], limit_bytes: int, limit_name: str
+) -> tuple[Figure, Axes]:
+    """Peak against the number of units, one line an API, beside the peak of something else as a dashed line."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
+        for (name, ranks), style in zip(runs.items(), ("-", "--"), strict=False):
+            ordered = sorted(ranks, key=lambda rank: rank.num_units)
+            counts = [rank.num_units for rank in ordered]
+            peaks = [rank.peak_bytes / MB for rank in ordered]
+            ax.plot(counts, peaks, style, marker="o", color=STRATEGY_COLOURS["fsdp-auto-wrap"], label=name)
+        ax.axhline(limit_bytes / MB, color=STRATEGY_COLOURS["ddp"], linestyle=":", label=limit_name)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set(xlabel="FSDP units, the root included", ylabel="peak on a rank (MB)", ylim=(0, None))
+        ax.legend()
+    return fig, ax
+
+
+def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, Axes]:
+    """Peak bytes against the number of ranks, one line a strategy."""
+    with _style():
+        fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
+        for strategy, by_ranks in peaks.items():
+            sizes = [size / MB for size in by_ranks.values()]
+            ax.plot(list(by_ranks), sizes, marker="o", color=STRATEGY_COLOURS[strategy], label=strategy)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)", ylim=(0, None))
+        ax.legend()
+    return fig, ax
+
+
+def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
+    """One bar a rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
+    with _style():
+        size = (9, 0.8 + 0.4 * len(rungs))
+        fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
+        places = range(len(rungs))
+        colours = [STRATEGY_COLOURS[rung.strategy] for rung in rungs]
+        peaks = [rung.peak_bytes / MB for rung in rungs]
+        memory_ax.barh(places, peaks, color=colours, alpha=0.35, height=0.65)
+        memory_ax.barh(places, [rung.held_bytes / MB for rung in rungs], color=colours, height=0.65)
+        for place, rung in enumerate(rungs):
+            predicted = rung.predicted_bytes / MB
+            label = "predicted" if place == 0 else None
+            memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color="#111827", linewidth=2, label=label)
+            change = f" ({peaks[place] - peaks[place - 1]:+,.1f})" if place else ""
+            right = max(peaks[place], predicted)
+            memory_ax.text(right, place, f"  {peaks[place]:,.1f}{change}", va="center", color="#4b5563")
+        time_ax.barh(places, [1e3 * rung.step_s for rung in rungs], color=colours, height=0.65)
+        memory_ax.set_yticks(places, [rung.name for rung in rungs])
+        time_ax.set_yticks([])
+        for ax in (memory_ax, time_ax):
+            ax.invert_yaxis()
+        memory_ax.set(
+            title="held (solid) and peak (light), with the change of the peak",
+            xlabel="bytes on a rank (MB)",
+            xlim=(0, 1.25 * max(peaks)),
+        )
+        memory_ax.legend(loc="lower right")
+        time_ax.set(title="step time, median", xlabel="time (ms)")
+    return fig, (memory_ax, time_ax)
+
+
+def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axes]]:
+    """For each model: bytes held (solid) and peak (light) of every strategy, and its step time."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    with _style():
+        fig, axes = plt.subplots(len(models), 2, figsize=(9, 0.6 + 2.2 * len(models)), layout="constrained")
+        for (memory_ax, time_ax), model in zip(axes.reshape(-1, 2), models, strict=True):
+            chosen = [row for row in rows if row.model == model]
+            colours = [STRATEGY_COLOURS[row.strategy] for row in chosen]
+            places = range(len(chosen))
+            memory_ax.barh(places, [row.peak_bytes / MB for row in chosen], color=colours, alpha=0.35)
+            memory_ax.barh(places, [row.held_bytes / MB for row in chosen], color=colours)
+            time_ax.barh(places, [1e3 * row.step_s for row in chosen], color=colours)
+            memory_ax.set_yticks(places, [row.label for row in chosen])
+            time_ax.set_yticks([])
+            for ax in (memory_ax, time_ax):
+                ax.invert_yaxis()
+            memory_ax.set(title=f"{model}: held (solid) and peak (light)", xlabel="bytes on a rank (MB)")
+            time_ax.set(title="step time, median", xlabel="time (ms)")
+    return fig, axes
+
+
+def plot_savings(savings: Mapping[str, Sequence[SavingRecord]]) -> tuple[Figure, Sequence[Axes]]:
+    """For each strategy and way of saving: seconds (solid: training waits), memory meanwhile, bytes on disk."""
+    bars = [(f"{strategy}, {record.way}", record) for strategy, records in savings.items() for record in records]
+    with _style():
+        size = (9, 0.8 + 0.28 * len(bars))
+        fig, axes = plt.subplots(1, 3, figsize=size, layout="constrained", sharey=True)
+        time_ax, memory_ax, disk_ax = axes
+        places, records = range(len(bars)), [record for _, record in bars]
+        colours = [SAVING_COLOURS[record.way] for record in records]
+        time_ax.barh(places, [1e3 * record.total_s for record in records], color=colours, alpha=0.35)
+        time_ax.barh(places, [1e3 * record.waiting_s for record in records], color=colours)
+        memory_ax.barh(places, [record.extra_bytes / MB for record in records], color=colours)
+        disk_ax.barh(places, [record.disk_bytes / MB for record in records], color=colours)
+        time_ax.set(title="until whole; solid: training waits", xlabel="time (ms)")
+        memory_ax.set(title="allocated meanwhile, one rank", xlabel="memory (MB)")
+        disk_ax.set(title="on disk, all files", xlabel="size (MB)")
+        time_ax.set_yticks(places, [name for name, _ in bars])
+        time_ax.invert_yaxis()
+    return fig, axes
+
+
+def plot_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
+    """Who wrote what: one row a tensor, from its first value to its last, coloured by the rank that wrote the slice."""
+    ranks = sorted({part.rank for entry in entries for part in entry.slices})
+    colours = dict(zip(ranks, plt.get_cmap("Set2").colors, strict=False))
+    with _style():
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.3 * len(entries)), layout="constrained")
+        for row, entry in enumerate(entries):
+            first_size = entry.shape[0] if entry.shape else 1
+            for part in entry.slices:
+                width = (part.sizes[0] if part.sizes else 1) / first_size
+                left = (part.offsets[0] if part.offsets else 0) / first_size
+                ax.barh(row, width, left=left, color=colours[part.rank], edgecolor="white", height=0.8)
+                if entry.shape:
+                    ax.text(left + width / 2, row, part.sizes[0], ha="center", va="center", fontsize=7)
+        ax.set_yticks(range(len(entries)), [f"{entry.name}  {list(entry.shape)}" for entry in entries])
+        ax.invert_yaxis()
+        ax.set(xlim=(0, 1), xlabel="along the first dimension (fraction of the tensor); numbers are rows")
+        handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
+        fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
+    return fig, ax
+
+
+def _style() -> AbstractContextManager:
+    """The look of all figures. The backend is loaded first: what it sets while loading must outlive the style."""
+    plt.switch_backend(plt.get_backend())
+    return plt.rc_context(STYLE)

@@ -1,0 +1,121 @@
+"""Small rank functions that look at one thing each: what the notebooks show, and then run."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import enable_wrap, wrap
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.records import StepTrace
+from fsdp_helpers.sharding.gradients import clip_gradients
+from fsdp_helpers.sharding.strategies import STRATEGIES, unit_names
+from fsdp_helpers.training.loop import add_up_gradients
+from fsdp_helpers.training.worker import config_batches, load_rank_data
+
+
+def say_hello(rank: int, world_size: int) -> dict:
+    """Who am I, and does the sum over all ranks come out right?"""
+    ones = torch.ones(1, device=rank_device())
+    dist.all_reduce(ones)
+    return {
+        "rank": rank,
+        "process": os.getpid(),
+        "device": str(rank_device()),
+        "threads": torch.get_num_threads(),
+        "ranks that answered": int(ones),
+    }
+
+
+def show_all_reduce(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """What this rank puts into an all-reduce, and what it gets out of it."""
+    values = torch.tensor([1.0, 10.0, 100.0], device=rank_device()) * (rank + 1)
+    before = values.tolist()
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)  # in place, and the same on every rank afterwards
+    return before, values.tolist()
+
+
+def gradient_norm(rank: int, world_size: int, config: TrainConfig, average: bool) -> float:
+    """The norm of the first step's gradient after an all-reduce, with or without the division by the ranks."""
+    dataset = load_rank_data(config, rank_device())
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, dropout=False).to(rank_device())
+    images, labels = next(iter(config_batches(dataset, config, rank, world_size, epoch=0)))
+    F.cross_entropy(model(images), labels).backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    dist.all_reduce(gradient)
+    return float(gradient.norm() / (world_size if average else 1))
+
+
+def describe_sharded(rank: int, world_size: int, config: TrainConfig) -> tuple[str, list[tuple[str, str, list, list]]]:
+    """The printed model after sharding; and name, type, whole shape and local shape of each of its parameters."""
+    model = STRATEGIES[config.strategy](build_model(config.model), rank_device(), config)
+    parameters = []
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        parameters.append((name, type(parameter).__name__, list(parameter.shape), list(local.shape)))
+    return str(model), parameters
+
+
+def list_units(rank: int, world_size: int, config: TrainConfig) -> list[str]:
+    """The names of the FSDP units that a strategy makes, the root among them."""
+    return unit_names(STRATEGIES[config.strategy](build_model(config.model), rank_device(), config))
+
+
+def nest_by_hand(rank: int, world_size: int) -> str:
+    """FSDP1 without a policy: `wrap` marks the units, while `enable_wrap` says what to wrap them with."""
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=rank_device(), use_orig_params=True):
+        model = wrap(
+            nn.Sequential(
+                wrap(nn.Linear(784, 512)),  # a unit
+                nn.ReLU(),
+                nn.Linear(512, 10),  # not wrapped: belongs to the root
+            )
+        )
+    return str(model)
+
+
+def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tuple[float, float]:
+    """The norm of what this rank keeps of the first step's gradient, and the norm that clipping works with."""
+    device = rank_device()
+    dataset = load_rank_data(config, device)
+    torch.manual_seed(config.seed)
+    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), device, config)
+    images, labels = next(iter(config_batches(dataset, config, rank, world_size, epoch=0)))
+    add_up_gradients(model, images, labels)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    own_norm = torch.cat([gradient.flatten() for gradient in own]).double().norm()
+    return own_norm.item(), clip_gradients(model, max_norm=1.0).item()
+
+
+def trace_your_own(rank: int, world_size: int) -> StepTrace:
+    """Any module, any loop: here two transformer layers, each a unit, and one step of SGD."""
+    device = rank_device()
+    with trace_memory(device) as trace:
+        layers = [nn.TransformerEncoderLayer(128, nhead=4, batch_first=True) for _ in range(2)]
+        model = nn.Sequential(*layers).to(device)
+        mesh = init_device_mesh(device.type, (world_size,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):  # the second step is a steady one
+            with record_function("my step"):
+                with record_function("forward"):
+                    optimizer.zero_grad()
+                    loss = model(torch.ones(8, 64, 128, device=device)).square().mean()
+                with record_function("backward"):
+                    loss.backward()
+                with record_function("step"):
+                    optimizer.step()
+    return trace.last("my step")

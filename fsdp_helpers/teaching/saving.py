@@ -1,0 +1,158 @@
+"""Rank functions about saving and coming back, one idea each: what notebook 06 shows, and then runs."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.profiler import record_function
+
+from fsdp_helpers.checkpointing.folder import UNFINISHED, checkpoint_name
+from fsdp_helpers.checkpointing.state import load_sharded, save_full, save_sharded, save_sharded_async
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.data import Dataset
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.records import MemoryCurve, RunRecord, SavingRecord
+from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.training.loop import train_step
+from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
+
+Built = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
+
+
+def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str) -> list[SavingRecord]:
+    """One training state, saved in three ways: time, bytes on disk and memory of each."""
+    with trace_memory(rank_device()) as trace:
+        model, optimizer = _trained_for_a_step(rank, world_size, config)
+        writing_group = dist.new_group(backend="gloo")  # for the thread that writes in the background
+        ways = {
+            "full": lambda path: save_full(f"{path}.pt", model, optimizer),
+            "sharded": lambda path: save_sharded(path, model, optimizer),
+            "asynchronous": lambda path: save_sharded_async(path, model, optimizer, writing_group),
+        }
+        for way, save in ways.items():
+            with record_function(way):
+                _finish(save(f"{folder}/traced-{way}"))
+    # Tracing takes time, so each is saved once more, for the clock.
+    return [_timed(way, save, Path(folder, way), trace.last(way).curve) for way, save in ways.items()]
+
+
+def _timed(way: str, save: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
+    dist.barrier()
+    start_s = time.perf_counter()
+    writing = save(str(path))
+    waiting_s = time.perf_counter() - start_s
+    _finish(writing)
+    dist.barrier()
+    files = [*path.glob("*"), *path.parent.glob(f"{path.name}.pt")]
+    return SavingRecord(
+        way=way,
+        waiting_s=max(gather_over_ranks(waiting_s)),
+        total_s=max(gather_over_ranks(time.perf_counter() - start_s)),
+        disk_bytes=sum(file.stat().st_size for file in files),
+        extra_bytes=max(gather_over_ranks(curve.peak_bytes - curve.allocated_bytes[0])),
+    )
+
+
+def _finish(writing: Future | None) -> None:
+    if writing is not None:
+        writing.result()
+
+
+def gather_by_torch(rank: int, world_size: int, config: TrainConfig) -> bool:
+    """Does torch's own gathering return both of Adam's moments, or one of them twice?"""
+    model, optimizer = _trained_for_a_step(rank, world_size, config)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    _, whole = get_state_dict(model, optimizer, options=options)
+    return rank != 0 or all(
+        not torch.equal(moments["exp_avg"], moments["exp_avg_sq"]) for moments in whole["state"].values()
+    )
+
+
+def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> None:
+    """The most common accident: it looks right, since one rank is enough to write a file."""
+    model, optimizer = _trained_for_a_step(rank, world_size, config)
+    if rank == 0:
+        save_full(f"{folder}/model.pt", model, optimizer)  # gathering takes all ranks, and only this one came
+    dist.barrier()
+
+
+def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:
+    """Train half of the steps, save, start anew and load: what if one thing does not come back?
+
+    `lost` is "nothing", "optimiser", "schedule" or "data position".
+    """
+    dataset = load_rank_data(config, rank_device())
+    half = config.max_steps // 2
+    model, optimizer, schedule = _build(config, seed=config.seed)
+    losses = _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=half)
+    save_sharded(folder, model, optimizer)
+    schedule_state = schedule.state_dict()
+
+    model, optimizer, schedule = _build(config, seed=config.seed + 1)  # a new process knows nothing of the old one
+    load_sharded(folder, model, optimizer)
+    if lost == "optimiser":
+        optimizer, schedule = _optimise(model, config)
+    if lost != "schedule":
+        schedule.load_state_dict(schedule_state)
+        optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]  # which the line above does not set
+    first_step = 0 if lost == "data position" else half
+    losses += _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count=half)
+    return losses
+
+
+def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: int) -> RunRecord:
+    """`train_worker`, but rank 0 is ended without warning while it writes its part of the checkpoint of `step`."""
+
+    def end_while_writing(event: str, details: tuple) -> None:
+        if event == "open" and str(details[0]).endswith(f"{UNFINISHED}{checkpoint_name(step)}/__0_0.distcp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(end_while_writing)  # Python reports every file that it opens
+    return train_worker(rank, world_size, config)
+
+
+def _trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimiser with a state worth saving."""
+    dataset = load_rank_data(config, rank_device())
+    model, optimizer, schedule = _build(config, seed=config.seed)
+    _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _build(config: TrainConfig, seed: int) -> Built:
+    torch.manual_seed(seed)
+    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
+    return model, *_optimise(model, config)
+
+
+def _optimise(
+    model: nn.Module, config: TrainConfig
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+
+
+def _train_steps(
+    rank: int, world_size: int, config: TrainConfig, dataset: Dataset, built: Built, first_step: int, count: int
+) -> list[float]:
+    """The mean losses over the global batch of `count` steps, the learning rate falling after each."""
+    model, optimizer, schedule = built
+    losses = []
+    batches = config_batches(dataset, config, rank, world_size, epoch=0, first_step=first_step)
+    for images, labels in islice(batches, count):
+        losses.append(train_step(model, images, labels, optimizer))
+        schedule.step()
+    return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()

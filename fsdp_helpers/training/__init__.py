@@ -1,0 +1,1 @@
+"""A run: the rank function, its loop, who looks on, and what starts it."""

@@ -1,0 +1,95 @@
+"""The closing comparison: every strategy, both APIs, side by side on this machine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig
+from fsdp_helpers.quantities import format_bytes, format_seconds
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.records import ComparisonRow, RunRecord
+from fsdp_helpers.training.watch import STEADY_STEP
+from fsdp_helpers.training.worker import train_worker
+
+HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "moved a step", "final loss")
+
+
+def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
+    """Every model with every strategy and API that runs on `device`; see `left_out` for the rest."""
+    chosen = [
+        replace(base, model=model, strategy=strategy, api=api)
+        for model in models
+        for strategy in STRATEGIES
+        for api in (APIS if strategy.startswith("fsdp") else APIS[-1:])
+    ]
+    return [config for config in chosen if left_out(config, device) is None]
+
+
+def left_out(config: TrainConfig, device: str) -> str | None:
+    """Why this configuration cannot run on `device`; None where it can."""
+    try:
+        config.check_device(device)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def compare(
+    configs: Sequence[TrainConfig],
+    *,
+    world_size: int,
+    device: str,
+    on_done: Callable[[int, int, str, str], None] = lambda done, total, title, details: None,
+) -> list[ComparisonRow]:
+    """Run one configuration after the other; `on_done(done, total, title, details)` hears of each that is finished."""
+    rows = []
+    on_done(0, len(configs), "compare", "")
+    for config in configs:
+        ranks = 1 if config.strategy == "local" else world_size
+        record = launch(train_worker, config, world_size=ranks, device=device, progress=False)[0]
+        rows.append(comparison_row(record))
+        on_done(len(rows), len(configs), "compare", f"{config.model}, {rows[-1].label}")
+    return rows
+
+
+def comparison_row(record: RunRecord) -> ComparisonRow:
+    """What the comparison shows of a run. Needs a run of more than STEADY_STEP steps."""
+    config, rank = record.config, record.ranks[0]
+    return ComparisonRow(
+        model=config.model,
+        strategy=config.strategy,
+        api=config.api if config.strategy.startswith("fsdp") else None,
+        world_size=record.world_size,
+        step_s=median(record.step_seconds[STEADY_STEP:]),
+        held_bytes=rank.held_bytes,
+        peak_bytes=rank.peak_bytes,
+        moved_bytes=sum(seen.bytes for seen in rank.collectives),
+        final_loss=record.step_losses[-1],
+    )
+
+
+def comparison_cells(row: ComparisonRow) -> list[str]:
+    """One row as text, under HEADERS."""
+    return [
+        row.model,
+        row.label,
+        str(row.world_size),
+        format_seconds(row.step_s),
+        format_bytes(row.held_bytes),
+        format_bytes(row.peak_bytes),
+        format_bytes(row.moved_bytes),
+        f"{row.final_loss:.4f}",
+    ]
+
+
+def plain_table(rows: Sequence[ComparisonRow]) -> str:
+    """The comparison for a terminal: names to the left, numbers to the right."""
+    lines = [list(HEADERS), *(comparison_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

@@ -1,0 +1,109 @@
+"""One epoch of training, one evaluation: the same code for one process and for many."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+def train_one_epoch(
+    model: nn.Module,
+    batches: Batches,
+    optimizer: torch.optim.Optimizer,
+    after_step: Callable[[Tensor, int], None] | None = None,
+    **step_settings,
+) -> Tensor:
+    """Train on every batch once and return this rank's loss of each step, shape (num_steps,).
+
+    `after_step(loss, batch_bytes)` is called after each step; reading the loss there makes a GPU wait.
+    `step_settings` are those of `train_step`.
+    """
+    model.train()
+    losses = []
+    for images, labels in batches:
+        losses.append(train_step(model, images, labels, optimizer, **step_settings))
+        if after_step is not None:
+            after_step(losses[-1], images.nbytes + labels.nbytes)
+    return torch.stack(losses) if losses else torch.empty(0)
+
+
+def train_step(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    optimizer: torch.optim.Optimizer,
+    *,
+    micro_batches: int = 1,
+    sync_micro_batches: bool = False,
+    clip_norm: float | None = None,
+    norms: list[Tensor] | None = None,
+) -> Tensor:
+    """One step of training; returns the mean loss over this rank's images, before the update.
+
+    The batch goes through in `micro_batches` equal parts, see `add_up_gradients`. With `clip_norm` the gradients are
+    scaled down to that norm, and their norm before is appended to `norms`. The named phases cost next to nothing and
+    show up in every trace.
+    """
+    with record_function("train step"):
+        optimizer.zero_grad()
+        loss = add_up_gradients(model, images, labels, micro_batches, sync_micro_batches)
+        with record_function("step"):
+            if clip_norm is not None:
+                norm = clip_gradients(model, clip_norm)
+                if norms is not None:
+                    norms.append(norm)
+            optimizer.step()
+    return loss
+
+
+def add_up_gradients(
+    model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int = 1, sync_micro_batches: bool = False
+) -> Tensor:
+    """Forward and backward of each micro-batch, one after the other; returns the mean loss over all images.
+
+    Ranks reduce the sum of the gradients once, after the last part, or each part's with `sync_micro_batches`.
+    """
+    assert len(images) % micro_batches == 0, f"{len(images)} images do not divide by {micro_batches} micro-batches"
+    losses = []
+    for part_images, part_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+        reduce_now = sync_micro_batches or len(losses) == micro_batches - 1
+        with nullcontext() if reduce_now else hold_back_reduction(model):
+            with record_function("forward"):
+                # Divided here, the parts' gradients add up to the gradient of the mean over all images.
+                loss = batch_loss(model, part_images, part_labels) / micro_batches
+            with record_function("backward"):
+                loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss over `images`, in fp32 whatever the model computes in.
+
+    Cross-entropy serves logits and log-probabilities alike, since log-softmax leaves log-probabilities as they are.
+    """
+    return F.cross_entropy(model(images).float(), labels)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Batches) -> Tensor:
+    """This rank's sums over its test images: loss, correct answers, images. Shape (3,), float64.
+
+    Sums, not means: ranks with different numbers of images can add them up and divide once.
+    """
+    model.eval()
+    sums = None
+    for images, labels in batches:
+        outputs = model(images).float()
+        loss = F.cross_entropy(outputs, labels, reduction="sum")
+        correct = (outputs.argmax(dim=1) == labels).sum()
+        batch_sums = torch.stack([loss.double(), correct.double(), torch.full_like(loss, len(labels)).double()])
+        sums = batch_sums if sums is None else sums + batch_sums
+    return sums

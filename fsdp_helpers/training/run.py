@@ -1,0 +1,100 @@
+"""One run, from its settings to its record: ranks of our own with `train`, or one rank among those of torchrun."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.data import num_train_images, prepare_data
+from fsdp_helpers.ranks.group import choose_device, process_group
+from fsdp_helpers.ranks.launch import RankError, launch
+from fsdp_helpers.ranks.process import describe_error
+from fsdp_helpers.ranks.progress import ProgressBar, send_reports_to
+from fsdp_helpers.ranks.torchrun import read_place
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.training.worker import train_worker
+
+
+def train(
+    config: TrainConfig,
+    *,
+    world_size: int | None = None,
+    device: str = "auto",
+    timeout_s: float | None = None,
+    progress: bool = True,
+    on_data: Callable[[str], None] | None = None,
+    **changes: object,
+) -> RunRecord:
+    """One run of `config`, with `changes` to its fields, in processes of its own; returns the record of rank 0.
+
+    `world_size` is 1 for strategy "local" and 2 for the others, unless it is given. The data are prepared before any
+    process starts, and `on_data` hears which they are: "mnist" or "digits".
+
+    Raises ValueError, DataError or CheckpointError before anything starts, for settings that cannot work, data that
+    cannot be used and checkpoints that do not fit; RankError and RankTimeout as `launch` does.
+    """
+    config = replace(config, **changes)
+    if world_size is None:
+        world_size = 1 if config.strategy == "local" else 2
+    config.check_world_size(world_size)
+    device = choose_device(device, world_size)
+    config.check_device(device)
+    source = prepare_run_data(config)
+    if on_data is not None:
+        on_data(source)
+    check_checkpoints(config, source)
+    try:
+        return launch(
+            train_worker, config, world_size=world_size, device=device, timeout_s=timeout_s, progress=progress
+        )[0]
+    finally:
+        tidy_up(config)
+
+
+def train_as_rank_of_torchrun(
+    config: TrainConfig,
+    *,
+    world_size: int | None = None,
+    device: str = "auto",
+    on_data: Callable[[str], None] | None = None,
+) -> RunRecord | None:
+    """This process is one rank; the first rank of each machine prepares the data, rank 0 returns the record.
+
+    Raises ValueError for a `world_size` that is not torchrun's, RankError for a worker that fails.
+    """
+    place = read_place()
+    if world_size not in (None, place.world_size):
+        raise ValueError(f"--world-size {world_size}, but torchrun started {place.world_size} ranks; leave it out")
+    config.check_world_size(place.world_size)
+    device = choose_device(device, place.local_world_size)
+    config.check_device(device)
+    bar = ProgressBar()
+    if place.rank == 0:
+        send_reports_to(bar.update)
+    with process_group(place.rank, place.world_size, device=device):
+        if place.local_rank == 0:
+            source = prepare_run_data(config)
+            if on_data is not None:
+                on_data(source)
+        if place.rank == 0:
+            check_checkpoints(config, source)
+        dist.barrier()
+        try:
+            record = train_worker(place.rank, place.world_size, config)
+        except Exception as error:  # whatever it is, from here on it is this rank's failure, no bad input
+            raise RankError(place.rank, place.world_size, *describe_error(error)) from error
+    bar.close()
+    return record if place.rank == 0 else None
+
+
+def prepare_run_data(config: TrainConfig) -> str:
+    """Make sure that workers find their data, and say which: "mnist" or "digits".
+
+    Raises ValueError where there are too few images for one global batch.
+    """
+    config.check_data_size(num_train_images("mnist"))  # the larger source: refused before anything is fetched
+    source = prepare_data(config.data_dir)
+    config.check_data_size(num_train_images(source))
+    return source

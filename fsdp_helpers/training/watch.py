@@ -1,0 +1,95 @@
+"""Looking on while a rank trains: time, memory and progress, off the clock."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.data import Dataset
+from fsdp_helpers.measuring.collectives import count_collectives
+from fsdp_helpers.measuring.memory import MemoryTrace, state_bytes
+from fsdp_helpers.ranks import progress
+from fsdp_helpers.records import RankRecord, StateBytes, StepTrace
+from fsdp_helpers.sharding.strategies import count_units
+
+STEADY_STEP = 3  # the first step creates optimiser state, the second may rearrange buckets
+
+
+class StepWatch:
+    """Looks on while a rank trains: times every step, measures a steady one, reports progress.
+
+    Begin before the model is built, so that the memory trace sees all of it.
+    """
+
+    def __init__(self, config: TrainConfig, num_steps: int, dataset: Dataset, device: torch.device) -> None:
+        self._config, self._num_steps, self._device = config, num_steps, device
+        # On the CPU the images came before the trace; on CUDA the allocator counts them too.
+        self._dataset_bytes = dataset.train.num_bytes + dataset.test.num_bytes if device.type == "cuda" else 0
+        self._memory = MemoryTrace(device)
+        self._memory.start()
+        self.state: StateBytes | None = None
+        self.trace: StepTrace | None = None  # of a steady step; stays None in a run of a single step
+        self.step_seconds: list[float] = []
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        if self._num_steps == 0:  # a resumed run with nothing left to train
+            self._memory.stop()
+            self.state = state_bytes(model, optimizer)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._first_step = len(self.step_seconds)
+        self._clock_s = time.perf_counter()
+
+    @property
+    def epoch_seconds(self) -> float:
+        return sum(self.step_seconds[self._first_step :])
+
+    def after_step(self, loss: Tensor, batch_bytes: int) -> None:
+        """Called after each step; what happens in here is on nobody's clock."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.step_seconds.append(time.perf_counter() - self._clock_s)
+        if len(self.step_seconds) == min(STEADY_STEP, self._num_steps):
+            self._measure(batch_bytes)
+        self._report(loss)
+        self._clock_s = time.perf_counter()
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """What happens in this block, between two steps, belongs to neither."""
+        try:
+            yield
+        finally:
+            self._clock_s = time.perf_counter()
+
+    def _measure(self, batch_bytes: int) -> None:
+        self._memory.stop()
+        self.state = state_bytes(self._model, self._optimizer)
+        if self._num_steps > 1:
+            self.trace = self._memory.last("train step", uncounted_bytes=self._dataset_bytes + batch_bytes)
+
+    def rank_record(self, rank: int) -> RankRecord:
+        """What this rank kept, held and sent."""
+        return RankRecord(
+            rank=rank,
+            parameter_bytes=self.state.parameter_bytes,
+            gradient_bytes=self.state.gradient_bytes,
+            optimizer_bytes=self.state.optimizer_bytes,
+            held_bytes=self.trace.curve.held_bytes if self.trace else None,
+            peak_bytes=self.trace.curve.peak_bytes if self.trace else None,
+            num_units=count_units(self._model),
+            collectives=count_collectives(self.trace.collectives) if self.trace else (),
+        )
+
+    def _report(self, loss: Tensor) -> None:
+        done, total = len(self.step_seconds), self._num_steps
+        if progress.wants_report(done, total):
+            images_per_s = (done - self._first_step) * self._config.global_batch_size / self.epoch_seconds
+            epoch = f"epoch {self._epoch + 1}/{self._config.epochs}, " if self._config.epochs > 1 else ""
+            details = f"{epoch}{images_per_s:,.0f} images/s, loss {loss.item():.4f}"
+            progress.report(done, total, f"{self._config.model}, {self._config.strategy}", details)

@@ -1,0 +1,389 @@
+"""One file for a plain model, from slices; and what the index says about them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import checkpoint_workers as workers
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from runs import main_in_process, train
+
+from fsdp_helpers.checkpointing.consolidate import consolidate
+from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, commit
+from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.checkpointing.state import load_sharded
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.launch import launch
+
+RUNS = [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")]
+READERS = {".pt": lambda path: torch.load(path, weights_only=True), ".safetensors": safetensors.torch.load_file}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[tuple[str, str], Path]:
+    """For each strategy the folder of a run on three ranks, with checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("runs")
+    always = {"model": "vit", "global_batch_size": 6, "max_steps": 2, "checkpoint_every": 1, "test_images": 6}
+    always["data_dir"] = str(folder / "no-mnist")
+    for strategy, api in RUNS:
+        train(strategy, 3, api=api, checkpoint_dir=str(folder / f"{strategy}-{api}"), **always)
+    return {(strategy, api): folder / f"{strategy}-{api}" for strategy, api in RUNS}
+
+
+def save_by_hand(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint of one process that holds these parameters."""
+    unfinished = begin(folder, 1)
+    dcp.save({"model": tensors}, storage_writer=dcp.FileSystemWriter(unfinished), no_dist=True)
+    return commit(unfinished, step=1, world_size=1, settings={})
+
+
+# ---------------------------------------------------------------- the same model, from either file
+
+
+@pytest.mark.parametrize("suffix", READERS)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_plain_module_computes_the_same(run, suffix, runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: pytest.fail("a process group was started"))
+    entries = consolidate(runs[run], tmp_path / f"model{suffix}")
+    assert not dist.is_initialized()
+    model = build_model("vit").eval()
+    model.load_state_dict(READERS[suffix](tmp_path / f"model{suffix}"), strict=True)
+    assert {entry.name.removeprefix("model.") for entry in entries} == model.state_dict().keys()
+
+    expected, optimizer = workers.build(TrainConfig(model="vit"), seed=2)
+    images = torch.randn(5, 1, 28, 28)
+    assert not torch.equal(model(images), expected.eval()(images))  # not yet
+    with warnings.catch_warnings(action="ignore"):  # torch says that one process is one process
+        load_sharded(runs[run] / checkpoint_name(2), expected, optimizer)
+    assert torch.equal(model(images), expected(images))
+
+
+def test_the_folder_of_a_run_means_its_newest_checkpoint(runs, tmp_path):
+    content = {}
+    for name, path in [("run", RUNS[0]), ("first", checkpoint_name(1)), ("second", checkpoint_name(2))]:
+        folder = runs[RUNS[0]] if name == "run" else runs[RUNS[0]] / path
+        consolidate(folder, tmp_path / f"{name}.pt")
+        content[name] = READERS[".pt"](tmp_path / f"{name}.pt")
+    assert workers.differences(content["run"], content["second"]) == []
+    assert workers.differences(content["first"], content["second"]) != []
+
+
+MIXED = {
+    "odd": torch.tensor([True, False, True]),  # 3 bytes: what follows a bool is not aligned by itself
+    "whole": torch.tensor([-(2**40), 7]),
+    "half": torch.tensor([1.5, -2.0, 0.0, 3.0, 1e30]).bfloat16(),
+    "other_half": torch.arange(7).half(),
+    "nothing": torch.empty(0, 4),
+    "one": torch.tensor(0.5),
+    "single": torch.randn(3, 5),
+    "double": torch.randn(5, dtype=torch.float64),
+    "more": torch.tensor([[True], [False]]),
+    "int": torch.tensor([1, -1], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_every_type_comes_back_as_it_was(suffix, tmp_path):
+    path = save_by_hand(tmp_path / "run", MIXED)
+    entries = consolidate(path, tmp_path / f"model{suffix}")
+    found = READERS[suffix](tmp_path / f"model{suffix}")
+    assert workers.differences(found, MIXED) == []
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: tensor.shape for n, tensor in MIXED.items()}
+    # 3 + 16 + 10 + 14 + 0 + 4 + 60 + 40 + 2 + 8 bytes
+    assert sum(entry.num_bytes for entry in entries) == 157
+
+
+def test_every_tensor_begins_where_its_type_may(tmp_path):
+    """A reader that maps the file needs a value of 8 bytes at a multiple of 8, and so on."""
+    consolidate(save_by_hand(tmp_path / "run", MIXED), tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in MIXED.items():
+        begin, end = header[name]["data_offsets"]
+        assert begin % tensor.itemsize == 0, name
+        assert end - begin == tensor.nbytes, name
+    assert len(content) == 8 + length + 157
+
+
+# ---------------------------------------------------------------- what it takes
+
+# Runs the command line on sys.argv[1:], and prints by how many bytes the process's own memory (not that of files)
+# grew at most, and which processes or connections it started.
+WATCHED = """
+import sys, threading, time
+from pathlib import Path
+import torch, torch.distributed.checkpoint
+from fsdp_helpers import __main__
+from fsdp_helpers.checkpointing import consolidate
+from fsdp_helpers.ranks import group as ranks
+
+def own_bytes():
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+highest, done, started = [own_bytes()], [], []
+before = highest[0]
+def look():
+    while not done:
+        highest.append(own_bytes())
+        time.sleep(0.001)
+threading.Thread(target=look).start()
+STARTS = ("os.fork", "os.posix_spawn", "subprocess.Popen", "socket.bind", "socket.connect")
+sys.addaudithook(lambda event, args: started.append(event) if event in STARTS else None)
+try:
+    status = __main__.main(sys.argv[1:])
+finally:
+    done.append(1)
+print("WATCHED", status, max(highest) - before, started)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """200 MB of parameters: 8 tensors of 250 x 25,000 x 4 bytes = 25 MB, each in 10 slices."""
+    folder = tmp_path_factory.mktemp("large")
+    unfinished = begin(folder, 1)
+    launch(workers.save_slices, unfinished, 8, 250, 25_000, world_size=10, device="cpu", timeout_s=60)
+    yield commit(unfinished, step=1, world_size=10, settings={})
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_memory_holds_one_tensor_at_a_time(suffix, large, tmp_path):
+    out = tmp_path / f"model{suffix}"
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, "consolidate", str(large), str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("WATCHED")]
+    _, status, grown_bytes, started = line.split(maxsplit=3)
+    assert (status, started) == ("0", "[]"), done.stderr
+    if suffix == ".safetensors":
+        assert int(grown_bytes) < 1.5 * 25_000_000
+    else:
+        assert int(grown_bytes) > 200_000_000  # put together in memory: so the measurement sees what there is to see
+    found = READERS[suffix](out)
+    assert [found[f"layer{number}"].unique().tolist() for number in range(8)] == [[number] for number in range(8)]
+    out.unlink()
+
+
+# ---------------------------------------------------------------- whole or not there
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_a_full_disk_leaves_what_was_there(suffix, runs, tmp_path):
+    """The file may grow to 100,000 bytes, the model has 4 x 204,938 = 819,752: bad output, said in one line."""
+    out = tmp_path / f"model{suffix}"
+    out.write_text("old")
+    code = (
+        "import resource, sys; from fsdp_helpers.__main__ import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "consolidate", str(runs[RUNS[0]]), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    assert out.read_text() == "old"
+    assert os.listdir(tmp_path) == [out.name]
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert str(out) in line
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_a_single_changed_byte_is_found_out(suffix, checkpoint, tmp_path, capfd):
+    """Its size is right, so nothing but the values' own checksum can tell."""
+    file = checkpoint / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    (entry,) = [entry for entry in read_index(checkpoint) if entry.name == "model.head.weight"]
+    values = READERS[".pt"](write_pt(checkpoint, tmp_path))["head.weight"][4:8]  # rank 1's rows
+    begin = content.find(values.numpy().tobytes())
+    assert begin > 0 and 1 in [part.rank for part in entry.slices]
+    content[begin] ^= 1
+    file.write_bytes(content)
+    check_refused(checkpoint, tmp_path / f"model{suffix}", "__1_0.distcp", capfd)
+
+
+def write_pt(checkpoint: Path, folder: Path) -> Path:
+    consolidate(checkpoint, folder / "whole.pt")
+    return folder / "whole.pt"
+
+
+def test_an_error_on_the_way_leaves_nothing(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdp_helpers.checkpointing.consolidate._read", lambda *args: 1 / 0)
+    for suffix in READERS:
+        with pytest.raises(ZeroDivisionError):
+            consolidate(runs[RUNS[0]], tmp_path / f"model{suffix}")
+    assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------- refused in one line
+
+
+@pytest.fixture
+def checkpoint(runs, tmp_path) -> Path:
+    return shutil.copytree(runs[RUNS[2]], tmp_path / "run") / checkpoint_name(2)
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"!" * path.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing. Put it back"),
+        (lambda path: os.truncate(path / "__1_0.distcp", 1000), "__1_0.distcp is damaged: 1,000 bytes instead of"),
+        (lambda path: garble(path / "__1_0.distcp"), "step-00000002"),
+        (lambda path: (path / ".metadata").unlink(), ".metadata is missing. Put it back"),
+        (lambda path: garble(path / ".metadata"), ".metadata is not the index of a sharded checkpoint"),
+        (lambda path: garble(path / "checkpoint.json"), "there is no readable checkpoint.json"),
+        (lambda path: (path / "checkpoint.json").write_text('{"format": 2}'), "update fsdp_helpers to load it"),
+        (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
+    ],
+)
+@pytest.mark.parametrize("suffix", READERS)
+def test_a_damaged_checkpoint(suffix, spoil, message, checkpoint, capfd):
+    spoil(checkpoint)
+    for given in (checkpoint, checkpoint.parent):
+        check_refused(given, checkpoint.parent.parent / f"model{suffix}", message, capfd)
+
+
+def check_refused(given, out, message, capfd):
+    before = sorted(os.listdir(out.parent)) if out.parent.is_dir() else None
+    capfd.readouterr()
+    assert main_in_process("consolidate", given, out) == 2
+    output = capfd.readouterr()
+    (line,) = output.err.splitlines()
+    assert message in line
+    assert output.out == ""
+    assert before == (sorted(os.listdir(out.parent)) if out.parent.is_dir() else None)
+
+
+def test_what_is_no_checkpoint(tmp_path, capfd):
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    for given in ("file", "empty", "none"):
+        check_refused(tmp_path / given, tmp_path / "model.pt", f"{tmp_path / given} is not a checkpoint", capfd)
+
+
+@pytest.mark.parametrize(
+    "out, message",
+    [
+        ("model.bin", "model.bin: choose a name that ends in one of .safetensors, .pt"),
+        ("model", "choose a name that ends in one of"),
+        ("none/model.pt", "none does not exist"),
+        ("folder.pt", "folder.pt is a folder; give a file"),
+    ],
+)
+def test_an_output_that_cannot_be(out, message, runs, tmp_path, capfd):
+    (tmp_path / "folder.pt").mkdir()
+    check_refused(runs[RUNS[0]], tmp_path / out, message, capfd)
+
+
+def test_an_output_where_nobody_may_write(runs, capfd):
+    check_refused(runs[RUNS[0]], Path("/proc/model.pt"), "/proc", capfd)
+
+
+def test_in_a_process_of_its_own(run_cli, checkpoint, tmp_path):
+    done = run_cli("consolidate", checkpoint, tmp_path / "model.safetensors")
+    num_parameters = sum(tensor.numel() for tensor in READERS[".safetensors"](tmp_path / "model.safetensors").values())
+    assert num_parameters == sum(parameter.numel() for parameter in build_model("vit").parameters())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{tmp_path / 'model.safetensors'}: ")
+    (checkpoint / "__1_0.distcp").unlink()
+    done = run_cli("consolidate", checkpoint, tmp_path / "again.pt")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "__1_0.distcp is missing" in done.stderr and not (tmp_path / "again.pt").exists()
+
+
+def test_a_slice_that_calls_a_function_does_not(checkpoint, tmp_path, capfd):
+    """More on this in test_checkpoint.py; here it is the command line that has to refuse."""
+    mark = tmp_path / "mark"
+    code = b"cos\nsystem\n(S'touch %s'\ntR." % os.fsencode(mark)
+    place = checkpoint / ".metadata"
+    place.write_bytes(code + b" " * (place.stat().st_size - len(code)))
+    check_refused(checkpoint, tmp_path / "model.pt", "names os.system, which has no place in an index", capfd)
+    assert not mark.exists()
+
+
+# ---------------------------------------------------------------- the index
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_slices_cover_every_tensor_exactly_once(run, runs):
+    entries = read_index(runs[run] / checkpoint_name(2))
+    parameters = dict(build_model("vit").named_parameters())
+    names = [entry.name for entry in entries]
+    assert len(set(names)) == len(names)
+    # Each parameter, its two moments and its step counter, and the random state of three ranks
+    assert len(names) == 4 * len(parameters) + 3
+    for entry in entries:
+        painted = torch.zeros(entry.shape)
+        for part in entry.slices:
+            painted[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))] += 1
+        assert (painted == 1).all(), entry.name
+        assert sum(torch.Size(part.sizes).numel() for part in entry.slices) == torch.Size(entry.shape).numel()
+        if entry.name.startswith("model."):
+            parameter = parameters[entry.name.removeprefix("model.")]
+            assert (entry.shape, entry.dtype) == (parameter.shape, parameter.dtype)
+            assert entry.num_bytes == parameter.nbytes
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_file_is_one_ranks_and_says_so(run, runs):
+    checkpoint = runs[run] / checkpoint_name(2)
+    parts = [part for entry in read_index(checkpoint) for part in entry.slices]
+    assert {(part.file, part.rank) for part in parts} == {(f"__{rank}_0.distcp", rank) for rank in range(3)}
+    assert {part.file for part in parts} == {path.name for path in checkpoint.glob("*.distcp")}
+
+
+def test_which_rank_wrote_which_rows(runs):
+    entries = {entry.name: entry for entry in read_index(runs["fsdp-auto-wrap", "fsdp2"] / checkpoint_name(2))}
+    # 10 rows over three ranks, rounded up: 4, 4 and the 2 that are left
+    head = entries["model.head.weight"]
+    assert sorted((part.rank, part.offsets, part.sizes) for part in head.slices) == [
+        (0, (0, 0), (4, 64)),
+        (1, (4, 0), (4, 64)),
+        (2, (8, 0), (2, 64)),
+    ]
+    # One row: rank 0 has it, the others nothing
+    positions = entries["model.positions"].slices
+    assert [(part.rank, part.sizes) for part in positions if part.sizes[0]] == [(0, (1, 16, 64))]
+
+
+def test_whole_copies_are_written_once_and_by_all_ranks(runs):
+    entries = read_index(runs["ddp", "fsdp2"] / checkpoint_name(2))
+    assert all(len(entry.slices) == 1 for entry in entries)
+    num_bytes = [sum(e.num_bytes for e in entries if e.slices[0].rank == rank) for rank in range(3)]
+    # They share the writing: nobody more than half of it
+    assert max(num_bytes) < sum(num_bytes) / 2
+
+
+def test_the_random_state_of_each_rank_is_in_its_own_file(runs):
+    for run in RUNS:
+        entries = {entry.name: entry for entry in read_index(runs[run] / checkpoint_name(2))}
+        for rank in range(3):
+            (part,) = entries[f"extra.random-state-{rank}"].slices
+            assert part.rank == rank
+
+
+def test_the_index_alone_is_enough(runs, tmp_path):
+    path = runs[RUNS[1]] / checkpoint_name(2)
+    (tmp_path / ".metadata").write_bytes((path / ".metadata").read_bytes())
+    assert read_index(tmp_path) == read_index(path)
+    with pytest.raises(CheckpointError, match=r"\.metadata is not the index of a sharded checkpoint"):
+        read_index(tmp_path / "none")

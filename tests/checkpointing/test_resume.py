@@ -1,0 +1,584 @@
+"""A run that was stopped, in any way and at any moment, goes on as if it had not been."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import checkpoint_workers as workers
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from leftovers import END_S, PROJECT, processes_of_this_session
+from runs import FIXTURES, OFFLINE, main_in_process, train
+
+from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
+from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks.launch import RankError, launch
+from fsdp_helpers.training.run import train as train_run
+from fsdp_helpers.training.worker import train_worker
+
+RUNS = [
+    ("local", "fsdp2", 1),
+    ("ddp", "fsdp2", 2),
+    ("ddp", "fsdp2", 3),
+    ("fsdp", "fsdp1", 2),
+    ("fsdp-auto-wrap", "fsdp1", 3),
+    ("fsdp", "fsdp2", 2),
+    ("fsdp-auto-wrap", "fsdp2", 3),
+    ("fsdp-offload", "fsdp2", 2),
+]
+# 197 images in batches of 24: 8 steps an epoch, 5 images left out. Epochs end after steps 8 and 16.
+SETTINGS = {"global_batch_size": 24, "train_images": 197, "test_images": 12, "epochs": 3}
+# 4 checkpoints in 8 steps, across the end of an epoch of 5
+SHORT = {
+    "model": "simple",
+    "strategy": "fsdp",
+    "global_batch_size": 8,
+    "train_images": 43,
+    "test_images": 12,
+    "epochs": 2,
+    "max_steps": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def no_mnist(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("no-mnist"))
+
+
+def read_state(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, random state included."""
+    tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in read_index(path)}
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return tensors
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything in a folder: name -> size and time of its last change."""
+    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def unfinished(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith((".writing-", ".removing-")))
+
+
+# ---------------------------------------------------------------- a resumed run is the same run
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("strategy, api, world_size", RUNS)
+def test_ten_steps_and_ten_more_are_twenty(strategy, api, world_size, no_mnist, tmp_path):
+    """With dropout on, to the last bit: the losses, the evaluations and the state in the end."""
+    settings = {"api": api, "data_dir": no_mnist} | SETTINGS
+    undisturbed = train(strategy, world_size, max_steps=20, checkpoint_dir=str(tmp_path / "one"), **settings)[0]
+    settings["checkpoint_dir"] = str(tmp_path / "two")
+    first = train(strategy, world_size, max_steps=10, checkpoint_every=3, **settings)[0]
+    assert find_steps(tmp_path / "two") == [3, 6, 9, 10]
+    second = train(strategy, world_size, max_steps=20, resume=True, **settings)[0]
+    assert (first.first_step, second.first_step) == (0, 10)
+    assert first.step_losses + second.step_losses == undisturbed.step_losses
+    assert len(undisturbed.step_losses) == 20
+
+    # Epoch 1 ended in the first run, epoch 2 was cut in two after 2 of its steps, epoch 3 has the last 4 steps.
+    assert [epoch.epoch for epoch in first.epochs] == [1, 2]
+    assert [(epoch.epoch, epoch.train_images) for epoch in second.epochs] == [(2, 6 * 24), (3, 4 * 24)]
+    assert evaluation(first.epochs[0]) == evaluation(undisturbed.epochs[0])
+    assert [*map(evaluation, second.epochs)] == [*map(evaluation, undisturbed.epochs[1:])]
+
+    states = [read_state(tmp_path / run / checkpoint_name(20)) for run in ("one", "two")]
+    assert workers.differences(*states) == []
+    assert [f"extra.random-state-{rank}" in states[0] for rank in range(world_size + 1)] == [True] * world_size + [
+        False
+    ]
+
+
+def evaluation(epoch):
+    return epoch.epoch, epoch.test_loss, epoch.test_correct
+
+
+@pytest.mark.parametrize("strategy, api, world_size", [RUNS[2], RUNS[4], RUNS[6]])
+def test_saving_changes_no_number(strategy, api, world_size, no_mnist, tmp_path):
+    settings = {"api": api, "data_dir": no_mnist, "max_steps": 10} | SETTINGS
+    plain = train(strategy, world_size, **settings)[0]
+    saving = train(strategy, world_size, checkpoint_dir=str(tmp_path), checkpoint_every=2, **settings)[0]
+    assert saving.step_losses == plain.step_losses
+    assert [*map(evaluation, saving.epochs)] == [*map(evaluation, plain.epochs)]
+    for with_saving, without in zip(saving.ranks, plain.ranks, strict=True):
+        assert with_saving == without  # bytes held, the peak and the collectives of a step included
+
+
+@pytest.mark.parametrize("saver", [("ddp", "fsdp2", 2), ("fsdp-auto-wrap", "fsdp1", 3)])
+def test_a_run_goes_on_on_other_ranks_and_under_another_strategy(saver, no_mnist, tmp_path):
+    settings = {"data_dir": no_mnist, "dropout": False, "max_steps": 20} | SETTINGS
+    strategy, api, world_size = saver
+    undisturbed = train(strategy, world_size, api=api, **settings)[0]
+    saved = tmp_path / "saved"
+    train(strategy, world_size, api=api, checkpoint_dir=str(saved), **settings | {"max_steps": 10})
+    for strategy, api, world_size in [("local", "fsdp2", 1), ("fsdp", "fsdp2", 3), ("fsdp-auto-wrap", "fsdp1", 2)]:
+        folder = shutil.copytree(saved, tmp_path / f"{strategy}-{world_size}")
+        resumed = train(strategy, world_size, api=api, checkpoint_dir=str(folder), resume=True, **settings)[0]
+        assert resumed.first_step == 10
+        assert resumed.step_losses == pytest.approx(undisturbed.step_losses[10:], abs=1e-5)
+        assert resumed.epochs[-1].test_loss == pytest.approx(undisturbed.epochs[-1].test_loss, abs=1e-5)
+
+
+def test_other_ranks_draw_new_dropout_masks(no_mnist, tmp_path):
+    """Without its random state a rank must not begin again with the masks that it began with."""
+    settings = {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)} | SETTINGS
+    train("ddp", 2, max_steps=1, **settings)
+    seeds = launch(
+        workers.random_state_after_resuming,
+        TrainConfig(strategy="ddp", resume=True, **settings),
+        world_size=3,
+        device="cpu",
+    )
+    assert len(set(seeds)) == 3
+    first_seeds = {torch.Generator().manual_seed(1 + rank).get_state().numpy().tobytes() for rank in range(3)}
+    assert not first_seeds & set(seeds)
+
+
+# ---------------------------------------------------------------- where it begins, and where it ends
+
+
+def test_resuming_from_nothing_is_starting(no_mnist, tmp_path):
+    settings = SHORT | {"data_dir": no_mnist, "max_steps": 3}
+    expected = train(world_size=2, **settings)[0].step_losses
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "new", "new/in-new"):
+        record = train(world_size=2, checkpoint_dir=str(tmp_path / folder), resume=True, **settings)[0]
+        assert (record.first_step, record.step_losses) == (0, expected)
+        assert find_steps(tmp_path / folder) == [3]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_as_many_checkpoints_are_kept_as_asked_for(count, no_mnist, tmp_path):
+    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)}
+    train(world_size=2, checkpoint_every=3, keep_last=count, **settings)
+    # Steps 3, 6 and, being the last, 8
+    assert find_steps(tmp_path) == [3, 6, 8][-count:]
+    assert unfinished(tmp_path) == []
+
+
+def test_the_last_checkpoint_is_there_without_asking_for_more(no_mnist, tmp_path):
+    train(world_size=2, checkpoint_dir=str(tmp_path), **SHORT | {"data_dir": no_mnist})
+    assert find_steps(tmp_path) == [8]
+
+
+def arguments(settings: dict, *more) -> list:
+    flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return ["train", "--device", "cpu", *flags, *more]
+
+
+def test_a_finished_run_trains_nothing_and_evaluates(no_mnist, tmp_path, capfd):
+    folder = tmp_path / "run"
+    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(folder)}
+    finished = train(world_size=2, **settings)[0]
+    before = listing(folder)
+    assert main_in_process(*arguments(settings, "--resume", "--json", tmp_path / "again.json")) == 0
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert (again["first_step"], again["step_losses"]) == (8, [])
+    (epoch,) = again["epochs"]
+    # Step 8 is in the second epoch of 5 steps; evaluated again, nothing trained.
+    assert (epoch["epoch"], epoch["train_images"], epoch["train_loss"]) == (2, 0, None)
+    assert epoch["test_loss"] == finished.epochs[-1].test_loss
+    assert {name: found for name, found in listing(folder).items() if name != ".lock"} == {
+        name: found for name, found in before.items() if name != ".lock"
+    }
+    output = capfd.readouterr().out
+    assert "after the first 8 of an earlier run" in output and "train loss" not in output
+
+
+@pytest.mark.parametrize("epochs, max_steps, first_step", [(1, None, 5), (2, 5, 5), (2, 4, 4)])
+def test_steps_and_epochs_count_from_the_beginning_of_the_run(epochs, max_steps, first_step, no_mnist, tmp_path):
+    """5 steps an epoch: a run that ends with an epoch, or within one, and is given more to do later."""
+    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)}
+    undisturbed = train(world_size=2, **SHORT | {"data_dir": no_mnist})[0]
+    train(world_size=2, **settings | {"epochs": epochs, "max_steps": max_steps})
+    finished = train(world_size=2, resume=True, **settings | {"epochs": epochs, "max_steps": max_steps})[0]
+    assert (finished.first_step, finished.step_losses) == (first_step, ())
+    assert [epoch.epoch for epoch in finished.epochs] == [1]
+    resumed = train(world_size=2, resume=True, **settings | {"epochs": 2, "max_steps": 7})[0]
+    assert resumed.first_step == first_step
+    assert resumed.step_losses == undisturbed.step_losses[first_step:7]
+
+
+# ---------------------------------------------------------------- killed at any moment, nothing is lost
+
+
+@pytest.fixture(scope="module")
+def undisturbed(no_mnist) -> tuple[float, ...]:
+    return train(world_size=2, **SHORT | {"data_dir": no_mnist})[0].step_losses
+
+
+@pytest.fixture(scope="module")
+def saving_config(no_mnist):
+    def config(folder: Path, **settings) -> TrainConfig:
+        always = {"data_dir": no_mnist, "checkpoint_dir": str(folder), "checkpoint_every": 2, "keep_last": 2}
+        return TrainConfig(**SHORT | always | settings)
+
+    return config
+
+
+@pytest.fixture(scope="module")
+def moments(saving_config, tmp_path_factory) -> list[int]:
+    """How many moments each rank has in a run that nobody kills."""
+    folder = tmp_path_factory.mktemp("counted")
+    return launch(
+        workers.train_and_die,
+        saving_config(folder / "run"),
+        None,
+        None,
+        False,
+        folder / "diary",
+        world_size=2,
+        device="cpu",
+    )
+
+
+def check_that_nothing_is_lost(folder: Path, steps_done: int, saving_config, undisturbed) -> None:
+    """After a kill: a checkpoint not older than it has to be, from which the run goes on exactly, in a clean folder."""
+    newest = ([0] + find_steps(folder))[-1]
+    # A checkpoint is due at every second step, and the one of the last step done may have been under way.
+    assert newest >= (steps_done - 1) // 2 * 2
+    resumed = launch(train_worker, saving_config(folder, resume=True), world_size=2, device="cpu", timeout_s=60)[0]
+    assert resumed.first_step == newest
+    assert resumed.step_losses == undisturbed[newest:]
+    assert unfinished(folder) == []
+    # All but two are removed at the next saving, if there is one.
+    assert find_steps(folder) == [6, 8] if newest < 8 else find_steps(folder)[-2:] == [6, 8]
+
+
+def test_there_are_many_moments_to_be_killed_at(moments):
+    # On each rank, 8 steps with a moment before and one after; 4 savings of many moments each.
+    assert moments[0] > 60 and moments[1] > 24
+
+
+@pytest.mark.parametrize("part", range(13))
+@pytest.mark.parametrize("everyone", [False, True])
+def test_killed_on_rank_0(everyone, part, moments, saving_config, undisturbed, tmp_path):
+    """At 26 moments from the first to the last: rank 0 alone at every other one, all ranks at those in between."""
+    moment = 1 + round((2 * part + everyone) / 25 * (moments[0] - 1))
+    kill_and_check(0, moment, everyone, saving_config, undisturbed, tmp_path)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_killed_on_rank_1(part, moments, saving_config, undisturbed, tmp_path):
+    moment = 1 + round(part / 5 * (moments[1] - 1))
+    kill_and_check(1, moment, False, saving_config, undisturbed, tmp_path)
+
+
+def kill_and_check(victim, moment, everyone, saving_config, undisturbed, tmp_path):
+    folder, diary = tmp_path / "run", tmp_path / "diary"
+    diary.touch()
+    with pytest.raises(RankError, match="ended by SIGKILL"):
+        launch(
+            workers.train_and_die,
+            saving_config(folder),
+            victim,
+            moment,
+            everyone,
+            diary,
+            world_size=2,
+            device="cpu",
+            timeout_s=60,
+        )
+    check_that_nothing_is_lost(folder, len(diary.read_bytes()), saving_config, undisturbed)
+
+
+@contextmanager
+def started(command: list, folder: Path):
+    """The command line in a process group of its own, with a temporary folder that may be left behind."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t-") as temporary, open(folder / "output", "w+") as output:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            env={**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(PROJECT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            assert processes_of_this_session() == {}
+
+
+def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
+    deadline_s = time.monotonic() + 60
+    while len(find_steps(folder)) < count and time.monotonic() < deadline_s and process.poll() is None:
+        time.sleep(0.02)
+    assert process.poll() is None, "the run ended by itself"
+    assert len(find_steps(folder)) >= count
+
+
+def wait_for_lock(folder: Path) -> None:
+    """A killed process is off the list of processes a moment before the system takes back its locks."""
+    deadline_s = time.monotonic() + END_S
+    while time.monotonic() < deadline_s:
+        with suppress(CheckpointError), locked(folder):
+            return
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, capfd):
+    """Killed with its ranks, or alone: then the ranks end by themselves. A second run keeps off until then."""
+    folder = tmp_path / "run"
+    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(folder), "epochs": 100_000, "max_steps": 100_000}
+    settings["checkpoint_every"] = 1
+    command = [sys.executable, OFFLINE, *arguments(settings)]
+    with started(command, tmp_path) as process:
+        wait_for_steps(folder, 3, process)
+        # One step: should it be let in, it ends at once.
+        assert main_in_process(*arguments(settings | {"max_steps": 1}, "--resume")) == 2
+        (line,) = complaints(capfd)
+        assert f"another run is writing its checkpoints to {folder}" in line
+        wait_for_steps(folder, len(find_steps(folder)) + 1, process)  # the first has not noticed
+        (os.killpg if whole_group else os.kill)(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    wait_for_lock(folder)
+    newest = find_steps(folder)[-1]
+    settings["max_steps"] = newest + 2
+    assert main_in_process(*arguments(settings, "--resume", "--json", tmp_path / "run.json")) == 0
+    resumed = json.loads((tmp_path / "run.json").read_text())
+    expected = train(world_size=2, **SHORT | {"data_dir": no_mnist, "epochs": 100_000, "max_steps": newest + 2})[0]
+    assert resumed["first_step"] == newest
+    assert resumed["step_losses"] == list(expected.step_losses[newest:])
+    assert unfinished(folder) == []
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+@pytest.mark.parametrize("full_on, part", [(0, "slices"), (1, "slices"), (0, "description")])
+def test_a_disk_that_fills_up(full_on, part, saving_config, undisturbed, tmp_path):
+    """The third checkpoint, of step 6, does not fit: on one rank a file cannot grow any more."""
+    folder = tmp_path / "run"
+    with pytest.raises(RankError) as caught:
+        launch(
+            workers.train_on_a_full_disk,
+            saving_config(folder),
+            full_on,
+            3,
+            part,
+            world_size=2,
+            device="cpu",
+            timeout_s=60,
+        )
+    assert f"CheckpointError: {folder}" in caught.value.summary.replace("fsdp_helpers.checkpointing.folder.", "")
+    assert find_steps(folder) == [2, 4]
+    assert unfinished(folder) == []
+    check_that_nothing_is_lost(folder, 6, saving_config, undisturbed)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of 1.6 MB of its own: room for two checkpoints of 602,232 bytes, not for three."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1600k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("only root can mount a file system")
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(small_disk, saving_config, undisturbed):
+    folder = small_disk / "run"
+    config = saving_config(folder, keep_last=None)
+    # The reason is the system's, "No space left on device", or torch's, which notices that its file is too short.
+    with pytest.raises(RankError, match=f"CheckpointError: {folder}.*no checkpoint of step 6"):
+        launch(train_worker, config, world_size=2, device="cpu", timeout_s=60)
+    assert find_steps(folder) == [2, 4]
+    assert unfinished(folder) == []
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    check_that_nothing_is_lost(folder, 6, saving_config, undisturbed)
+
+
+# ---------------------------------------------------------------- refused before any rank starts
+
+
+@pytest.fixture(scope="module")
+def saved_run(no_mnist, tmp_path_factory) -> Path:
+    """A run's folder with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    settings = SHORT | {"data_dir": no_mnist, "max_steps": 4, "checkpoint_every": 2}
+    train(world_size=2, checkpoint_dir=str(folder), **settings)
+    return folder
+
+
+@pytest.fixture
+def run_folder(saved_run, tmp_path) -> Path:
+    """A copy of it, to be damaged."""
+    return shutil.copytree(saved_run, tmp_path / "run")
+
+
+@pytest.fixture
+def no_rank(monkeypatch):
+    monkeypatch.setattr("fsdp_helpers.ranks.launch._start_rank", lambda *args: pytest.fail("a rank was started"))
+
+
+def complaints(capfd) -> list[str]:
+    """What was said on standard error, but for the line that says which data are in use."""
+    return [line for line in capfd.readouterr().err.splitlines() if not line.startswith("Data: ")]
+
+
+def resume(folder: Path, no_mnist: str, *more, **settings) -> int:
+    return main_in_process(*arguments(SHORT | {"data_dir": no_mnist, "checkpoint_dir": folder} | settings, *more))
+
+
+def rewrite(path: Path, **changes) -> None:
+    description = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps(description | changes))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def garble(path: Path) -> None:
+    """Other bytes, as many."""
+    path.write_bytes(b"garbage " * (path.stat().st_size // 8) + b"!" * (path.stat().st_size % 8))
+
+
+DAMAGES = {
+    "missing slices": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "truncated slices": (lambda path: truncate(path / "__1_0.distcp"), "__1_0.distcp is damaged"),
+    "missing index": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
+    "truncated index": (lambda path: truncate(path / ".metadata"), ".metadata is damaged"),
+    "garbage index": (lambda path: garble(path / ".metadata"), ".metadata is not the index"),
+    "no description": (lambda path: (path / "checkpoint.json").unlink(), "no readable checkpoint.json"),
+    "half a description": (lambda path: truncate(path / "checkpoint.json"), "no readable checkpoint.json"),
+    "garbage description": (lambda path: garble(path / "checkpoint.json"), "no readable checkpoint.json"),
+    "a list": (lambda path: (path / "checkpoint.json").write_text("[1]"), "no readable checkpoint.json"),
+    "more than known": (lambda path: rewrite(path, colour="red"), "checkpoint.json is damaged"),
+    "files unnamed": (lambda path: rewrite(path, files=[]), "checkpoint.json is damaged"),
+    "a newer format": (lambda path: rewrite(path, format=2), "reads up to format 1; update fsdp_helpers"),
+    "no step": (lambda path: rewrite(path, step=None), "checkpoint.json is damaged"),
+    "settings unnamed": (lambda path: rewrite(path, settings=[]), "checkpoint.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_in_one_line(damage, run_folder, no_mnist, no_rank, capfd):
+    spoil, message = DAMAGES[damage]
+    spoil(run_folder / checkpoint_name(4))
+    before = listing(run_folder)
+    assert resume(run_folder, no_mnist, "--resume") == 2
+    (line,) = complaints(capfd)
+    assert message in line and checkpoint_name(4) in line
+    assert listing(run_folder) == before
+
+
+def test_the_way_out_of_a_damaged_checkpoint_is_one(run_folder, no_mnist, undisturbed, tmp_path, capfd):
+    (run_folder / checkpoint_name(4) / ".metadata").unlink()
+    assert resume(run_folder, no_mnist, "--resume") == 2
+    (line,) = complaints(capfd)
+    assert "delete step-00000004 to go on from step-00000002" in line
+    shutil.rmtree(run_folder / checkpoint_name(4))
+    assert resume(run_folder, no_mnist, "--resume", "--json", tmp_path / "run.json") == 0
+    assert json.loads((tmp_path / "run.json").read_text())["step_losses"] == list(undisturbed[2:])
+
+    for step in (2, 4, 6):
+        shutil.rmtree(run_folder / checkpoint_name(step), ignore_errors=True)
+    (run_folder / checkpoint_name(8) / ".metadata").unlink()
+    capfd.readouterr()
+    assert resume(run_folder, no_mnist, "--resume") == 2
+    (line,) = complaints(capfd)
+    assert "delete step-00000008 to start again" in line
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"model": "vit"}, "was saved with model 'simple', this run has 'vit'"),
+        ({"seed": 1}, "was saved with seed 0, this run has 1"),
+        ({"global_batch_size": 4}, "was saved with global_batch_size 8, this run has 4"),
+        ({"learning_rate": 0.5}, "was saved with learning_rate 0.001, this run has 0.5"),
+        ({"train_images": 42}, "was saved with train_images 43, this run has 42"),
+    ],
+)
+def test_the_checkpoint_of_another_run_is_refused(settings, message, saved_run, no_mnist, no_rank, capfd):
+    before = listing(saved_run)
+    assert resume(saved_run, no_mnist, "--resume", **settings) == 2
+    (line,) = complaints(capfd)
+    assert message in line and "another --checkpoint-dir" in line
+    assert listing(saved_run) == before
+
+
+def test_a_model_of_the_same_name_and_another_shape_is_refused(saved_run, no_mnist, no_rank, monkeypatch, capfd):
+    def build_another(name):
+        return torch.nn.Linear(2, 3)
+
+    monkeypatch.setattr("fsdp_helpers.checkpointing.resume.build_model", build_another)
+    assert resume(saved_run, no_mnist, "--resume") == 2
+    (line,) = complaints(capfd)
+    assert "holds another 'simple' model" in line
+
+
+def test_checkpoints_are_not_mixed_with_those_of_a_run_from_the_start(saved_run, no_mnist, no_rank, capfd):
+    before = listing(saved_run)
+    assert resume(saved_run, no_mnist) == 2
+    (line,) = complaints(capfd)
+    assert "holds checkpoints up to step-00000004; go on from there with --resume" in line
+    assert listing(saved_run) == before
+
+
+def test_a_file_in_the_place_of_the_folder(no_mnist, no_rank, tmp_path, capfd):
+    (tmp_path / "file").write_text("not a folder")
+    for folder in ("file", "file/run"):
+        assert resume(tmp_path / folder, no_mnist, "--resume") == 2
+        (line,) = complaints(capfd)
+        assert f"checkpoints cannot be written to {tmp_path / folder}" in line
+    assert (tmp_path / "file").read_text() == "not a folder"
+
+
+@pytest.mark.parametrize("flags", [["--resume"], ["--checkpoint-every", 2], ["--keep-last", 2]])
+def test_a_flag_that_needs_a_folder(flags, no_mnist, no_rank, capfd):
+    assert main_in_process(*arguments(SHORT | {"data_dir": no_mnist}, *flags)) == 2
+    (line,) = complaints(capfd)
+    assert "needs checkpoint_dir, the folder of the run's checkpoints" in line
+
+
+def test_damaged_slices_of_the_right_size_fail_by_name(run_folder, no_mnist, capfd):
+    """Only a rank reads them, so this is a failed run, but it names the checkpoint."""
+    garble(run_folder / checkpoint_name(4) / "__1_0.distcp")
+    assert resume(run_folder, no_mnist, "--resume") == 1
+    first = complaints(capfd)[0]
+    assert str(run_folder / checkpoint_name(4)) in first
+    assert "CheckpointError" in first
+
+
+def test_refused_in_a_process_of_its_own(run_cli, run_folder, no_mnist):
+    (run_folder / checkpoint_name(4) / "__1_0.distcp").unlink()
+    done = run_cli(*arguments(SHORT | {"data_dir": no_mnist, "checkpoint_dir": run_folder}, "--resume"), offline=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("Data: ")]
+    assert "__1_0.distcp is missing. Put it back, or delete step-00000004 to go on from step-00000002" in line
+
+
+# ---------------------------------------------------------------- checkpoints of earlier versions
+
+
+@pytest.mark.parametrize("saved", sorted(FIXTURES.glob("saved-by-*")), ids=lambda path: path.name)
+def test_a_checkpoint_of_an_earlier_version_goes_on(saved, digits_dir, tmp_path):
+    """Losses of the whole run are kept beside it; another processor may round the last digits differently."""
+    run = json.loads((saved / "run.json").read_text())
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    (folder / "run.json").unlink()
+    config = TrainConfig(**run["settings"], data_dir=str(digits_dir), checkpoint_dir=str(folder), resume=True)
+    resumed = train_run(config, world_size=run["world_size"], device="cpu")
+    assert resumed.first_step == 4
+    assert resumed.step_losses == pytest.approx(run["losses_of_the_undisturbed_run"][4:], abs=1e-5)

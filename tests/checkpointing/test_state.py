@@ -1,0 +1,281 @@
+"""What one strategy saved on some ranks, any other loads on any number of ranks, to the last bit."""
+
+import io
+import os
+import pickle
+import shutil
+import warnings
+
+import checkpoint_workers as workers
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from fsdp_helpers.checkpointing.folder import CheckpointError
+from fsdp_helpers.checkpointing.index import SafeReader
+from fsdp_helpers.checkpointing.state import load_full, load_sharded, save_full, save_sharded
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.launch import launch
+
+CONFIGS = {
+    f"{strategy} {api}": TrainConfig(strategy=strategy, api=api)
+    for strategy, api in [
+        ("ddp", "fsdp2"),
+        ("fsdp", "fsdp1"),
+        ("fsdp-auto-wrap", "fsdp1"),
+        ("fsdp", "fsdp2"),
+        ("fsdp-auto-wrap", "fsdp2"),
+    ]
+}
+HYBRID = {f"hybrid {api}": TrainConfig(strategy="fsdp", api=api, sharding="hybrid") for api in ("fsdp1", "fsdp2")}
+OFFLOAD = {"offload fsdp2": TrainConfig(strategy="fsdp-offload", api="fsdp2")}
+SAVED = CONFIGS | HYBRID | OFFLOAD
+# ShallowNet has 4 layers with a weight and a bias each: 8 parameters, and for each 2 moments and a step counter
+NUM_PARAMETERS, NUM_TENSORS = 8, 8 * 4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with what four ranks saved under each strategy, in both ways."""
+    folder = tmp_path_factory.mktemp("saved")
+    on_ranks(workers.save_under_each, folder, SAVED, world_size=4)
+    return folder
+
+
+def on_ranks(worker, *args, world_size) -> list:
+    return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=120)
+
+
+def read_expected(saved, name):
+    return torch.load(saved / f"{name}.expected", weights_only=True)
+
+
+def check_loaded(found):
+    """Before the load every parameter was another, and after it nothing is."""
+    for name, (before, after) in found.items():
+        assert len(before) == NUM_PARAMETERS, name
+        assert after == [], name
+
+
+# ---------------------------------------------------------------- any strategy, any number of ranks
+
+
+def test_what_is_saved_is_worth_comparing(saved):
+    for name in SAVED:
+        expected = read_expected(saved, name)
+        assert len(expected) == NUM_TENSORS
+        assert all(tensor.any() for tensor in expected.values()), name  # moments and counters are not zero
+        assert {tensor.item() for key, tensor in expected.items() if key.endswith(".step")} == {3.0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("loader", CONFIGS)
+def test_slices_of_four_ranks_load_everywhere(loader, world_size, saved):
+    found = on_ranks(workers.load_each, saved, [*CONFIGS], CONFIGS[loader], world_size=world_size)[0]
+    assert found.keys() == CONFIGS.keys()
+    check_loaded(found)
+
+
+@pytest.mark.parametrize("loader, world_size", [("hybrid fsdp1", 4), ("hybrid fsdp2", 4), ("offload fsdp2", 3)])
+def test_slices_load_under_the_other_strategies(loader, world_size, saved):
+    found = on_ranks(workers.load_each, saved, [*CONFIGS], SAVED[loader], world_size=world_size)[0]
+    check_loaded(found)
+
+
+@pytest.mark.parametrize("loader, world_size", [("fsdp fsdp1", 2), ("fsdp-auto-wrap fsdp2", 3)])
+def test_slices_of_the_other_strategies_load(loader, world_size, saved):
+    others = [*(SAVED.keys() - CONFIGS.keys())]
+    found = on_ranks(workers.load_each, saved, others, CONFIGS[loader], world_size=world_size)[0]
+    assert len(found) == 3
+    check_loaded(found)
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_a_parameter_with_fewer_rows_than_ranks(api, tmp_path):
+    # The positions of "vit" are one row of 16 x 64: on three ranks two hold nothing of it, on two one does.
+    config = TrainConfig(model="vit", strategy="fsdp-auto-wrap", api=api)
+    on_ranks(workers.save_under_each, tmp_path, {"vit": config}, world_size=3)
+    for world_size in (1, 2):
+        found = on_ranks(workers.load_each, tmp_path, ["vit"], config, world_size=world_size)[0]
+        before, after = found["vit"]
+        assert "model.positions" in before
+        assert after == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("loader", ["ddp fsdp2", "fsdp fsdp1", "fsdp-auto-wrap fsdp1", "fsdp-auto-wrap fsdp2"])
+def test_the_one_file_of_four_ranks_loads_everywhere(loader, world_size, saved):
+    found = on_ranks(workers.load_each, saved, [*CONFIGS], CONFIGS[loader], True, world_size=world_size)[0]
+    check_loaded(found)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_one_file_loads_in_a_plain_module(name, saved):
+    content = torch.load(saved / f"{name}.pt", weights_only=True)
+    model = build_model("shallow")
+    model.load_state_dict(content["model"], strict=True)
+    expected = read_expected(saved, name)
+    for parameter, tensor in model.named_parameters():
+        assert torch.equal(tensor, expected[f"model.{parameter}"])
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moment = content["optimizer"]["state"][parameter][kind]
+            assert torch.equal(moment, expected[f"optimizer.{parameter}.{kind}"])
+
+
+@pytest.mark.parametrize("name", ["fsdp-auto-wrap fsdp1", "fsdp-auto-wrap fsdp2"])
+def test_a_plain_process_loads_and_saves_both(name, saved, tmp_path):
+    expected = read_expected(saved, name)
+    config = TrainConfig(strategy="local")
+    model, optimizer = workers.build(config, seed=2)
+    load_full(saved / f"{name}.pt", model, optimizer)
+    assert workers.differences(workers.whole_state(model, optimizer), expected) == []
+    save_full(tmp_path / "again.pt", model, optimizer)
+    with warnings.catch_warnings(action="ignore"):  # torch says that one process is one process
+        save_sharded(tmp_path / "again", model, optimizer)
+        for load, path in [(load_sharded, saved / name), (load_sharded, tmp_path / "again"), (load_full, "again.pt")]:
+            model, optimizer = workers.build(config, seed=2)
+            assert workers.differences(workers.whole_state(model, optimizer), expected) != []
+            load(tmp_path / path, model, optimizer)
+            assert workers.differences(workers.whole_state(model, optimizer), expected) == []
+
+
+def test_every_rank_gets_its_own_extra_tensors_back(saved):
+    config = CONFIGS["fsdp fsdp2"]
+    found = on_ranks(workers.load_extra, saved / "fsdp fsdp2", config, world_size=4)
+    assert found == [[0, 7], [1, 7], [2, 7], [3, 7]]
+
+
+def test_settings_of_the_optimiser_are_not_loaded(saved):
+    # It was saved with 1e-3; the configuration now says 0.5.
+    for name in ("ddp fsdp2", "fsdp fsdp1", "fsdp fsdp2"):
+        found = on_ranks(workers.load_then_train, saved / name, CONFIGS[name], 0.5, world_size=2)
+        assert found == [[0.5], [0.5]]
+
+
+# ---------------------------------------------------------------- saving while training goes on
+
+
+def test_saving_in_the_background_saves_the_state_at_the_call(tmp_path):
+    found = on_ranks(workers.save_while_training, tmp_path, CONFIGS, world_size=2)[0]
+    assert found.keys() == CONFIGS.keys()
+    for name, (trained_on, loaded) in found.items():
+        assert len(trained_on) == NUM_TENSORS, name  # by the time of the writing, all of it had changed
+        assert loaded == [], name
+
+
+# ---------------------------------------------------------------- nothing that is loaded can run code
+
+
+class Evil:
+    """A pickle that leaves a mark when it is read."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture
+def victim(saved, tmp_path):
+    """A checkpoint to be tampered with, and a file that is there once foreign code has run."""
+    path = shutil.copytree(saved / "fsdp fsdp2", tmp_path / "checkpoint")
+    return path, tmp_path / "mark"
+
+
+def evils(mark):
+    return [Evil(os.system, f"touch '{mark}'"), Evil(exec, f"open({str(mark)!r}, 'w').close()")]
+
+
+def saved_by_torch(content) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def ran(mark) -> bool:
+    """Whether the code has run; the next look starts afresh."""
+    was_there = mark.exists()
+    mark.unlink(missing_ok=True)
+    return was_there
+
+
+def read_trusting(path):
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+def load_it(path):
+    with warnings.catch_warnings(action="ignore"):  # torch says that one process is one process
+        load_sharded(path, *workers.build(TrainConfig(strategy="local"), seed=2))
+
+
+def load_trusting(path):
+    """As torch itself loads, with a reader that believes the index."""
+    model, _ = workers.build(TrainConfig(strategy="local"), seed=2)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load({"model": model.state_dict()}, storage_reader=dcp.FileSystemReader(path))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_index_that_calls_a_function_is_refused(which, victim):
+    path, mark = victim
+    (path / ".metadata").write_bytes(pickle.dumps(evils(mark)[which]))
+    read_trusting(path)
+    assert ran(mark)  # so would have been the code of the next lines, were they as trusting
+    with pytest.raises(CheckpointError, match=r"\.metadata is not the index of a sharded checkpoint"):
+        SafeReader(path).read_metadata()
+    with pytest.raises(CheckpointError, match=r"\.metadata is not the index of a sharded checkpoint"):
+        load_it(path)
+    assert not ran(mark)
+
+
+def test_an_index_that_hides_a_call_inside_is_refused(victim):
+    path, mark = victim
+    metadata = read_trusting(path)
+    metadata.planner_data = evils(mark)[0]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    read_trusting(path)
+    assert ran(mark)
+    with pytest.raises(CheckpointError, match="which has no place in an index"):
+        SafeReader(path).read_metadata()
+    assert not ran(mark)
+
+
+def put_in_place_of(path, name, content: bytes, as_bytes: bool):
+    """Let the index say that `name`, or one slice of it, is `content`, at the end of rank 0's file."""
+    metadata = read_trusting(path)
+    index = next(index for index in metadata.storage_data if index.fqn == name)
+    place = metadata.storage_data[index]
+    with open(path / place.relative_path, "ab") as file:
+        place.offset, place.length = file.tell(), len(content)
+        file.write(content)
+    if as_bytes:
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        metadata.storage_data = {other: kept for other, kept in metadata.storage_data.items() if other.fqn != name}
+        metadata.storage_data[type(index)(name)] = place
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_entry_that_is_no_tensor_is_refused(which, victim):
+    path, mark = victim
+    put_in_place_of(path, "model.fc2.bias", saved_by_torch(evils(mark)[which]), as_bytes=True)
+    load_trusting(path)
+    assert ran(mark)
+    with pytest.raises(CheckpointError, match=r"lists 'model\.fc2\.bias', which is no tensor"):
+        load_it(path)
+    assert not ran(mark)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_slice_that_calls_a_function_is_refused(which, victim):
+    path, mark = victim
+    content = saved_by_torch(evils(mark)[which])
+    torch.load(io.BytesIO(content), weights_only=False)
+    assert ran(mark)
+    put_in_place_of(path, "model.fc2.bias", content, as_bytes=False)
+    with pytest.raises(CheckpointError, match="checkpoint"):
+        load_it(path)
+    assert not ran(mark)

@@ -1,0 +1,39 @@
+"""What a test session leaves behind: its processes, found by a variable that each of them inherits."""
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent
+SESSION_VARIABLE, SESSION_MARK = "FSDP_TESTS_SESSION", uuid.uuid4().hex
+END_S = 10.0  # processes that are on their way out get this long
+
+
+def processes_of_this_session() -> dict[int, str]:
+    """Process id -> command of all that still runs: multiprocessing's two helpers of this process do not count."""
+    deadline_s = time.monotonic() + END_S
+    while found := {pid: command for pid, command in _marked_processes() if not _is_own_helper(pid, command)}:
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def _marked_processes():
+    mark = f"{SESSION_VARIABLE}={SESSION_MARK}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+                yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except (OSError, ValueError):
+            continue  # it ended meanwhile, or is not ours to read
+
+
+def _is_own_helper(pid: int, command: str) -> bool:
+    """The fork server's children have its command line too; they are not children of this process."""
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return True
+    return parent == os.getpid() and ("multiprocessing.forkserver" in command or "resource_tracker" in command)

@@ -1,0 +1,73 @@
+import torch
+import torch.distributed as dist
+import workers_for_tests as workers
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.records import Collective, CollectiveCount
+from fsdp_helpers.training.worker import train_worker
+
+
+def test_every_collective_is_counted_with_its_full_bytes():
+    # On 2 ranks, 4 bytes a value:
+    # all_reduce of 3 and of 7 values: 2 operations, (3 + 7) x 4 = 40 bytes
+    # all_gather of 1 value a rank: 2 x 4 = 8; and of 2 values a rank: 2 x 2 x 4 = 16; together 24
+    # reduce_scatter of 2 values to 1 a rank: 2 x 4 = 8; broadcast of 5 values: 20
+    for counts in launch(workers.trace_one_of_each, world_size=2, device="cpu"):
+        assert counts == (
+            CollectiveCount(op="all_reduce", count=2, bytes=40),
+            CollectiveCount(op="all_gather", count=2, bytes=24),
+            CollectiveCount(op="reduce_scatter", count=1, bytes=8),
+            CollectiveCount(op="broadcast", count=1, bytes=20),
+        )
+
+
+def test_a_ddp_step_sums_to_the_gradients(digits_dir):
+    config = TrainConfig(
+        strategy="ddp", global_batch_size=8, max_steps=4, test_images=10, data_dir=str(digits_dir), dropout=False
+    )
+    record = launch(train_worker, config, world_size=2, device="cpu")[0]
+    # ShallowNet: 1,199,882 parameters x 4 bytes, each reduced once, in however many buckets
+    for rank in record.ranks:
+        assert [count.op for count in rank.collectives] == ["all_reduce"]
+        assert sum(count.bytes for count in rank.collectives) == 1_199_882 * 4 == 4_799_528
+    for trace in record.traces:
+        assert sum(event.bytes for event in trace.collectives) == 4_799_528
+        assert all(0 <= event.start_s <= event.end_s for event in trace.collectives)
+
+
+def test_sums_and_gathers_over_ranks():
+    # 0 + 1 + 2 = 3 everywhere, and each rank's own value stays as it was
+    results = launch(workers.sum_and_gather, world_size=3, device="cpu")
+    assert results == [(3.0, float(rank), ["from 0", "from 1", "from 2"]) for rank in range(3)]
+
+
+def test_without_a_group_they_do_nothing():
+    values = torch.ones(2)
+    assert sum_over_ranks(values) is values
+    assert gather_over_ranks("alone") == ["alone"]
+
+
+def test_tracing_one_process_sees_nothing_but_changes_nothing():
+    with trace_collectives() as events:
+        total = torch.ones(4).sum().item()
+    assert (events, total) == ([], 4.0)
+
+
+def test_a_group_of_one_in_this_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    with trace_collectives() as events:
+        dist.all_reduce(torch.ones(3))
+        dist.barrier()
+    assert [event.op for event in events] == ["all_reduce", "barrier"]
+    assert events[0].bytes == 12  # 3 values x 4 bytes
+
+
+def test_counts_keep_the_order_of_first_appearance():
+    events = [Collective(op=op, bytes=size, start_s=0.0, end_s=0.0) for op, size in [("b", 1), ("a", 2), ("b", 4)]]
+    assert count_collectives(events) == (
+        CollectiveCount(op="b", count=2, bytes=5),
+        CollectiveCount(op="a", count=1, bytes=2),
+    )

@@ -1,0 +1,161 @@
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import record_function
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.memory import state_bytes, trace_memory
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.training.worker import train_worker
+
+MODEL_BYTES = 1_199_882 * 4  # ShallowNet in fp32
+
+
+def one_step(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters())
+    F.cross_entropy(model(torch.zeros(2, 1, 28, 28)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_state_of_shallow_net():
+    model = build_model("shallow")
+    state = state_bytes(model, one_step(model))
+    # 1,199,882 parameters x 4 bytes; gradients the same; Adam keeps two values a parameter
+    assert state.parameter_bytes == 4_799_528
+    assert state.gradient_bytes == 4_799_528
+    assert state.optimizer_bytes == 9_599_056
+    assert state.total_bytes == 16 * 1_199_882
+
+
+def test_state_before_the_first_step():
+    model = build_model("simple")
+    state = state_bytes(model, torch.optim.Adam(model.parameters()))
+    # 50,186 parameters x 4 bytes; no gradient and no moment exists yet
+    assert (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes) == (200_744, 0, 0)
+
+
+class Doubler(nn.Module):
+    """Holds 1,000 values; its forward allocates 2,000 more and gives them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000))
+
+    def forward(self) -> torch.Tensor:
+        workspace = torch.empty(2000)
+        del workspace
+        return self.weight
+
+
+def test_a_known_allocation_appears_to_the_byte():
+    with trace_memory("cpu") as trace:
+        model = Doubler()
+        with record_function("train step"), record_function("forward"):
+            model()
+    curve = trace.last("train step").curve
+    # 1,000 values x 4 bytes are held before, during and after; 2,000 x 4 bytes come and go
+    assert curve.allocated_bytes[0] == 4_000
+    assert curve.peak_bytes == 4_000 + 8_000
+    assert curve.held_bytes == 4_000
+
+
+def test_the_curve_is_a_staircase_from_zero_on():
+    with trace_memory("cpu") as trace:
+        kept = [torch.empty(100) for _ in range(3)]
+        kept.pop()
+    curve = trace.whole().curve
+    # up 400, 800, 1,200 bytes, then down to 800
+    assert curve.allocated_bytes == (0, 400, 800, 1200, 800)
+    assert curve.times_s[0] == 0.0
+    assert list(curve.times_s) == sorted(curve.times_s)
+    assert len(kept) == 2
+
+
+def test_last_takes_the_last_and_subtracts_what_does_not_count():
+    with trace_memory("cpu") as trace:
+        kept = []
+        for size in (10, 20):
+            with record_function("train step"):
+                kept.append(torch.empty(size))
+    # the second step ends with 10 + 20 = 30 values, 120 bytes, of which 40 are not to be counted
+    assert trace.last("train step", uncounted_bytes=40).curve.held_bytes == 80
+
+
+def test_an_unknown_stretch_is_an_error_that_helps():
+    with trace_memory("cpu") as trace:
+        torch.empty(1)
+    with pytest.raises(ValueError, match=r"saw no 'epoch'; mark it with torch.profiler.record_function"):
+        trace.last("epoch")
+
+
+def test_a_slow_start_does_not_shift_the_clock(monkeypatch, tmp_path):
+    """Phases come from the profiler's clock and collectives from Python's: both must tell the same time."""
+    delays_s = [0.1]  # the first mark may have to wait for its turn on a busy machine
+
+    def delayed(name):
+        time.sleep(delays_s.pop() if delays_s else 0)
+        return record_function(name)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting-point", rank=0, world_size=1)
+    monkeypatch.setattr("fsdp_helpers.measuring.memory.record_function", delayed)
+    with trace_memory("cpu") as trace:
+        dist.all_reduce(torch.ones(1))
+        with record_function("train step"):
+            dist.all_reduce(torch.ones(2))
+    assert [seen.bytes for seen in trace.last("train step").collectives] == [8]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Three runs on real ranks, on the digits: local, and DDP on two ranks twice."""
+    empty = str(tmp_path_factory.mktemp("no-mnist"))
+    settings = {"global_batch_size": 32, "max_steps": 6, "test_images": 20, "data_dir": empty}
+    local = launch(train_worker, TrainConfig(strategy="local", **settings), world_size=1, device="cpu")[0]
+    ddp = TrainConfig(strategy="ddp", **settings)
+    return {"local": local, "ddp": [launch(train_worker, ddp, world_size=2, device="cpu")[0] for _ in range(2)]}
+
+
+def test_held_bytes_follow_from_the_parameters(records):
+    # local: 16 bytes a parameter, and Adam's step counters, 4 bytes for each of 8 tensors
+    state_and_counters = 16 * 1_199_882 + 8 * 4
+    held = records["local"].ranks[0].held_bytes
+    assert held >= state_and_counters
+    assert held - state_and_counters < 1_000  # the losses of the steps so far, 4 bytes each, and such
+    for rank in records["ddp"][0].ranks:
+        # DDP: its reduction buckets are a second copy of the gradients, 4 bytes a parameter more
+        assert 0 <= rank.held_bytes - (state_and_counters + MODEL_BYTES) < 1_000
+        assert rank.peak_bytes > rank.held_bytes
+
+
+def test_held_and_peak_repeat_exactly(records):
+    first, second = (
+        [(rank.held_bytes, rank.peak_bytes, rank.collectives) for rank in run.ranks] for run in records["ddp"]
+    )
+    assert first == second
+
+
+def test_the_record_is_read_from_the_curve(records):
+    run = records["ddp"][0]
+    assert [trace.curve.held_bytes for trace in run.traces] == [rank.held_bytes for rank in run.ranks]
+    assert [trace.curve.peak_bytes for trace in run.traces] == [rank.peak_bytes for rank in run.ranks]
+
+
+def test_phases_in_order_and_within_the_step(records):
+    for run in (records["local"], *records["ddp"]):
+        for trace in run.traces:
+            assert [phase.name for phase in trace.curve.phases] == ["forward", "backward", "step"]
+            edges = [time for phase in trace.curve.phases for time in (phase.start_s, phase.end_s)]
+            assert edges == sorted(edges)
+            assert edges[0] >= 0 and trace.curve.times_s[-1] <= edges[-1] + 1.0
+
+
+def test_a_steady_step_ends_as_it_began(records):
+    curve = records["local"].traces[0].curve
+    # Between two steady steps only the list of losses grows, by one value of 4 bytes.
+    assert abs(curve.allocated_bytes[-1] - curve.allocated_bytes[0]) < 100

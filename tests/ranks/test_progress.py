@@ -1,0 +1,74 @@
+import io
+import re
+
+import pytest
+import workers_for_tests as workers
+
+from fsdp_helpers.ranks import progress
+from fsdp_helpers.ranks.launch import launch
+
+
+class Terminal(io.StringIO):
+    """A standard error that somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """The reports that get through, with the clock of the last one reset."""
+    monkeypatch.setattr(progress, "_last_report_s", 0.0)
+    seen = []
+    progress.send_reports_to(lambda *report: seen.append(report))
+    yield seen
+    progress.send_reports_to(None)
+
+
+def test_nothing_is_drawn_where_nobody_watches(capsys):
+    launch(workers.report_progress, 5, world_size=2, device="cpu")
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", "")
+
+
+def test_one_bar_however_many_ranks(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    launch(workers.report_progress, 30, world_size=3, device="cpu")
+    text = terminal.getvalue()
+    assert "\n" not in text  # one line, drawn over and over, and wiped at the end
+    lines = [line for line in text.split("\r") if line.strip()]
+    assert all(line.startswith("counting: ") for line in lines)
+    counts = [int(number) for line in lines for number in re.findall(r"(\d+)/30", line)]
+    assert counts == sorted(counts)  # one rank reports; three would go back and forth
+
+
+def test_no_bar_where_none_is_wanted(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    launch(workers.report_progress, 5, world_size=1, device="cpu", progress=False)
+    assert terminal.getvalue() == ""
+
+
+def test_a_print_does_not_cut_through_the_bar(monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    bar = progress.ProgressBar()
+    bar.update(1, 10, "title", "loss 1.0")
+    bar.print("a line", terminal)
+    bar.close()
+    assert "\ra line\n" in terminal.getvalue()  # the bar is wiped first, so the line stands alone
+    assert "loss 1.0" in terminal.getvalue()
+
+
+def test_reports_are_thinned_out_but_the_last_arrives(reports):
+    for step in range(1, 1001):
+        progress.report(step, 1000, "title")
+    # 1,000 reports within far less than a second: at most ten a second get through, and always the last
+    assert len(reports) < 100
+    assert reports[-1] == (1000, 1000, "title", "")
+
+
+def test_without_a_listener_reports_are_dropped():
+    assert not progress.wants_report(1, 1)
+    progress.report(1, 1, "title")

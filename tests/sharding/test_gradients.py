@@ -1,0 +1,206 @@
+"""Gradients over ranks: added up, rounded and clipped, they are those of one process with one large batch."""
+
+import pytest
+import torch
+import workers_for_tests as workers
+from runs import train
+from torch import nn
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
+from fsdp_helpers.training.loop import add_up_gradients, train_step
+
+WAYS = [("ddp", "fsdp2")] + [(strategy, api) for strategy in ("fsdp", "fsdp-auto-wrap") for api in ("fsdp1", "fsdp2")]
+SHARDED_UNITS = WAYS[3:]
+P_BLOCK = 49_984
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run of "vit" a configuration, without dropout, on the digits, however many tests look at it."""
+    always = {"model": "vit", "min_num_params": 40_000, "max_steps": 5, "global_batch_size": 24, "dropout": False}
+    always |= {"test_images": 12, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
+    records = {}
+
+    def run_once(strategy: str, api: str = "fsdp2", world_size: int = 2, **settings) -> RunRecord:
+        which = (world_size, TrainConfig(strategy=strategy, api=api, **always | settings))
+        if which not in records:
+            results = train(strategy, world_size, api=api, **always | settings)
+            assert all(result == results[0] for result in results)  # every rank reports the same
+            records[which] = results[0]
+        return records[which]
+
+    return run_once
+
+
+def counts(record: RunRecord) -> dict[str, int]:
+    return {seen.op: seen.count for seen in record.ranks[0].collectives}
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("strategy, api", WAYS)
+def test_micro_batches_equal_one_large_batch(strategy, api, sync, run):
+    one_batch = run(strategy, api)
+    parts = run(strategy, api, micro_batches=4, sync_micro_batches=sync)
+    assert parts.step_losses == pytest.approx(one_batch.step_losses, abs=1e-5)
+    assert parts.step_losses == pytest.approx(run("local", world_size=1).step_losses, abs=1e-5)
+
+
+def test_micro_batches_of_one_process(run):
+    parts = run("local", world_size=1, micro_batches=3)
+    assert parts.step_losses == pytest.approx(run("local", world_size=1).step_losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED_UNITS)
+def test_reduced_once_or_after_every_part(strategy, api, run):
+    held, each = (run(strategy, api, micro_batches=4, sync_micro_batches=sync) for sync in (False, True))
+    # five units, the root gathered once and the blocks twice in each of four parts
+    assert counts(held)["reduce_scatter"] == 5
+    assert counts(each)["reduce_scatter"] == 4 * 5
+    assert counts(held)["all_gather"] == counts(each)["all_gather"] == 4 * 9
+    # the price of fewer collectives: whole gradients of the four blocks instead of slices
+    assert held.ranks[0].peak_bytes > each.ranks[0].peak_bytes + 4 * P_BLOCK
+
+
+def test_ddp_reduces_once_or_after_every_part(run):
+    held, each = (run("ddp", micro_batches=4, sync_micro_batches=sync) for sync in (False, True))
+    assert counts(each)["all_reduce"] == 4 * counts(held)["all_reduce"]
+
+
+def test_within_the_block_a_gradient_is_the_ranks_own():
+    own, reduced = zip(*launch(workers.gradients_held_back, world_size=2, device="cpu"), strict=True)
+    assert own == (1.0, 2.0)  # rank + 1
+    # with a second backward the ranks have 1 + 1 and 2 + 2; the mean is 3
+    assert reduced == (3.0, 3.0)
+
+
+def test_one_process_has_nothing_to_hold_back():
+    model = nn.Linear(1, 1, bias=False)
+    with hold_back_reduction(model):
+        model(torch.ones(1, 1)).sum().backward()
+    assert model.weight.grad.item() == 1.0
+
+
+def test_add_up_gradients_returns_the_mean_loss():
+    model = nn.Linear(1, 2, bias=False)
+    images, labels = torch.tensor([[1.0], [3.0], [-2.0], [0.5]]), torch.tensor([0, 1, 1, 0])
+    whole = add_up_gradients(model, images, labels)
+    gradient, model.weight.grad = model.weight.grad, None
+    parts = add_up_gradients(model, images, labels, micro_batches=2)
+    assert parts.item() == pytest.approx(whole.item(), abs=1e-6)
+    assert torch.allclose(model.weight.grad, gradient)
+    with pytest.raises(AssertionError, match="4 images do not divide by 3 micro-batches"):
+        add_up_gradients(model, images, labels, micro_batches=3)
+
+
+# ---------------------------------------------------------------- clipping
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("strategy, api", WAYS)
+def test_the_norm_is_that_of_one_process(strategy, api, world_size, run):
+    one = run("local", world_size=1, clip_norm=0.5)
+    many = run(strategy, api, world_size, clip_norm=0.5)
+    assert len(many.gradient_norms) == 5
+    assert many.gradient_norms == pytest.approx(one.gradient_norms, rel=1e-5)
+    assert many.step_losses == pytest.approx(one.step_losses, abs=1e-5)
+    assert min(one.gradient_norms) > 0.5  # every step was clipped
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_the_norm_on_one_rank_and_in_two_groups(api, run):
+    one = run("local", world_size=1, clip_norm=0.5).gradient_norms
+    assert run("fsdp-auto-wrap", api, 1, clip_norm=0.5).gradient_norms == pytest.approx(one, rel=1e-5)
+    hybrid = run("fsdp-auto-wrap", api, 4, sharding="hybrid", clip_norm=0.5)
+    assert hybrid.gradient_norms == pytest.approx(one, rel=1e-5)
+
+
+def test_the_norm_without_sharding(run):
+    one = run("local", world_size=1, clip_norm=0.5).gradient_norms
+    assert run("fsdp", "fsdp1", sharding="none", clip_norm=0.5).gradient_norms == pytest.approx(one, rel=1e-5)
+
+
+def test_clipping_and_micro_batches_together(run):
+    one = run("local", world_size=1, clip_norm=0.5).gradient_norms
+    parts = run("fsdp-auto-wrap", micro_batches=2, clip_norm=0.5)
+    assert parts.gradient_norms == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy, api", WAYS)
+def test_the_norm_of_large_tensors(strategy, api, run):
+    """ShallowNet's fc1 has a million values: squares summed in fp32 would miss the fifth digit."""
+    settings = {"model": "shallow", "min_num_params": 20_000, "clip_norm": 0.5, "max_steps": 2}
+    one, many = run("local", world_size=1, **settings), run(strategy, api, 3, **settings)
+    assert many.gradient_norms == pytest.approx(one.gradient_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy, api", WAYS[1:])
+def test_the_norm_takes_one_number_over_the_ranks(strategy, api, run):
+    seen = {count.op: (count.count, count.bytes) for count in run(strategy, api, clip_norm=0.5).ranks[0].collectives}
+    assert seen["all_reduce"] == (1, 8)  # one fp64 value
+
+
+def test_no_norms_where_nothing_is_clipped(run):
+    assert run("ddp").gradient_norms == ()
+
+
+def test_clip_gradients_hand_worked():
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    # norm 5; scaled down to 1: 0.6 and 0.8
+    assert clip_gradients(model, 1.0).item() == 5.0
+    assert model.weight.grad.flatten().tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
+    assert clip_gradients(model, 10.0).item() == pytest.approx(1.0, abs=1e-5)  # below the limit: left as it is
+    assert model.weight.grad.flatten().tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
+
+
+def test_the_norm_is_summed_in_fp64():
+    model = nn.Linear(4_000_000, 1, bias=False)
+    model.weight.grad = torch.full_like(model.weight, 0.1)
+    # 4,000,000 values of 0.1: sqrt(4,000,000) x 0.1 = 200
+    assert clip_gradients(model, 1.0).item() == pytest.approx(200.0, rel=1e-6)
+
+
+def test_a_step_clips_before_the_update():
+    model = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    norms = []
+    train_step(model, torch.tensor([[2.0]]), torch.tensor([0]), optimizer, clip_norm=0.1, norms=norms)
+    # both classes 1/2: the gradient is (-1, 1), its norm sqrt(2); the step has the length 0.1
+    assert norms[0].item() == pytest.approx(2**0.5, rel=1e-6)
+    assert model.weight.norm().item() == pytest.approx(0.1, rel=1e-4)
+
+
+# ---------------------------------------------------------------- bf16
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED_UNITS)
+def test_bf16_learns_what_fp32_learns(strategy, api, run):
+    settings = {"max_steps": 100, "epochs": 5, "global_batch_size": 32, "learning_rate": 3e-4, "test_images": 360}
+    fp32, bf16 = run("ddp", **settings), run(strategy, api, precision="bf16", **settings)
+    assert len(bf16.step_losses) == 100
+    assert fp32.step_losses[-1] < 0.5 * fp32.step_losses[0]  # it learns
+    for loss in (lambda record: record.step_losses[-1], lambda record: record.epochs[-1].test_loss):
+        print(f"{strategy} {api}: fp32 {loss(fp32):.5f}, bf16 {loss(bf16):.5f}, ratio {loss(bf16) / loss(fp32):.4f}")
+        assert loss(bf16) == pytest.approx(loss(fp32), rel=0.02)
+    assert bf16.step_losses != fp32.step_losses  # it is another arithmetic
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED_UNITS)
+def test_bf16_gathers_half_and_reduces_in_fp32(strategy, api, run):
+    fp32, bf16 = (run(strategy, api, precision=precision).ranks[0] for precision in ("fp32", "bf16"))
+    moved = [{seen.op: seen.bytes for seen in rank.collectives} for rank in (fp32, bf16)]
+    assert moved[1]["all_gather"] == moved[0]["all_gather"] / 2
+    assert moved[1]["reduce_scatter"] == moved[0]["reduce_scatter"]
+    # slices, gradients and moments stay in fp32
+    assert (bf16.parameter_bytes, bf16.gradient_bytes, bf16.optimizer_bytes) == (
+        fp32.parameter_bytes,
+        fp32.gradient_bytes,
+        fp32.optimizer_bytes,
+    )

@@ -1,0 +1,137 @@
+"""Activation checkpointing changes what is kept, not what is computed: the same losses, to the last bit."""
+
+import pytest
+import torch
+import workers_for_tests as workers
+from runs import train
+from torch import nn
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.activations import kept_bytes, products_bytes
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.sharding.recompute import checkpoint_activations, is_checkpointed
+from fsdp_helpers.sharding.wrapping import choose_units, size_policy
+
+BLOCKS = [f"blocks.{index}" for index in range(4)]  # of "vit", 49,984 parameters each
+WAYS = [
+    ("local", "fsdp2"),
+    ("ddp", "fsdp2"),
+    ("fsdp", "fsdp1"),
+    ("fsdp", "fsdp2"),
+    ("fsdp-auto-wrap", "fsdp1"),
+    ("fsdp-auto-wrap", "fsdp2"),
+    ("fsdp-offload", "fsdp2"),
+]
+SHARDED_UNITS = WAYS[4:]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run of "vit" a configuration, dropout on, on the digits, however many tests look at it."""
+    always = {"model": "vit", "min_num_params": 40_000, "max_steps": 4, "global_batch_size": 16, "test_images": 12}
+    always["data_dir"] = str(tmp_path_factory.mktemp("no-mnist"))
+    records = {}
+
+    def run_once(strategy: str, api: str = "fsdp2", **settings) -> RunRecord:
+        which = TrainConfig(strategy=strategy, api=api, **always | settings)
+        if which not in records:
+            world_size = 1 if strategy == "local" else 2
+            records[which] = train(strategy, world_size, api=api, **always | settings)[0]
+        return records[which]
+
+    return run_once
+
+
+# ---------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize("kind", ["units", "selective"])
+@pytest.mark.parametrize("strategy, api", WAYS)
+def test_the_same_losses_bit_for_bit_with_dropout(strategy, api, kind, run):
+    plain, checkpointed = run(strategy, api), run(strategy, api, activation_checkpointing=kind)
+    assert len(plain.step_losses) == 4
+    assert checkpointed.step_losses == plain.step_losses
+    assert checkpointed.epochs[0].test_loss == plain.epochs[0].test_loss
+    assert checkpointed.ranks[0].peak_bytes < plain.ranks[0].peak_bytes
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED_UNITS)
+def test_the_same_units_and_the_same_collectives(strategy, api, run):
+    """Checkpointed first, sharded second: a unit is gathered once in backward, for recomputing and for gradients."""
+    plain, checkpointed = (run(strategy, api, activation_checkpointing=kind).ranks[0] for kind in ("none", "units"))
+    assert checkpointed.num_units == plain.num_units == 5
+    assert checkpointed.collectives == plain.collectives
+    # the root once and four blocks twice
+    assert [(seen.op, seen.count) for seen in plain.collectives] == [("all_gather", 9), ("reduce_scatter", 5)]
+
+
+def test_in_bf16_too(run):
+    plain, checkpointed = (
+        run("fsdp-auto-wrap", precision="bf16", activation_checkpointing=kind) for kind in ("none", "units")
+    )
+    assert checkpointed.step_losses == plain.step_losses
+
+
+# ---------------------------------------------------------------- names and wrappers
+
+
+def test_names_stay_those_of_the_plain_model():
+    plain, wrapped = build_model("vit"), checkpoint_activations(build_model("vit"), BLOCKS, "units")
+    assert wrapped.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(wrapped.state_dict())  # and back
+    wrapped.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_names_of_units_and_of_whole_parameters(api, digits_dir):
+    config = TrainConfig(
+        model="vit",
+        strategy="fsdp-auto-wrap",
+        api=api,
+        min_num_params=40_000,
+        activation_checkpointing="units",
+        global_batch_size=4,
+        max_steps=1,
+        data_dir=str(digits_dir),
+    )
+    units, parameters = launch(workers.units_and_parameters, config, world_size=2, device="cpu")[0]
+    assert sorted(units) == [*BLOCKS, "root"]
+    assert parameters.keys() == build_model("vit").state_dict().keys()
+
+
+def test_the_chosen_modules_are_wrapped_and_no_others():
+    model = build_model("vit")
+    checkpoint_activations(model, choose_units(model, size_policy(40_000)), "selective")
+    found = [name for name, module in model.named_modules() if is_checkpointed(module)]
+    assert found == BLOCKS
+
+
+def test_nothing_to_wrap_is_an_error():
+    with pytest.raises(ValueError, match="no module of VisionTransformer is large enough to checkpoint; lower min_num"):
+        checkpoint_activations(build_model("vit"), [], "units")
+
+
+# ---------------------------------------------------------------- counted bytes
+
+
+def test_kept_bytes_hand_worked():
+    # Linear keeps its input, 2 x 3 values; ReLU its output, 2 x 5 values; the weights do not count: 16 x 4 = 64 bytes
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU())
+    assert kept_bytes(model, torch.ones(2, 3)) == 64
+    # a second layer keeps ReLU's output too, and it is still there only once
+    assert kept_bytes(nn.Sequential(*model, nn.Linear(5, 1)), torch.ones(2, 3)) == 64
+
+
+def test_products_bytes_hand_worked():
+    # 2 x 5 and 2 x 1 values
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
+    assert products_bytes(model, torch.ones(2, 3)) == 4 * (10 + 2)
+    # a batch of products, as in attention: 7 of 2 x 2
+    assert products_bytes(Scores(), torch.ones(7, 2, 3)) == 4 * 7 * 4
+
+
+class Scores(nn.Module):
+    def forward(self, tokens):
+        return tokens @ tokens.transpose(1, 2)

@@ -1,0 +1,242 @@
+"""All strategies compute the same; what they keep, hold, send and need at the peak is what arithmetic says."""
+
+import pytest
+import torch
+import workers_for_tests as workers
+from runs import train
+from torch import nn
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.records import RankRecord, RunRecord
+from fsdp_helpers.sharding.strategies import STRATEGIES
+
+P_SHALLOW, P_DEEP = 1_199_882, 94_104_234
+P_ROOT = 18_816 + 1_290  # at threshold 20,000 the convolutions and the last layer stay with the root, in both models
+
+SHARDED = [
+    ("fsdp", "fsdp1"),
+    ("fsdp", "fsdp2"),
+    ("fsdp-auto-wrap", "fsdp1"),
+    ("fsdp-auto-wrap", "fsdp2"),
+    ("fsdp-offload", "fsdp2"),
+]
+ONE_UNIT, AUTO_WRAP = SHARDED[:2], SHARDED[2:4]
+APIS = ["fsdp1", "fsdp2"]
+# Two ranks with 32 images each: enough that activations count. The others are here for their losses.
+BATCH_SIZES = {1: 64, 2: 64, 3: 24, 4: 24}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run a configuration, on the digits, however many tests look at it."""
+    always = {"test_images": 12, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
+    records = {}
+
+    def run_once(strategy: str, api: str = "fsdp2", world_size: int = 2, **settings) -> RunRecord:
+        settings = {"global_batch_size": BATCH_SIZES[world_size], "max_steps": 20} | always | settings
+        which = (world_size, TrainConfig(strategy=strategy, api=api, **settings))
+        if which not in records:
+            records[which] = train(strategy, world_size, api=api, **settings)[0]
+        return records[which]
+
+    return run_once
+
+
+@pytest.fixture(scope="module")
+def run_deep(run):
+    """DeepNet: three steps, the last of them steady, with two images a rank."""
+    return lambda *which, **settings: run(*which, model="deep", max_steps=3, global_batch_size=4, **settings)
+
+
+def moved(rank: RankRecord) -> dict[str, tuple[int, int]]:
+    """Operation -> (how often, full-tensor bytes) in a steady step."""
+    return {seen.op: (seen.count, seen.bytes) for seen in rank.collectives}
+
+
+def peak(record: RunRecord) -> int:
+    return max(rank.peak_bytes for rank in record.ranks)
+
+
+# ---------------------------------------------------------------- the same losses, the same parameters
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("strategy, api", SHARDED)
+def test_equals_ddp_step_by_step(strategy, api, world_size, run):
+    ddp, sharded = run("ddp", world_size=world_size), run(strategy, api, world_size)
+    assert len(sharded.step_losses) == 20
+    assert sharded.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
+    assert sharded.epochs[0].test_loss == pytest.approx(ddp.epochs[0].test_loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED)
+def test_equals_local_without_dropout(strategy, api, run):
+    local = run("local", world_size=1, dropout=False)
+    sharded = run(strategy, api, dropout=False)
+    assert sharded.step_losses == pytest.approx(local.step_losses, abs=1e-4)
+    assert local.step_losses[-1] < 0.5 * local.step_losses[0]  # it learns
+
+
+@pytest.mark.parametrize("strategy, api", ONE_UNIT + AUTO_WRAP)
+def test_deep_equals_ddp(strategy, api, run_deep):
+    assert run_deep(strategy, api).step_losses == pytest.approx(run_deep("ddp").step_losses, abs=1e-5)
+
+
+def test_whole_parameters_after_training(digits_dir):
+    """On three ranks, which divide neither ShallowNet's parameters nor its rows."""
+    settings = {"max_steps": 5, "global_batch_size": 24, "data_dir": str(digits_dir)}
+    found = {
+        (strategy, api): launch(
+            workers.train_and_return_parameters,
+            TrainConfig(strategy=strategy, api=api, **settings),
+            world_size=3,
+            device="cpu",
+        )[0]
+        for strategy, api in [("ddp", "fsdp2"), *SHARDED]
+    }
+    expected = found.pop(("ddp", "fsdp2"))
+    assert sum(tensor.numel() for tensor in expected.values()) == P_SHALLOW
+    for which, parameters in found.items():
+        assert parameters.keys() == expected.keys(), which
+        for name, tensor in parameters.items():
+            # Adam's step has the size of the learning rate, 1e-3; where a gradient is all rounding, so is its sign.
+            difference = (tensor - expected[name]).abs()
+            assert difference.mean() < 1e-7, (which, name)
+            assert difference.max() < 1e-4, (which, name)
+
+
+# ---------------------------------------------------------------- bytes kept and held
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED)
+def test_two_ranks_keep_half_each(strategy, api, run):
+    for rank in run(strategy, api).ranks:
+        # 4 x 1,199,882 / 2 = 2,399,764; twice that for Adam's two moments
+        assert (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes) == (2_399_764, 2_399_764, 4_799_528)
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED)
+def test_three_ranks_together_keep_the_whole(strategy, api, run):
+    ranks = run(strategy, api, 3).ranks
+    assert sum(rank.parameter_bytes for rank in ranks) == 4 * P_SHALLOW
+    assert sum(rank.gradient_bytes for rank in ranks) == 4 * P_SHALLOW
+    assert sum(rank.optimizer_bytes for rank in ranks) == 8 * P_SHALLOW
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED)
+def test_held_is_16_bytes_a_parameter_over_the_ranks(strategy, api, run):
+    # 16 x 1,199,882 / 2 = 9,599,056, and a few bytes for step counters and losses
+    for rank in run(strategy, api).ranks:
+        assert rank.held_bytes == pytest.approx(9_599_056, rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy, api", ONE_UNIT + AUTO_WRAP)
+def test_deep_holds_16_bytes_a_parameter_over_the_ranks(strategy, api, run_deep):
+    for rank in run_deep(strategy, api).ranks:
+        assert rank.held_bytes == pytest.approx(16 * P_DEEP / 2, rel=1e-3)
+
+
+# ---------------------------------------------------------------- peak
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_peaks_are_in_order(api, run):
+    assert peak(run("fsdp-auto-wrap", api)) < peak(run("fsdp", api)) < peak(run("ddp"))
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_peaks_of_deep_are_in_order(api, run_deep):
+    assert peak(run_deep("fsdp-auto-wrap", api)) < peak(run_deep("fsdp", api)) < peak(run_deep("ddp"))
+
+
+@pytest.mark.parametrize("strategy, api", [("fsdp", "fsdp1"), *AUTO_WRAP])
+def test_a_measurement_repeats_to_the_byte(strategy, api, run):
+    first, again = run(strategy, api), run(strategy, api, max_steps=4, seed=1)
+    assert [(rank.held_bytes, rank.peak_bytes) for rank in first.ranks] == [
+        (rank.held_bytes, rank.peak_bytes) for rank in again.ranks
+    ]
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@pytest.mark.parametrize("strategy, api", ONE_UNIT)
+def test_one_unit_moves_everything_once_each_way(strategy, api, run):
+    for rank in run(strategy, api).ranks:
+        assert rank.num_units == 1
+        assert moved(rank) == {"all_gather": (1, 4 * P_SHALLOW), "reduce_scatter": (1, 4 * P_SHALLOW)}
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED[2:])
+def test_auto_wrap_gathers_every_unit_but_the_root_twice(strategy, api, run):
+    for rank in run(strategy, api).ranks:
+        # Two units, the root and fc1: gathered 2 times in forward, fc1 once more in backward
+        assert rank.num_units == 2
+        # 4 x 1,199,882 + 4 x (1,199,882 - 20,106) = 4,799,528 + 4,719,104 = 9,518,632
+        assert moved(rank) == {"all_gather": (3, 9_518_632), "reduce_scatter": (2, 4_799_528)}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_collectives_of_deep(api, run_deep):
+    for rank in run_deep("fsdp", api).ranks:
+        assert moved(rank) == {"all_gather": (1, 376_416_936), "reduce_scatter": (1, 376_416_936)}
+    for rank in run_deep("fsdp-auto-wrap", api).ranks:
+        # Six units, the root and fc1 to fc5: 6 gathered in forward, 5 again in backward, 6 reduced
+        assert rank.num_units == 6
+        # 4 x 94,104,234 + 4 x (94,104,234 - 20,106) = 376,416,936 + 376,336,512 = 752,753,448
+        assert moved(rank) == {"all_gather": (11, 752_753_448), "reduce_scatter": (6, 376_416_936)}
+    assert (P_DEEP, P_ROOT) == (94_104_234, 20_106)
+
+
+def test_a_threshold_that_nothing_reaches_leaves_one_unit(run):
+    (first, second) = run("fsdp-auto-wrap", max_steps=4, min_num_params=100_000_000).ranks
+    assert first.num_units == second.num_units == 1
+    assert moved(first) == {"all_gather": (1, 4 * P_SHALLOW), "reduce_scatter": (1, 4 * P_SHALLOW)}
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_grad_op_keeps_parameters_until_backward(api, run):
+    """ZeRO-2: no second all-gather, and a higher peak, seen on four blocks of the same size."""
+    settings = {"model": "vit", "max_steps": 4, "global_batch_size": 4}
+    full, grad_op = (run("fsdp-auto-wrap", api, sharding=sharding, **settings) for sharding in ("full", "grad-op"))
+    assert grad_op.step_losses == pytest.approx(full.step_losses, abs=1e-5)
+    # The root and four blocks: 5 + 4 gathered, without freeing after forward 5
+    assert [moved(record.ranks[0])["all_gather"][0] for record in (full, grad_op)] == [9, 5]
+    assert moved(grad_op.ranks[0])["reduce_scatter"] == moved(full.ranks[0])["reduce_scatter"]
+    assert peak(grad_op) > peak(full)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_hybrid_shards_within_groups_and_copies_across(api, run):
+    ddp, hybrid = run("ddp", world_size=4), run("fsdp-auto-wrap", api, 4, sharding="hybrid")
+    assert hybrid.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
+    for rank in hybrid.ranks:
+        # Four ranks, but two slices: 4 x 1,199,882 / 2
+        assert rank.parameter_bytes == 2_399_764
+        # Each slice of the gradients is summed once more, across the two groups
+        assert moved(rank)["all_reduce"] == (2, 2_399_764)
+
+
+def test_no_sharding_is_ddp(run):
+    ddp, none = run("ddp"), run("fsdp", "fsdp1", sharding="none")
+    assert none.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
+    for rank in none.ranks:
+        assert (rank.parameter_bytes, moved(rank)) == (4 * P_SHALLOW, {"all_reduce": (1, 4 * P_SHALLOW)})
+
+
+@pytest.mark.parametrize("prefetch", ["post", "none"])
+def test_prefetching_changes_no_number(prefetch, run):
+    settings = {"model": "vit", "max_steps": 4, "global_batch_size": 4}
+    usual, other = (run("fsdp-auto-wrap", "fsdp1", backward_prefetch=p, **settings) for p in ("pre", prefetch))
+    assert other.step_losses == usual.step_losses
+    assert moved(other.ranks[0]) == moved(usual.ranks[0])
+
+
+@pytest.mark.parametrize("strategy, api", SHARDED)
+def test_a_model_without_parameters_is_refused(strategy, api):
+    with pytest.raises(ValueError, match="Sequential has no parameters to shard"):
+        STRATEGIES[strategy](nn.Sequential(nn.ReLU()), torch.device("cpu"), TrainConfig(strategy=strategy, api=api))

@@ -1,0 +1,92 @@
+from functools import partial
+
+import pytest
+import torch
+import workers_for_tests as workers
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
+
+from fsdp_helpers.models import ConvFeatures, build_model
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.sharding.wrapping import choose_units, size_policy, unit_sizes
+
+CONVOLUTIONS = ["features.0", "features.2"]  # 320 and 18,496 parameters
+
+
+def is_wide(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features >= 1000
+
+
+def model_without_values(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(name)
+
+
+POLICIES = {
+    "size 0": size_policy(0),
+    "size 100": size_policy(100),
+    "size 20,000": size_policy(20_000),
+    "size 100,000,000": size_policy(100_000_000),
+    "linear": ModuleWrapPolicy({nn.Linear}),
+    "features and their convolutions": ModuleWrapPolicy({ConvFeatures, nn.Conv2d}),
+    "wide": partial(lambda_auto_wrap_policy, lambda_fn=is_wide),
+}
+
+
+@pytest.mark.parametrize(
+    "policy, shallow, deep",
+    [
+        # Each layer with parameters has more than 100 of them, and leaves none for the modules around it.
+        (
+            "size 100",
+            [*CONVOLUTIONS, "fc1", "fc2"],
+            [*CONVOLUTIONS, "fc1", "fc2", "fc3", "fc4", "fc5", "fc6"],
+        ),
+        # The convolutions together have 18,816 parameters, the last layer 1,290: both too small.
+        ("size 20,000", ["fc1"], ["fc1", "fc2", "fc3", "fc4", "fc5"]),
+        # The default of PyTorch's policy; DeepNet as a whole has 94,104,234 parameters.
+        ("size 100,000,000", [], []),
+        ("linear", ["fc1", "fc2"], ["fc1", "fc2", "fc3", "fc4", "fc5", "fc6"]),
+        ("features and their convolutions", [*CONVOLUTIONS, "features"], [*CONVOLUTIONS, "features"]),
+        # fc1 to fc4 put out 9,000, 1,000, 1,000 and 1,000 values; ShallowNet's fc1 puts out 128
+        ("wide", [], ["fc1", "fc2", "fc3", "fc4"]),
+    ],
+)
+def test_the_chosen_units(policy, shallow, deep):
+    assert choose_units(model_without_values("shallow"), POLICIES[policy]) == shallow
+    assert choose_units(model_without_values("deep"), POLICIES[policy]) == deep
+
+
+def test_no_policy_no_units():
+    assert choose_units(model_without_values("shallow"), None) == []
+
+
+def test_what_a_unit_inside_has_taken_does_not_count_again():
+    # inner: 10 x 10 + 10 = 110; outer has 110 + 30 more of its own. Threshold 100: inner is a unit, 30 are too few.
+    inner, extra = nn.Linear(10, 10), nn.Linear(5, 5)
+    model = nn.ModuleDict({"outer": nn.Sequential(inner, extra)})
+    assert choose_units(model, size_policy(100)) == ["outer.0"]
+    assert choose_units(model, size_policy(30)) == ["outer.0", "outer.1"]
+    assert choose_units(model, size_policy(140)) == ["outer"]  # neither is large enough, both together are
+
+
+def test_the_sizes_of_units():
+    # fc1: 9,216 x 128 + 128; of the nested ones, `features` keeps nothing that its convolutions have not taken
+    assert unit_sizes(model_without_values("shallow"), POLICIES["size 20,000"]) == (1_179_776,)
+    nested = POLICIES["features and their convolutions"]
+    assert unit_sizes(model_without_values("shallow"), nested) == (320, 18_496, 0)
+
+
+def test_a_negative_threshold_is_refused():
+    with pytest.raises(ValueError, match="min_num_params is -1; it must be 0 or more"):
+        size_policy(-1)
+
+
+@pytest.mark.parametrize("model, names", [("shallow", POLICIES), ("vit", POLICIES), ("deep", ["size 20,000"])])
+def test_both_apis_have_the_units_that_were_chosen(model, names):
+    policies = [POLICIES[name] for name in names]
+    (found,) = launch(workers.units_of_both_apis, model, policies, world_size=1, device="cpu")
+    for name, (fsdp1, fsdp2) in zip(names, found, strict=True):
+        chosen = sorted(choose_units(model_without_values(model), POLICIES[name]))
+        assert (name, fsdp1) == (name, chosen)
+        assert (name, fsdp2) == (name, chosen)

@@ -1,0 +1,197 @@
+"""Every figure draws small records, returns `fig, ax`, and says the unit of what it draws."""
+
+import inspect
+import re
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from runs import tiny_record
+
+from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
+from fsdp_helpers.models import build_model
+from fsdp_helpers.records import (
+    Collective,
+    ComparisonRow,
+    MemoryCurve,
+    Phase,
+    RankRecord,
+    Rung,
+    SavingRecord,
+    StepTrace,
+)
+from fsdp_helpers.teaching import plots
+
+MB = 10**6
+COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit
+
+
+def rank_record(num_units: int = 1, peak_bytes: int = 40 * MB) -> RankRecord:
+    state = {"parameter_bytes": 4 * MB, "gradient_bytes": 4 * MB, "optimizer_bytes": 8 * MB}
+    return RankRecord(rank=0, **state, held_bytes=17 * MB, peak_bytes=peak_bytes, num_units=num_units, collectives=())
+
+
+def step_trace(*phases: str) -> StepTrace:
+    stretches = tuple(Phase(name=name, start_s=0.1 * i, end_s=0.1 * (i + 1)) for i, name in enumerate(phases))
+    curve = MemoryCurve(times_s=(0.0, 0.1, 0.2), allocated_bytes=(16 * MB, 40 * MB, 16 * MB), phases=stretches)
+    ops = ("all_gather", "reduce_scatter", "all_to_all")
+    seen = tuple(Collective(op=op, bytes=4 * MB, start_s=0.1 * i, end_s=0.1 * i + 0.05) for i, op in enumerate(ops))
+    return StepTrace(curve=curve, collectives=seen)
+
+
+def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
+    sizes = {"held_bytes": 9 * MB, "peak_bytes": 20 * MB, "moved_bytes": 5 * MB}
+    return ComparisonRow(model=model, strategy=strategy, api=api, world_size=2, step_s=0.01, final_loss=2.0, **sizes)
+
+
+def rung(name: str, peak_bytes: int) -> Rung:
+    return Rung(
+        name=name, strategy="ddp", predicted_bytes=39 * MB, peak_bytes=peak_bytes, held_bytes=9 * MB, step_s=0.01
+    )
+
+
+def saving(way: str) -> SavingRecord:
+    return SavingRecord(way=way, waiting_s=0.01, total_s=0.02, disk_bytes=12 * MB, extra_bytes=3 * MB)
+
+
+def entry(name: str, *sizes: int) -> TensorEntry:
+    """A tensor of so many rows a rank, each row with 4 values."""
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    slices = tuple(
+        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
+        for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    )
+    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), slices=slices)
+
+
+ONE_NUMBER = TensorEntry(
+    name="step",
+    dtype=torch.float32,
+    shape=(),
+    slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
+)
+WAYS = [saving("full"), saving("sharded"), saving("asynchronous")]
+PHASES = ("forward", "backward", "step")
+RUNGS = [rung("DDP", 40 * MB), rung("+ a lever", 30 * MB), rung("+ another", 32 * MB)]
+EPOCHS = {"local": tiny_record().epochs * 2, "ddp": tiny_record().epochs}
+IMAGES, LABELS = torch.zeros(3, 1, 28, 28), torch.tensor([1, 2, 3])
+ROWS = [row("shallow", "ddp", None), row("shallow", "fsdp", "fsdp1"), row("deep", "ddp", None)]
+CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
+FIGURES = {
+    "plot_epochs": (EPOCHS,),
+    "plot_step_losses": ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]},),
+    "plot_digits": (IMAGES, LABELS, torch.tensor([1, 7, 3])),
+    "plot_memory_curve": (step_trace(*PHASES).curve, "One step"),
+    "plot_held_and_peak": ({"ddp": rank_record(), "fsdp": rank_record()},),
+    "plot_throughput": ({1: 100.0, 2: 180.0, 4: 190.0}, "ddp"),
+    "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
+    "plot_units": (build_model("shallow"), CHOICES),
+    "plot_peak_against_units": ({"fsdp1": [rank_record(1), rank_record(6)]}, 50 * MB, "DDP"),
+    "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "fsdp": {1: 30 * MB, 2: 20 * MB}},),
+    "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
+    "plot_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
+    "plot_ladder": (RUNGS,),
+    "plot_comparison": (ROWS,),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_window():
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")
+
+
+def drawn(fig: Figure) -> list[Axes]:
+    fig.canvas.draw()  # labels that do not fit, glyphs that are missing: this is where they are noticed
+    return fig.axes
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure(name):
+    fig, axes = getattr(plots, name)(*FIGURES[name])
+    assert isinstance(fig, Figure)
+    assert all(isinstance(ax, Axes) for ax in np.ravel(axes))
+    assert list(np.ravel(axes)) == drawn(fig)
+    for label in [label for ax in fig.axes for label in (ax.get_xlabel(), ax.get_ylabel()) if label]:
+        assert re.search(r"\(.+\)", label) or label.startswith(COUNTS), label
+
+
+def test_every_figure_is_in_the_table():
+    names = {name for name, value in vars(plots).items() if name.startswith("plot_") and inspect.isfunction(value)}
+    assert names == set(FIGURES)
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("plot_digits", (IMAGES[:1], LABELS[:1])),
+        ("plot_collectives", ([step_trace()], "a step without phases")),
+        ("plot_memory_curve", (step_trace().curve, "a step without phases")),
+        ("plot_savings", ({"DDP": WAYS[:1]},)),
+        ("plot_slices", ([ONE_NUMBER],)),
+        ("plot_ladder", (RUNGS[:1],)),
+        ("plot_comparison", (ROWS[:1],)),
+    ],
+)
+def test_one_of_a_kind(name, arguments):
+    fig, axes = getattr(plots, name)(*arguments)
+    assert list(np.ravel(axes)) == drawn(fig)
+
+
+def test_bars_are_as_long_as_the_bytes():
+    ax = plots.plot_held_and_peak({"fsdp": rank_record()})[1]
+    # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
+    assert [bar.get_width() for bar in ax.patches] == [4, 4, 8, 1]
+    assert [bar.get_x() for bar in ax.patches] == [0, 4, 8, 16]
+
+
+def test_a_rung_says_its_peak_and_the_change():
+    memory_ax, time_ax = plots.plot_ladder(RUNGS)[1]
+    assert [text.get_text().strip() for text in memory_ax.texts] == ["40.0", "30.0 (-10.0)", "32.0 (+2.0)"]
+    assert [bar.get_width() for bar in memory_ax.patches] == [40, 30, 32, 9, 9, 9]
+    assert [line.get_xdata()[0] for line in memory_ax.lines] == [39, 39, 39]  # the predictions
+    assert [bar.get_width() for bar in time_ax.patches] == [10, 10, 10]
+
+
+def test_slices_lie_where_their_rows_are():
+    ax = plots.plot_slices([entry("weight", 3, 3, 2)])[1]
+    # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
+    assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
+    assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
+    assert [text.get_text() for text in ax.texts] == ["3", "3", "2"]
+    assert len({bar.get_facecolor() for bar in ax.patches}) == 3
+
+
+def test_a_saving_says_how_long_training_waits():
+    time_ax, memory_ax, disk_ax = plots.plot_savings({"DDP": WAYS[:1]})[1]
+    assert [bar.get_width() for bar in time_ax.patches] == [20, 10]
+    assert [bar.get_width() for bar in (*memory_ax.patches, *disk_ax.patches)] == [3, 12]
+
+
+def test_wrong_predictions_are_red():
+    axes = plots.plot_digits(IMAGES, LABELS, torch.tensor([1, 7, 3]))[1]
+    assert [ax.title.get_color() == "black" for ax in axes] == [True, False, True]
+    assert [ax.get_title() for ax in axes] == ["1", "7", "3"]
+
+
+def test_the_innermost_unit_owns_a_layer():
+    ax = plots.plot_units(build_model("shallow"), CHOICES)[1]
+    # layers features.0, features.2, fc1, fc2, one column a choice
+    assert [text.get_text() for text in ax.texts] == [
+        *["root", "root", "root", "root"],
+        *["root", "root", "fc1", "root"],
+        *["features.0", "features", "root", "root"],
+    ]
+    # the root is a unit too
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["none\n1 units", "one\n2 units", "nested\n3 units"]
+
+
+def test_the_style_stays_within_the_figure():
+    before = plt.rcParams["axes.spines.top"]
+    plots.plot_step_losses({"ddp": [1.0]})
+    assert plt.rcParams["axes.spines.top"] == before

@@ -1,0 +1,379 @@
+"""The rank function `train_worker` and the command line, from end to end."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import workers_for_tests as workers
+from runs import OFFLINE, check_json, main_in_process, train
+
+from fsdp_helpers.ranks.launch import launch
+
+SMALL = ["--train-images", 1300, "--test-images", 101, "--global-batch-size", 60, "--no-dropout"]
+
+
+@pytest.fixture
+def data_dir(request, digits_dir) -> Path:
+    """Real MNIST where it is at hand, else the digits."""
+    try:
+        return request.getfixturevalue("mnist_dir")
+    except pytest.skip.Exception:
+        return digits_dir
+
+
+# ---------------------------------------------------------------- the same losses, however many ranks
+
+
+def test_local_and_ddp_agree_step_by_step(data_dir):
+    settings = {
+        "max_steps": 20,
+        "global_batch_size": 60,
+        "train_images": 1300,
+        "test_images": 501,
+        "dropout": False,
+        "data_dir": str(data_dir),
+    }
+    local, two, three = (train(*run, **settings)[0] for run in [("local", 1), ("ddp", 2), ("ddp", 3)])
+    # The sums run in another order, so they differ in the last digits only: 1e-4 is a thousand times those.
+    assert len(local.step_losses) == 20
+    assert two.step_losses == pytest.approx(local.step_losses, abs=1e-4)
+    assert three.step_losses == pytest.approx(local.step_losses, abs=1e-4)
+    for run in (local, two, three):
+        assert run.epochs[0].test_images == min(501, 360 if run.data_source == "digits" else 501)
+        assert run.epochs[0].test_loss == pytest.approx(local.epochs[0].test_loss, abs=1e-4)
+        assert run.epochs[0].test_correct == pytest.approx(local.epochs[0].test_correct, abs=1)
+    assert local.step_losses[-1] < 0.8 * local.step_losses[0]  # it learns
+
+
+def test_every_rank_returns_the_same_record(digits_dir):
+    results = train("ddp", 2, max_steps=2, global_batch_size=8, test_images=9, data_dir=str(digits_dir))
+    assert results[0] == results[1]
+    assert [rank.rank for rank in results[0].ranks] == [0, 1]
+
+
+def test_the_state_of_a_rank(digits_dir):
+    settings = {"max_steps": 3, "global_batch_size": 8, "test_images": 9, "data_dir": str(digits_dir)}
+    for strategy, world_size in [("local", 1), ("ddp", 2)]:
+        for rank in train(strategy, world_size, **settings)[0].ranks:
+            # 1,199,882 x 4 = 4,799,528; twice that for Adam's two moments. DDP divides nothing.
+            state = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes)
+            assert state == (4_799_528, 4_799_528, 9_599_056)
+            assert rank.num_units == 0
+
+
+def test_the_first_step_is_not_a_steady_one(digits_dir):
+    record = train("local", 1, max_steps=1, global_batch_size=8, test_images=9, data_dir=str(digits_dir))[0]
+    assert (record.ranks[0].held_bytes, record.ranks[0].peak_bytes, record.ranks[0].collectives) == (None, None, ())
+    assert record.traces == ()
+
+
+def test_epochs_and_an_early_end(digits_dir):
+    # 100 images in batches of 32: 3 steps an epoch, 4 images left out. 7 steps: two epochs and 1 step more.
+    settings = {
+        "model": "simple",
+        "train_images": 100,
+        "global_batch_size": 32,
+        "test_images": 50,
+        "data_dir": str(digits_dir),
+    }
+    record = train("local", 1, epochs=5, max_steps=7, **settings)[0]
+    assert [epoch.train_images for epoch in record.epochs] == [96, 96, 32]
+    assert [epoch.test_images for epoch in record.epochs] == [50, 50, 50]
+    assert len(record.step_losses) == len(record.step_seconds) == 7
+    # The mean loss of an epoch is the mean of its steps; the last epoch has one.
+    assert record.epochs[0].train_loss == pytest.approx(sum(record.step_losses[:3]) / 3)
+    assert record.epochs[2].train_loss == pytest.approx(record.step_losses[6])
+    assert all(epoch.test_accuracy == epoch.test_correct / 50 for epoch in record.epochs)
+    longer = train("local", 1, epochs=2, **settings)[0]
+    assert longer.step_losses == record.step_losses[:6]  # the same seed, the same run
+
+
+def test_seed_decides(digits_dir):
+    settings = {
+        "model": "simple",
+        "max_steps": 2,
+        "global_batch_size": 8,
+        "test_images": 9,
+        "data_dir": str(digits_dir),
+    }
+    first, again, other = (train("local", 1, seed=seed, **settings)[0].step_losses for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_ranks_draw_their_own_dropout_masks(digits_dir):
+    settings = {"max_steps": 3, "global_batch_size": 8, "test_images": 9, "data_dir": str(digits_dir)}
+    with_dropout = train("ddp", 2, **settings)[0].step_losses
+    without = train("ddp", 2, dropout=False, **settings)[0].step_losses
+    assert with_dropout != without
+    assert with_dropout == train("ddp", 2, **settings)[0].step_losses  # but the same ones each time
+
+
+def test_all_test_images_are_counted_once(mnist_dir):
+    settings = {
+        "model": "simple",
+        "max_steps": 1,
+        "global_batch_size": 21,
+        "train_images": 42,
+        "data_dir": str(mnist_dir),
+    }
+    one, three, seven = (train(*run, **settings)[0] for run in [("local", 1), ("ddp", 3), ("ddp", 7)])
+    assert [run.epochs[0].test_images for run in (one, three, seven)] == [10_000] * 3
+    assert three.epochs[0].test_correct == pytest.approx(one.epochs[0].test_correct, abs=3)
+    assert seven.epochs[0].test_correct == pytest.approx(one.epochs[0].test_correct, abs=3)
+
+
+@pytest.mark.parametrize("test_images, world_size", [(1, 2), (7, 3), (101, 2)])
+def test_odd_numbers_of_test_images(test_images, world_size, digits_dir):
+    settings = {"model": "simple", "max_steps": 1, "global_batch_size": 6, "data_dir": str(digits_dir)}
+    record = train("ddp", world_size, test_images=test_images, **settings)[0]
+    assert record.epochs[0].test_images == test_images
+
+
+@pytest.mark.parametrize("model", ["vit", "simple"])
+def test_other_models_train_too(model, digits_dir):
+    settings = {"model": model, "max_steps": 2, "global_batch_size": 8, "test_images": 9, "dropout": False}
+    local = train("local", 1, data_dir=str(digits_dir), **settings)[0]
+    ddp = train("ddp", 2, data_dir=str(digits_dir), **settings)[0]
+    assert ddp.step_losses == pytest.approx(local.step_losses, abs=1e-4)
+
+
+# ---------------------------------------------------------------- who started it does not matter
+
+
+def read_json(path: Path) -> dict:
+    content = json.loads(path.read_text())
+    check_json(content)
+    return content
+
+
+def test_torchrun_gives_the_very_same_losses(run_cli, torchrun, digits_dir, tmp_path):
+    """`--world-size 2`, `torchrun --nproc-per-node 2`, and two torchrun agents on one host: to the last digit."""
+    arguments = ["train", "--strategy", "ddp", "--max-steps", 6, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
+
+    by_launch = run_cli(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json", offline=True)
+    assert by_launch.returncode == 0, by_launch.stderr
+
+    logs = ("--log-dir", str(tmp_path / "logs"))  # else torchrun leaves an empty folder in the temporary folder
+    one_agent = (torchrun, "--standalone", "--nproc-per-node", "2", *logs)
+    by_torchrun = run_cli(*arguments, "--json", tmp_path / "torchrun.json", starter=one_agent, offline=True)
+    assert by_torchrun.returncode == 0, by_torchrun.stderr
+
+    done = run_two_agents((torchrun, *logs), [*arguments, "--json", tmp_path / "agents.json"])
+    assert [status for status, _ in done] == [0, 0], done
+
+    runs = [read_json(tmp_path / f"{name}.json") for name in ("launch", "torchrun", "agents")]
+    assert runs[0]["step_losses"] == runs[1]["step_losses"] == runs[2]["step_losses"]
+    assert [run["world_size"] for run in runs] == [2, 2, 2]
+    assert [run["epochs"][0]["test_images"] for run in runs] == [101, 101, 101]
+    assert runs[0]["ranks"] == runs[1]["ranks"] == runs[2]["ranks"]
+    assert by_torchrun.stdout.count("epoch 1:") == 1  # one rank speaks
+
+
+def test_torchrun_gives_the_very_same_losses_sharded(run_cli, torchrun, digits_dir, tmp_path):
+    arguments = ["train", "--strategy", "fsdp", "--max-steps", 4, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
+    by_launch = run_cli(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json", offline=True)
+    assert by_launch.returncode == 0, by_launch.stderr
+    agent = (torchrun, "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"))
+    by_torchrun = run_cli(*arguments, "--json", tmp_path / "torchrun.json", starter=agent, offline=True)
+    assert by_torchrun.returncode == 0, by_torchrun.stderr
+    runs = [read_json(tmp_path / f"{name}.json") for name in ("launch", "torchrun")]
+    assert runs[0]["step_losses"] == runs[1]["step_losses"]
+    assert runs[0]["ranks"] == runs[1]["ranks"]
+
+
+def run_two_agents(torchrun: tuple, arguments: list) -> list[tuple[int, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+    program = OFFLINE
+    command = [*torchrun, *rendezvous, program, *arguments]
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agents = [subprocess.Popen([str(part) for part in command], **settings) for _ in range(2)]
+    try:
+        return [(agent.returncode, output) for agent in agents for output in agent.communicate(timeout=120)[:1]]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
+    done = run_cli("train", "--max-steps", 3, *SMALL, "--data-dir", mnist_dir, "--json", tmp_path / "run.json")
+    assert done.returncode == 0, done.stderr
+    content = read_json(tmp_path / "run.json")
+    assert (content["data_source"], content["world_size"]) == ("mnist", 1)
+    assert len(content["step_losses"]) == 3
+    assert "Data: MNIST, 60,000 training and 10,000 test images." in done.stdout + done.stderr
+    assert "101" in done.stdout and "\r" not in done.stdout + done.stderr
+    assert os.listdir(tmp_path / "cwd") == []  # it wrote where it was told to, nowhere else
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cwd", "run.json"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "command"),
+        (["tarin"], "choose from"),
+        (["train", "--no-such-flag"], "--no-such-flag"),
+        (["train", "--model", "huge"], "huge"),
+        (["train", "--strategy", "zero9"], "zero9"),
+        (["train", "--device", "tpu"], "tpu"),
+        (["train", "--epochs", "many"], "many"),
+        (["train", "--epochs", "0"], "epochs is 0; it must be a whole number, 1 or more"),
+        (["train", "--epochs", "1.5"], "1.5"),
+        (["train", "--max-steps", "0"], "max_steps is 0"),
+        (["train", "--global-batch-size", "0"], "global_batch_size is 0"),
+        (["train", "--learning-rate", "0"], "learning_rate is 0.0"),
+        (["train", "--learning-rate", "nan"], "learning_rate is nan"),
+        (["train", "--seed", "-1"], "seed is -1"),
+        (["train", "--train-images", "0"], "train_images is 0"),
+        (["train", "--test-images", "-1"], "test_images is -1"),
+        (["train", "--train-images", "100"], "100 training images do not fill one global batch of 256"),
+        (["train", "--global-batch-size", "60001"], "do not fill one global batch of 60001"),
+        (["train", "--strategy", "ddp", "--world-size", "0"], "world_size is 0"),
+        (["train", "--strategy", "ddp", "--world-size", "-2"], "world_size is -2"),
+        (["train", "--strategy", "ddp", "--world-size", "3"], "256 does not divide by world_size 3"),
+        (["train", "--strategy", "local", "--world-size", "2"], "one process, world_size is 2"),
+        (["train", "--strategy", "ddp", "--world-size", "64", "--device", "cuda"], "64 CUDA devices"),
+        (["train", "--strategy", "fsdp-offload", "--api", "fsdp1", "--device", "cpu"], "Use api 'fsdp2'"),
+        (["train", "--strategy", "fsdp-auto-wrap", "--min-num-params", "-1"], "min_num_params is -1; it must be 0"),
+        (["train", "--strategy", "fsdp", "--sharding", "none"], "sharding 'none' exists in FSDP1 only"),
+        (["train", "--strategy", "fsdp", "--backward-prefetch", "post"], "'post' is an option of FSDP1"),
+        (["train", "--strategy", "fsdp", "--sharding", "hybrid"], "at least two ranks, world_size is 2"),
+        (["train", "--strategy", "ddp", "--sharding", "grad-op"], "belong to FSDP, strategy is 'ddp'"),
+        (["train", "--precision", "fp8"], "fp8"),
+        (["train", "--strategy", "ddp", "--precision", "bf16"], "use strategy 'fsdp' or 'fsdp-auto-wrap'"),
+        (["train", "--activation-checkpointing", "all"], "all"),
+        (["train", "--micro-batches", "0"], "micro_batches is 0"),
+        (["train", "--micro-batches", "3"], "a rank's 256 images"),
+        (["train", "--strategy", "ddp", "--micro-batches", "256"], "use a divisor of 128"),
+        (["train", "--sync-micro-batches"], "micro_batches is 1; use 2 or more"),
+        (["train", "--clip-norm", "0"], "clip_norm is 0.0; it must be a number above zero"),
+        (["train", "--clip-norm", "nan"], "clip_norm is nan"),
+        (["train", "--json", "no-such-folder/run.json"], "no-such-folder does not exist"),
+        (["train", "--json", "."], "is a folder; give a file"),
+        (["train", "--json", "/proc/run.json"], "/proc"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fsdp_helpers.ranks.launch._start_rank", lambda *args: pytest.fail("a rank was started"))
+    if arguments[:1] == ["train"]:
+        arguments = [*arguments, "--data-dir", "data"]
+    status = main_in_process(*arguments)
+    output = capfd.readouterr()
+    assert status == 2
+    assert len(output.err.splitlines()) == 1, output.err
+    assert message in output.err
+    assert output.out == ""
+    assert os.listdir(tmp_path) == []  # the data folder included: nothing is fetched for a run that cannot be
+
+
+def test_bad_input_in_a_process_of_its_own(run_cli, tmp_path):
+    done = run_cli("train", "--strategy", "ddp", "--world-size", 3, "--data-dir", tmp_path / "data")
+    assert done.returncode == 2
+    assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
+    assert "use 258 or 255" in done.stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_damaged_file_is_bad_input(tmp_path, capfd):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "t10k-labels-idx1-ubyte").write_bytes(b"short")
+    assert main_in_process("train", "--data-dir", tmp_path) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "t10k-labels-idx1-ubyte is damaged: 5 bytes instead of 10008. Delete it and run again." in line
+
+
+def test_a_failing_rank_is_exit_status_one(digits_dir, monkeypatch, capfd):
+    def launch_a_worker_that_fails(worker, config, **settings):
+        return launch(workers.raise_on, 1, **settings)
+
+    monkeypatch.setattr("fsdp_helpers.ranks.launch.launch", launch_a_worker_that_fails)
+    arguments = ["train", "--strategy", "ddp", "--device", "cpu", "--data-dir", digits_dir]
+    assert main_in_process(*arguments) == 1
+    errors = capfd.readouterr().err
+    assert "rank 1 of 2 failed: ZeroDivisionError: on purpose, on rank 1" in errors
+    assert "in raise_on" in errors  # the original traceback
+
+
+def test_under_torchrun_a_failing_rank_is_no_bad_input(digits_dir, monkeypatch, capfd):
+    def fail(rank, world_size, config):
+        raise ValueError("on purpose")
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("fsdp_helpers.training.worker.train_worker", fail)
+    assert main_in_process("train", "--device", "cpu", "--data-dir", digits_dir) == 1
+    errors = capfd.readouterr().err
+    assert "rank 0 of 1 failed: ValueError: on purpose" in errors
+    assert "Traceback" in errors and "in fail" in errors
+
+
+def test_the_digits_are_said_to_be_in_use(digits_dir, tmp_path, capfd):
+    arguments = ["train", "--model", "simple", "--max-steps", 2, "--test-images", 9, "--data-dir", digits_dir]
+    assert main_in_process(*arguments, "--json", tmp_path / "run.json") == 0
+    output = capfd.readouterr()
+    assert "1,797 bundled digits" in output.out + output.err
+    assert read_json(tmp_path / "run.json")["data_source"] == "digits"
+
+
+def test_the_memory_levers_from_the_command_line(digits_dir, tmp_path):
+    arguments = [
+        "train",
+        "--model",
+        "vit",
+        "--strategy",
+        "fsdp-auto-wrap",
+        "--min-num-params",
+        40_000,
+        "--max-steps",
+        3,
+    ]
+    levers = ["--precision", "bf16", "--activation-checkpointing", "selective", "--micro-batches", 2]
+    levers += ["--sync-micro-batches", "--clip-norm", 0.5]
+    small = ["--global-batch-size", 8, "--test-images", 9, "--device", "cpu", "--data-dir", digits_dir]
+    assert main_in_process(*arguments, *levers, *small, "--json", tmp_path / "run.json") == 0
+    content = read_json(tmp_path / "run.json")
+    assert len(content["gradient_norms"]) == len(content["step_losses"]) == 3
+    names = ("precision", "activation_checkpointing", "micro_batches", "sync_micro_batches", "clip_norm")
+    assert [content["config"][name] for name in names] == ["bf16", "selective", 2, True, 0.5]
+
+
+def test_an_old_record_is_replaced_whole_or_not_at_all(digits_dir, tmp_path, monkeypatch):
+    target = tmp_path / "run.json"
+    target.write_text("old")
+    monkeypatch.setattr("fsdp_helpers.ranks.launch._start_rank", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main_in_process("train", "--data-dir", digits_dir, "--json", target)
+    assert target.read_text() == "old"
+
+
+def test_help_names_the_flags():
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_helpers", "train", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    flags = ["--model", "--strategy", "--world-size", "--device", "--epochs", "--max-steps", "--global-batch-size"]
+    flags += ["--learning-rate", "--seed", "--train-images", "--test-images", "--no-dropout", "--data-dir", "--json"]
+    flags += ["--api", "--min-num-params", "--sharding", "--backward-prefetch"]
+    flags += ["--precision", "--activation-checkpointing", "--micro-batches", "--sync-micro-batches", "--clip-norm"]
+    assert done.returncode == 0
+    assert [flag for flag in flags if flag not in done.stdout] == []
