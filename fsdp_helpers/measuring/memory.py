@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.measuring.collectives import CollectiveTrace
+from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import Collective, MemoryCurve, Phase, StateBytes, StepTrace
 
 STEP_PHASES = ("forward", "backward", "step")
 CHROME_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # how a profiler trace numbers devices
+OPTIMIZER_STEP = "Optimizer.step#"  # how PyTorch names the phase of every optimizer.step()
+DATA_PHASE = "data"
 _CLOCK_MARK = "fsdp_helpers clock"
 
 
@@ -93,6 +96,21 @@ class MemoryTrace:
             raise ValueError(f"the trace saw no {name!r}; mark it with torch.profiler.record_function({name!r})")
         return self._between(found[-1].start_s, found[-1].end_s, uncounted_bytes)
 
+    def last_step(self) -> StepTrace:
+        """From the end of the last `optimizer.step()` but one to the end of the last: PyTorch names them by itself.
+
+        What was allocated at the end of a phase called "data", the images, is taken off the curve.
+        Raises ValueError for fewer than two steps: the first creates optimiser state, and is no steady one.
+        """
+        ends_s = [phase.end_s for phase in self._phases if phase.name.startswith(OPTIMIZER_STEP)]
+        if len(ends_s) < 2:
+            raise ValueError(f"the trace saw {len(ends_s)} step(s) of an optimiser; run 2 or more")
+        return self._between(ends_s[-2], ends_s[-1], self._data_bytes())
+
+    def _data_bytes(self) -> int:
+        ends_s = [phase.end_s for phase in self._phases if phase.name == DATA_PHASE]
+        return next((size for time_s, size in reversed(self._points) if ends_s and time_s <= ends_s[-1]), 0)
+
     def whole(self) -> StepTrace:
         """Everything from start() to stop()."""
         return self._between(self._marks_s[0], float("inf"), 0)
@@ -136,6 +154,17 @@ def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
         yield trace
     finally:
         trace.stop()
+
+
+def traced(rank: int, world_size: int, worker: Callable, *args: object) -> tuple[object, StepTrace]:
+    """Run the rank function `worker(rank, world_size, *args)`; returns its result, and the trace of its last step.
+
+    The worker knows nothing of it: launch(traced, my_worker, my_config, world_size=2) instead of
+    launch(my_worker, my_config, world_size=2).
+    """
+    with trace_memory(rank_device()) as trace:
+        result = worker(rank, world_size, *args)
+    return result, trace.last_step()
 
 
 def _read_phases(events: list[dict]) -> list[Phase]:

@@ -1,36 +1,33 @@
 """Small rank functions, one idea each: what the notebooks show, and then run."""
 
-from itertools import islice
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import record_function
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
-from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.records import CollectiveCount, StepTrace
-from fsdp_helpers.training.worker import config_batches, load_rank_data
+from fsdp_helpers.records import CollectiveCount
+from fsdp_helpers.training.worker import first_batches
 
 
 def train_ddp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
     """Data parallelism in a dozen lines: the same model everywhere, gradients averaged after backward."""
-    device = rank_device()
-    dataset = load_rank_data(config, device)
+    batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, dropout=config.dropout).to(device)
+    model = build_model(config.model, dropout=config.dropout).to(rank_device())
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
-    torch.manual_seed(config.seed + 1 + rank)
+    torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
 
     losses = []
-    for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
+    for images, labels in batches:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
@@ -63,6 +60,7 @@ class FlatUnit:
     """
 
     def __init__(self, module: nn.Module, rank: int, world_size: int) -> None:
+        self.world_size = world_size
         self.parameters = list(module.parameters())
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.sizes = [parameter.numel() for parameter in self.parameters]
@@ -79,12 +77,12 @@ class FlatUnit:
         for parameter, shape, view in zip(self.parameters, self.shapes, views, strict=True):
             parameter.data = view.view(shape)
 
-    def reduce_gradients(self, world_size: int) -> None:
+    def reduce_gradients(self) -> None:
         """Reduce-scatter: whole gradients, summed over the ranks, and each rank gets its slice of the mean."""
         whole = self._flatten([parameter.grad for parameter in self.parameters])
         self.shard.grad = torch.empty_like(self.shard)
         dist.reduce_scatter_tensor(self.shard.grad, whole)
-        self.shard.grad /= world_size
+        self.shard.grad /= self.world_size
 
     def free(self) -> None:
         """Keep the slice only."""
@@ -97,28 +95,46 @@ class FlatUnit:
         return torch.cat([*[tensor.flatten() for tensor in tensors], zeros])
 
 
-def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> tuple[list[float], StepTrace]:
+def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
     """Sharded data parallelism with one unit: gather, forward, backward, reduce-scatter, free, step on the slice."""
-    device = rank_device()
-    dataset = load_rank_data(config, device)
-    losses = []
-    with trace_memory(device) as trace:
-        torch.manual_seed(config.seed)
-        model = build_model(config.model, dropout=config.dropout).to(device)
-        unit = FlatUnit(model, rank, world_size)
-        optimizer = torch.optim.Adam([unit.shard], lr=config.learning_rate, fused=True)
-        torch.manual_seed(config.seed + 1 + rank)
+    batches = first_batches(rank, world_size, config)
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, dropout=config.dropout).to(rank_device())
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
+    unit = FlatUnit(model, rank, world_size)  # from here on a rank keeps its slice
+    optimizer = torch.optim.Adam([unit.shard], lr=config.learning_rate, fused=True)
+    torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
 
-        for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
-            with record_function("train step"):
-                optimizer.zero_grad()
-                unit.gather()
-                loss = F.cross_entropy(model(images), labels)
-                loss.backward()
-                unit.reduce_gradients(world_size)
-                unit.free()
-                optimizer.step()  # Adam sees one tensor: this rank's slice
-            losses.append(loss.detach())
-    batch_bytes = images.nbytes + labels.nbytes
-    mean_losses = (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
-    return mean_losses, trace.last("train step", uncounted_bytes=batch_bytes)
+    losses = []
+    for images, labels in batches:
+        optimizer.zero_grad()
+        unit.gather()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        unit.reduce_gradients()
+        unit.free()
+        optimizer.step()
+        losses.append(loss.detach())
+    return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
+
+
+def train_by_fully_shard(rank: int, world_size: int, config: TrainConfig) -> list[float]:
+    """Sharded data parallelism by PyTorch, with one unit: FSDP2 gathers, reduces and frees in hooks of its own."""
+    batches = first_batches(rank, world_size, config)
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, dropout=config.dropout).to(rank_device())
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
+    fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+    torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
+
+    losses = []
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()

@@ -1,6 +1,7 @@
 """Small rank functions that look at one thing each: what the notebooks show, and then run."""
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.records import StepTrace
 from fsdp_helpers.sharding.gradients import clip_gradients
 from fsdp_helpers.sharding.strategies import STRATEGIES, unit_names
 from fsdp_helpers.training.loop import add_up_gradients
-from fsdp_helpers.training.worker import config_batches, load_rank_data
+from fsdp_helpers.training.worker import first_batches
 
 
 def say_hello(rank: int, world_size: int) -> dict:
@@ -46,10 +46,9 @@ def show_all_reduce(rank: int, world_size: int) -> tuple[list[float], list[float
 
 def gradient_norm(rank: int, world_size: int, config: TrainConfig, average: bool) -> float:
     """The norm of the first step's gradient after an all-reduce, with or without the division by the ranks."""
-    dataset = load_rank_data(config, rank_device())
+    images, labels = first_batches(rank, world_size, config)[0]
     torch.manual_seed(config.seed)
     model = build_model(config.model, dropout=False).to(rank_device())
-    images, labels = next(iter(config_batches(dataset, config, rank, world_size, epoch=0)))
     F.cross_entropy(model(images), labels).backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     dist.all_reduce(gradient)
@@ -86,11 +85,9 @@ def nest_by_hand(rank: int, world_size: int) -> str:
 
 def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tuple[float, float]:
     """The norm of what this rank keeps of the first step's gradient, and the norm that clipping works with."""
-    device = rank_device()
-    dataset = load_rank_data(config, device)
+    images, labels = first_batches(rank, world_size, config)[0]
     torch.manual_seed(config.seed)
-    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), device, config)
-    images, labels = next(iter(config_batches(dataset, config, rank, world_size, epoch=0)))
+    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
     add_up_gradients(model, images, labels)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
@@ -98,24 +95,32 @@ def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tupl
     return own_norm.item(), clip_gradients(model, max_norm=1.0).item()
 
 
-def trace_your_own(rank: int, world_size: int) -> StepTrace:
-    """Any module, any loop: here two transformer layers, each a unit, and one step of SGD."""
+def count_collectives_of(rank: int, world_size: int, worker: Callable) -> tuple[object, dict[str, int]]:
+    """What `worker(rank, world_size)` returns, and how many collectives of each kind it took part in."""
+    with trace_collectives() as seen:
+        result = worker(rank, world_size)
+    return result, {counted.op: counted.count for counted in count_collectives(seen)}
+
+
+def train_your_own(rank: int, world_size: int) -> list[float]:
+    """Any module, any loop: here two transformer layers, each a unit, and two steps of SGD."""
     device = rank_device()
-    with trace_memory(device) as trace:
-        layers = [nn.TransformerEncoderLayer(128, nhead=4, batch_first=True) for _ in range(2)]
-        model = nn.Sequential(*layers).to(device)
-        mesh = init_device_mesh(device.type, (world_size,))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):  # the second step is a steady one
-            with record_function("my step"):
-                with record_function("forward"):
-                    optimizer.zero_grad()
-                    loss = model(torch.ones(8, 64, 128, device=device)).square().mean()
-                with record_function("backward"):
-                    loss.backward()
-                with record_function("step"):
-                    optimizer.step()
-    return trace.last("my step")
+    layers = [nn.TransformerEncoderLayer(128, nhead=4, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(*layers).to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # after sharding: it must see the slices
+
+    losses = []
+    for _ in range(2):  # the second step is a steady one
+        with record_function("forward"):  # these names are for the figure; without them it has no phases
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 64, 128, device=device)).square().mean()
+        with record_function("backward"):
+            loss.backward()
+        with record_function("step"):
+            optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -1,8 +1,7 @@
 """Looking on while a rank trains: time, memory and progress, off the clock."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +32,13 @@ class StepWatch:
         self.state: StateBytes | None = None
         self.trace: StepTrace | None = None  # of a steady step; stays None in a run of a single step
         self.step_seconds: list[float] = []
+        self.gradient_norms: list[Tensor] = []  # before clipping, one a step
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    def watch(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, between_steps: Callable[[], None] = lambda: None
+    ) -> None:
+        """Look at these two from now on; `between_steps` is called after every step, and belongs to none."""
+        self._model, self._optimizer, self._between_steps = model, optimizer, between_steps
         if self._num_steps == 0:  # a resumed run with nothing left to train
             self._memory.stop()
             self.state = state_bytes(model, optimizer)
@@ -57,15 +60,8 @@ class StepWatch:
         if len(self.step_seconds) == min(STEADY_STEP, self._num_steps):
             self._measure(batch_bytes)
         self._report(loss)
+        self._between_steps()
         self._clock_s = time.perf_counter()
-
-    @contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """What happens in this block, between two steps, belongs to neither."""
-        try:
-            yield
-        finally:
-            self._clock_s = time.perf_counter()
 
     def _measure(self, batch_bytes: int) -> None:
         self._memory.stop()

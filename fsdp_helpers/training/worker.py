@@ -1,12 +1,15 @@
 """The rank functions that notebooks, tests and the command line launch."""
 
+import math
 import platform
 from datetime import UTC, datetime
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torchvision
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
@@ -27,82 +30,101 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
     config.check_device(device.type)
     dataset = load_rank_data(config, device)
     with run_checkpoints(config, rank, world_size, dataset.source) as checkpoints:
-        return run_training(rank, world_size, config, device, dataset, checkpoints)
+        return run_training(rank, world_size, config, dataset, checkpoints)
 
 
 def run_training(
-    rank: int,
-    world_size: int,
-    config: TrainConfig,
-    device: torch.device,
-    dataset: Dataset,
-    checkpoints: RunCheckpoints,
+    rank: int, world_size: int, config: TrainConfig, dataset: Dataset, checkpoints: RunCheckpoints
 ) -> RunRecord:
-    """Model, strategy, optimiser, loop; from the beginning, or from where `checkpoints` stand."""
-    steps_per_epoch = len(dataset.train) // config.global_batch_size
+    """Set-up, the epochs, the record; from the beginning, or from where `checkpoints` stand."""
     first_step = checkpoints.step  # 0, unless the run is resumed
-    last_step = max(first_step, min(config.epochs * steps_per_epoch, config.max_steps or float("inf")))
-    # A finished run is still in the epoch of its last step.
-    first_epoch = min(min(first_step, last_step - 1) // steps_per_epoch, config.epochs - 1)
+    parts = epochs_to_train(config, len(dataset.train) // config.global_batch_size, first_step)
+    num_steps = sum(part.num_steps for part in parts)
 
-    watch = StepWatch(config, last_step - first_step, dataset, device)
-    torch.manual_seed(config.seed)  # every rank builds the same model
-    model = build_model(config.model, dropout=config.dropout)
-    model = STRATEGIES[config.strategy](model, device, config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
-    torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
+    watch = StepWatch(config, num_steps, dataset, rank_device())
+    model, optimizer = set_up(rank, config)
     if first_step:
         settle_buckets(model, dataset.train.images[: config.global_batch_size // world_size])
         checkpoints.load(model, optimizer)
-    watch.watch(model, optimizer)
+    watch.watch(
+        model, optimizer, between_steps=lambda: checkpoints.after_step(model, optimizer, first_step + num_steps)
+    )
+    epochs, step_losses = train_epochs(rank, world_size, config, dataset, parts, model, optimizer, watch)
+    return run_record(rank, world_size, config, dataset.source, first_step, epochs, step_losses, watch)
 
-    def after_step(loss: Tensor, batch_bytes: int) -> None:
-        watch.after_step(loss, batch_bytes)
-        with watch.off_the_clock():
-            checkpoints.after_step(model, optimizer, last_step)
 
-    gradient_norms: list[Tensor] = []
-    step_settings = {
-        "micro_batches": config.micro_batches,
-        "sync_micro_batches": config.sync_micro_batches,
-        "clip_norm": config.clip_norm,
-        "norms": gradient_norms,
-    }
+def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model under its strategy, and its optimiser, which has to see the parameters as the strategy leaves them."""
+    torch.manual_seed(config.seed)  # every rank builds the same model
+    model = build_model(config.model, dropout=config.dropout)
+    model = STRATEGIES[config.strategy](model, rank_device(), config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+    torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
+    return model, optimizer
+
+
+class EpochPart(NamedTuple):
+    """The steps of one epoch that a run trains: all of them, unless it is resumed or ends early."""
+
+    epoch: int  # 0 is the first
+    first_step: int  # within the epoch
+    num_steps: int
+
+
+def epochs_to_train(config: TrainConfig, steps_per_epoch: int, steps_done: int) -> list[EpochPart]:
+    """What is left to train after `steps_done` steps, epoch by epoch.
+
+    A run with nothing left is still in the epoch of its last step: one part, without a step, to be evaluated.
+    """
+    last_step = max(steps_done, min(config.epochs * steps_per_epoch, config.max_steps or math.inf))
+    first_epoch = min(steps_done, last_step - 1) // steps_per_epoch
+    last_epoch = (last_step - 1) // steps_per_epoch
+    parts = []
+    for epoch in range(min(first_epoch, config.epochs - 1), min(last_epoch, config.epochs - 1) + 1):
+        first_step = max(0, steps_done - epoch * steps_per_epoch)
+        end_step = min(steps_per_epoch, last_step - epoch * steps_per_epoch)
+        parts.append(EpochPart(epoch, first_step, max(0, end_step - first_step)))
+    return parts
+
+
+def train_epochs(
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    dataset: Dataset,
+    parts: list[EpochPart],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    watch: StepWatch,
+) -> tuple[list[EpochRecord], list[float]]:
+    """Train, then evaluate, epoch by epoch; returns the epochs' records and the loss of every step.
+
+    A rank sees its own images only, so it knows a part of each sum: the parts are added up over the ranks, and the
+    sum is divided once. Every rank returns the same.
+    """
     epochs, step_losses = [], []
-    for epoch in range(first_epoch, config.epochs):
-        batches = config_batches(
-            dataset, config, rank, world_size, epoch, first_step=checkpoints.step - epoch * steps_per_epoch
-        )
+    settings = step_settings(config, watch.gradient_norms)
+    for epoch, first_step, num_steps in parts:
+        batches = islice(config_batches(dataset, config, rank, world_size, epoch, first_step), num_steps)
         watch.begin_epoch(epoch)
-        batches = islice(batches, last_step - checkpoints.step)
-        losses = train_one_epoch(model, batches, optimizer, after_step, **step_settings)
+        losses = train_one_epoch(model, batches, optimizer, watch.after_step, **settings)
         losses = (sum_over_ranks(losses.double()) / world_size).tolist()
-        step_losses += losses
         test_batches = evaluation_batches(dataset.test, rank=rank, world_size=world_size)
         test_sums = sum_over_ranks(evaluate(model, test_batches))
         seconds = max(gather_over_ranks(watch.epoch_seconds))
         epochs.append(epoch_record(config, epoch + 1, losses, seconds, test_sums))
-        if checkpoints.step == last_step:
-            break
+        step_losses += losses
+    return epochs, step_losses
 
-    ranks = gather_over_ranks(watch.rank_record(rank))
-    traces = gather_over_ranks(watch.trace)
-    return RunRecord(
-        config=config,
-        data_source=dataset.source,
-        versions=versions(),
-        device=device.type,
-        device_name=device_name(device),
-        finished=gather_over_ranks(time_stamp())[0],
-        world_size=world_size,
-        epochs=tuple(epochs),
-        first_step=first_step,
-        step_losses=tuple(step_losses),
-        gradient_norms=tuple(float(norm) for norm in gradient_norms),
-        step_seconds=tuple(gather_over_ranks(watch.step_seconds)[0]),
-        ranks=tuple(ranks),
-        traces=tuple(trace for trace in traces if trace is not None),
-    )
+
+def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, object]:
+    """How `train_step` goes about a step; it appends to `norms` where it clips."""
+    return {
+        "micro_batches": config.micro_batches,
+        "sync_micro_batches": config.sync_micro_batches,
+        "clip_norm": config.clip_norm,
+        "norms": norms,
+    }
 
 
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
@@ -129,6 +151,13 @@ def config_batches(
     )
 
 
+@record_function("data")  # under this name a trace leaves the images out
+def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
+    """This rank's part of the first `config.max_steps` batches, on its device: all that a short lesson trains on."""
+    dataset = load_rank_data(config, rank_device())
+    return list(islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps))
+
+
 def epoch_record(
     config: TrainConfig, epoch: int, losses: list[float], seconds: float, test_sums: Tensor
 ) -> EpochRecord:
@@ -145,6 +174,37 @@ def epoch_record(
         train_images=train_images,
         seconds=seconds,
         images_per_s=train_images / seconds if losses else None,
+    )
+
+
+def run_record(
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    data_source: str,
+    first_step: int,
+    epochs: list[EpochRecord],
+    step_losses: list[float],
+    watch: StepWatch,
+) -> RunRecord:
+    """What every rank saw, gathered: the same record on all of them."""
+    ranks = gather_over_ranks(watch.rank_record(rank))
+    traces = gather_over_ranks(watch.trace)
+    return RunRecord(
+        config=config,
+        data_source=data_source,
+        versions=versions(),
+        device=rank_device().type,
+        device_name=device_name(rank_device()),
+        finished=gather_over_ranks(time_stamp())[0],
+        world_size=world_size,
+        epochs=tuple(epochs),
+        first_step=first_step,
+        step_losses=tuple(step_losses),
+        gradient_norms=tuple(float(norm) for norm in watch.gradient_norms),
+        step_seconds=tuple(gather_over_ranks(watch.step_seconds)[0]),
+        ranks=tuple(ranks),
+        traces=tuple(trace for trace in traces if trace is not None),
     )
 
 

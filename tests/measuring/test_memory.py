@@ -94,6 +94,38 @@ def test_an_unknown_stretch_is_an_error_that_helps():
         trace.last("epoch")
 
 
+def train_the_doubler(num_steps: int) -> None:
+    with record_function("data"):
+        images = torch.empty(50)
+    model = Doubler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model().sum().backward()
+        optimizer.step()
+    assert len(images) == 50
+
+
+def test_the_last_step_is_found_without_a_mark():
+    with trace_memory("cpu") as trace:
+        train_the_doubler(num_steps=3)
+        kept = torch.empty(10_000)  # after the last step: no part of it
+    curve = trace.last_step().curve
+    # Weights and gradients, 1,000 values of 4 bytes each, from step to step; the images, 200 bytes, do not count.
+    # Within the step the gradients go, and 2,000 values of workspace come and go. Scalars take a few bytes.
+    assert curve.allocated_bytes[0] == pytest.approx(8_000, abs=50)
+    assert curve.held_bytes == pytest.approx(8_000, abs=50)
+    assert curve.peak_bytes == pytest.approx(4_000 + 8_000, abs=50)
+    assert len(kept) == 10_000
+
+
+def test_one_step_is_no_steady_one():
+    with trace_memory("cpu") as trace:
+        train_the_doubler(num_steps=1)
+    with pytest.raises(ValueError, match=r"saw 1 step\(s\) of an optimiser; run 2 or more"):
+        trace.last_step()
+
+
 def test_a_slow_start_does_not_shift_the_clock(monkeypatch, tmp_path):
     """Phases come from the profiler's clock and collectives from Python's: both must tell the same time."""
     delays_s = [0.1]  # the first mark may have to wait for its turn on a busy machine

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives
+from fsdp_helpers.measuring.memory import traced
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import CollectiveCount
 from fsdp_helpers.teaching import by_hand, probes
@@ -23,7 +24,7 @@ def test_by_hand_equals_the_real_ones(world_size, digits_dir):
     config = TrainConfig(**settings(digits_dir))
     ddp = train("ddp", world_size, **settings(digits_dir))[0].step_losses
     ddp_by_hand = launch(by_hand.train_ddp_by_hand, config, world_size=world_size, device="cpu")
-    fsdp_by_hand = launch(by_hand.train_fsdp_by_hand, config, world_size=world_size, device="cpu")
+    fsdp_by_hand = launch(traced, by_hand.train_fsdp_by_hand, config, world_size=world_size, device="cpu")
     assert len(ddp) == 6
     for losses in [*ddp_by_hand, *(losses for losses, _ in fsdp_by_hand)]:
         assert losses == pytest.approx(ddp, abs=1e-5)
@@ -102,7 +103,8 @@ def test_units_listed():
 
 
 def test_any_module_can_be_traced():
-    for trace in launch(probes.trace_your_own, world_size=2, device="cpu"):
+    for losses, trace in launch(traced, probes.train_your_own, world_size=2, device="cpu"):
+        assert losses[1] < losses[0]
         assert [phase.name for phase in trace.curve.phases] == ["forward", "backward", "step"]
         assert trace.curve.peak_bytes > trace.curve.held_bytes > 0
         # Two layers and a root without parameters of its own: 2 gathered in forward, 2 in backward, 2 reduced
