@@ -1,10 +1,14 @@
 """Checkers for the exercises: each takes a reader's answer and says whether it holds, with the numbers."""
 
+import importlib
 import math
+import sys
 from collections.abc import Callable
 
 from fsdp_helpers.quantities import format_bytes, format_count
+from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
+from fsdp_helpers.teaching.probes import count_collectives_of
 
 
 class NotYet(AssertionError):
@@ -90,6 +94,39 @@ def check_rank_indices(indices: Callable[[int, int, int], list[int]] | None) -> 
         sizes = [len(part) for part in parts]
         _expect(max(sizes) - min(sizes) <= 1, f"uneven: the ranks get {sizes} images")
     return "Right: every image once, on exactly one rank."
+
+
+def check_own_worker(module: str) -> str:
+    """Notebook 02: the reader's module, launched: an all-reduce of the squared ranks, on any number of them."""
+    _expect_answered(module)
+    worker = _find_worker(module, "ranks_squared")
+    for world_size in (3, 2):
+        try:
+            answers = launch(count_collectives_of, worker, world_size=world_size, timeout_s=120)
+        except RankError as error:
+            raise NotYet(f"on {world_size} ranks your worker fails. {error}") from None
+        for rank, (given, ops) in enumerate(answers):
+            _expect_answered(given)
+            _expect("all_reduce" in ops, f"on {world_size} ranks, rank {rank} took part in no all-reduce")
+            # 0 + 1 on two ranks, 0 + 1 + 4 on three
+            right = sum(other**2 for other in range(world_size))
+            _expect(
+                given == right,
+                f"on {world_size} ranks, rank {rank} returns {given}; that is not the sum of the squares",
+            )
+    return "Right: every rank knows the sum of all squares, on 2 ranks and on 3."
+
+
+def _find_worker(module: str, name: str) -> Callable:
+    """The function as the module's file has it now, however often it was imported before."""
+    sys.modules.pop(module, None)
+    importlib.invalidate_caches()
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (ImportError, SyntaxError) as error:
+        raise NotYet(f"{module}.py cannot be imported ({error}); run the cell that writes it") from None
+    _expect(found is not None, f"{module}.py has no function {name}")
+    return found
 
 
 def check_held_bytes(held_bytes: Callable[[int, int], float] | None) -> str:

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -44,6 +45,7 @@ CHECKERS = [
             lambda images, rank, n: list(range(images)) if rank == 0 else [],  # one rank does it all
         ],
     ),
+    (checks.check_own_worker, {}, [], []),  # below, since it launches
     (checks.check_held_bytes, {}, [lambda p, n: 16 * p / n], [lambda p, n: 16 * p, lambda p, n: 12 * p / n]),
     (checks.check_padding, {}, [lambda p, n: -p % n], [lambda p, n: p % n, lambda p, n: n - p % n, lambda p, n: 0]),
     (checks.check_units, {"wanted": {"fc1", "fc2"}}, [["fc2", "fc1"]], [["fc1"], ["fc1", "fc2", "fc3"], []]),
@@ -140,6 +142,57 @@ def test_starters_fail_loudly(checker, settings, answer):
 def test_a_function_that_still_returns_dots(checker):
     with pytest.raises(checks.NotYet, match="replace the ... with your answer"):
         checker(lambda *numbers: ...)
+
+
+OWN_WORKER = """
+import torch
+import torch.distributed as dist
+
+
+def ranks_squared(rank, world_size):
+    {body}
+"""
+ALL_REDUCE = "value = torch.tensor([rank**2]); dist.all_reduce(value); return "
+
+
+@pytest.fixture
+def write_worker(tmp_path, monkeypatch):
+    """Writes the body of the reader's worker; returns the name of its module."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(body: str) -> str:
+        (tmp_path / "own_worker.py").write_text(OWN_WORKER.format(body=body))
+        return "own_worker"
+
+    yield write
+    sys.modules.pop("own_worker", None)
+
+
+def test_own_workers(write_worker):
+    """One test for all, since each launch costs seconds; the file changes, its name does not."""
+    wrong = {
+        "return ...": "replace the ... with your answer",
+        "return 5": "took part in no all-reduce",
+        "return sum(other**2 for other in range(world_size))": "took part in no all-reduce",
+        "dist.all_reduce(torch.ones(1)); return 5": "on 2 ranks, rank 0 returns 5",
+        "value = torch.tensor([rank]); dist.all_reduce(value); return int(value)": "on 3 ranks, rank 0 returns 3",
+        "value = torch.tensor([rank**2]); dist.all_reduce(value); return rank**2": "on 3 ranks, rank 0 returns 0",
+        "return value": "your worker fails.*NameError",
+    }
+    for body, message in wrong.items():
+        with pytest.raises(checks.NotYet, match=f"(?s){re.escape(message) if '*' not in message else message}"):
+            checks.check_own_worker(write_worker(body))
+    for result in ("int(value)", "value.item()"):
+        assert checks.check_own_worker(write_worker(ALL_REDUCE + result)).startswith("Right: ")
+
+
+def test_own_worker_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(checks.NotYet, match="own_nothing.py cannot be imported.*run the cell that writes it"):
+        checks.check_own_worker("own_nothing")
+    (tmp_path / "own_empty.py").write_text("")
+    with pytest.raises(checks.NotYet, match="own_empty.py has no function ranks_squared"):
+        checks.check_own_worker("own_empty")
 
 
 def test_every_checker_is_in_the_table():

@@ -1,18 +1,144 @@
+"""What is shown: code that can be copied, differences that are counted, tables."""
+
+import builtins
+import inspect
+import textwrap
+
+import pytest
 import torch
 from IPython.display import Markdown
 
+from fsdp_helpers import models
+from fsdp_helpers.checkpointing import index, state
+from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
-from fsdp_helpers.teaching import show
+from fsdp_helpers.teaching import by_hand, show
 from fsdp_helpers.teaching.by_hand import FlatUnit
-from fsdp_helpers.teaching.probes import show_all_reduce
+from fsdp_helpers.teaching.probes import say_hello, show_all_reduce
+from fsdp_helpers.training import loop, worker
 
 
 def test_source_of_functions_and_methods():
     shown = show.source(size_policy, FlatUnit.gather, show_all_reduce)
     assert isinstance(shown, Markdown)
-    assert shown.data.startswith("```python\ndef size_policy(min_num_params: int) -> Policy:\n")
+    assert shown.data.startswith("```python\nfrom functools import partial\n\nimport torch\n")
+    assert "\n\n\ndef size_policy(min_num_params: int) -> Policy:\n" in shown.data
     assert "\n\n\ndef gather(self) -> None:\n    " in shown.data  # a method starts at the left margin too
     assert shown.data.endswith("return before, values.tolist()\n```")
+
+
+def test_the_imports_are_those_that_the_code_needs():
+    # `ones` and `rank` are its own, `int` is Python's, `nn` and others are imported by the module and not used here
+    assert show.needed_imports(say_hello) == (
+        "import os\n\n"
+        "import torch\nimport torch.distributed as dist\n\n"
+        "from fsdp_helpers.ranks.group import rank_device\n"
+    )
+
+
+def test_what_a_module_defines_itself_is_imported_from_it_unless_it_is_shown():
+    of_module = "from fsdp_helpers.teaching.by_hand import FlatUnit\n"
+    assert of_module in show.needed_imports(by_hand.train_fsdp_by_hand)
+    assert of_module not in show.needed_imports(by_hand.train_fsdp_by_hand, FlatUnit)
+    # a constant, and an alias of a type
+    assert "loop import Batches\n" in show.needed_imports(loop.evaluate)
+    assert show.needed_imports(np_free) == ""
+
+
+def np_free(value):
+    """Needs nothing: a name inside a comprehension is its own."""
+    return sum(value * part for part in range(3))
+
+
+LISTINGS = [
+    (by_hand.train_ddp_by_hand, by_hand.FlatUnit, by_hand.train_fsdp_by_hand, by_hand.train_by_fully_shard),
+    (by_hand.all_reduce_in_two_halves,),
+    (worker.train_epochs,),
+    (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
+    (strategies.shard, strategies.shard_fsdp1, strategies.shard_fsdp2),
+    (state.save_full, state.load_sharded, index.SafeReader),
+    (models.ShallowNet, models.DeepNet),
+]
+
+
+@pytest.mark.parametrize("objects", LISTINGS, ids=lambda objects: objects[0].__name__)
+def test_what_is_shown_can_be_copied(objects):
+    """It runs where nothing else is defined, and no name in it is unknown."""
+    copied = show.source(*objects).data.removeprefix("```python\n").removesuffix("```")
+    names = {"__name__": "copied"}
+    exec(copied, names)
+    assert all(thing.__name__ in names for thing in objects)
+    unknown = {name for thing in objects for name in show._global_names(textwrap.dedent(inspect.getsource(thing)))}
+    assert unknown - names.keys() - vars(builtins).keys() == set()
+
+
+def test_long_imports_are_broken():
+    text = show.needed_imports(strategies.shard_fsdp1, strategies.shard_fsdp2)
+    assert "from torch.distributed.fsdp import (\n    CPUOffload, " in text
+    assert max(map(len, text.splitlines())) <= show.MAX_IMPORT_WIDTH
+
+
+def first_version(values):
+    """Adds."""
+    total = 0
+    for value in values:
+        total += value
+    return total
+
+
+def second_version(values):
+    """Adds the squares,
+
+    in two lines."""
+    total = 0
+    for value in values:
+        square = value * value
+        total += square
+    return total
+
+
+def test_difference():
+    assert show.difference(first_version, second_version).data.splitlines() == [
+        "From `first_version` to `second_version`: **2 lines added, 1 removed.**",
+        "",
+        "```diff",
+        "...",
+        " for value in values:",
+        "-    total += value",
+        "+    square = value * value",
+        "+    total += square",
+        " return total",
+        "```",
+    ]
+
+
+def test_the_loops_by_hand_differ_in_the_lesson_alone():
+    lines = show.difference(by_hand.train_ddp_by_hand, by_hand.train_fsdp_by_hand).data.splitlines()
+    added = [line[1:].strip() for line in lines if line.startswith("+")]
+    removed = [line[1:].strip() for line in lines if line.startswith("-")]
+    assert [line.split("(")[0] for line in added] == [
+        "unit = FlatUnit",
+        "optimizer = torch.optim.Adam",
+        "unit.gather",
+        "unit.reduce_gradients",
+        "unit.free",
+    ]
+    assert [line.split("(")[0].split(" ")[0] for line in removed] == [
+        "optimizer",
+        "for",
+        "dist.all_reduce",
+        "parameter.grad",
+    ]
+
+
+def test_predictions():
+    rows = [("held", "16·P", 1_600, 1_604), ("peak", "20·P", 2_000.4, 1_990)]
+    assert show.predictions(rows, what="one rank").data.splitlines() == [
+        "| one rank | formula | predicted bytes | measured bytes | measured / predicted |",
+        "| :-- | --: | --: | --: | --: |",
+        "| held | 16·P | 1,600 | 1,604 | 1.00250 |",
+        "| peak | 20·P | 2,000 | 1,990 | 0.99480 |",
+    ]
 
 
 def test_table():
