@@ -10,6 +10,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?:^|[\s\"'(=:\[])(?:/home/|/root/|/work/|/tmp/|/Users/|/usr/|[A-Z]:\\)|site-packages")
 WARNING = re.compile(r"\b\w*Warning\b: |^\[?W\d{3,}|\[W\d", re.MULTILINE)
+FENCE = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
+LAUNCHES_BY_HAND = {"02_ddp_baseline": 1}  # where it is introduced
 MAX_CODE_LINES, MAX_WORDS, MAX_FILE_BYTES = 25, 130, 1_500_000
 
 
@@ -25,15 +27,41 @@ def problems(notebook) -> list[str]:
         found.append(f"{num_parameters} cells are tagged 'parameters' instead of 1")
     for number, cell in enumerate(notebook.cells):
         where = f"cell {number}"
-        if cell.cell_type == "markdown" and (words := count_words(cell.source)) > MAX_WORDS:
-            found.append(f"{where}: {words} words, the limit is {MAX_WORDS}")
+        if cell.cell_type == "markdown":
+            if (words := count_words(cell.source)) > MAX_WORDS:
+                found.append(f"{where}: {words} words, the limit is {MAX_WORDS}")
+            found += [f"{where}: {problem}" for problem in unbalanced(cell.source)]
         if cell.cell_type == "code":
             if (lines := len(cell.source.splitlines())) > MAX_CODE_LINES:
                 found.append(f"{where}: {lines} lines of code, the limit is {MAX_CODE_LINES}")
+            if not code_lines(cell.source):
+                found.append(f"{where}: a code cell without code")
             found += [f"{where}: {problem}" for problem in output_problems(cell)]
         if MACHINE_PATH.search(cell.source):
             found.append(f"{where}: its text names a path of one machine")
     return found
+
+
+def unbalanced(text: str) -> list[str]:
+    """Code fences and folds of a Markdown cell that are opened and not closed, or the other way round."""
+    found = []
+    if (fences := len(FENCE.findall(text))) % 2:
+        found.append(f"{fences} code fences, one of them alone")
+    for tag in ("details", "summary"):
+        if (opened := text.count(f"<{tag}>")) != (closed := text.count(f"</{tag}>")):
+            found.append(f"{opened} <{tag}> and {closed} </{tag}>")
+    return found
+
+
+def code_lines(source: str) -> list[str]:
+    """The lines that are neither blank nor a comment."""
+    return [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def direct_launches(notebook) -> int:
+    """How often `train_worker` is launched by hand; `train` does that, with the data prepared and rank 0's record."""
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return len(re.findall(r"launch\(\s*train_worker", code))
 
 
 def count_words(text: str) -> int:
@@ -71,6 +99,7 @@ def test_notebook(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert problems(notebook) == []
+    assert direct_launches(notebook) == LAUNCHES_BY_HAND.get(path.stem, 0)
     assert path.stat().st_size < MAX_FILE_BYTES
 
 
@@ -109,6 +138,11 @@ def set_output(notebook, text, name="stdout"):
         (lambda book: book.cells[2].metadata.update(tags=["parameters"]), "2 cells are tagged"),
         (lambda book: book.cells[2].update(source="pass\n" * 26), "26 lines of code"),
         (lambda book: book.cells[0].update(source="word " * 131), "131 words"),
+        (lambda book: book.cells[0].update(source="Look:\n\n```python\n"), "1 code fences"),
+        (lambda book: book.cells[0].update(source="<details><summary>Hint</summary>Try."), "1 <details> and 0"),
+        (lambda book: book.cells[0].update(source="<details><summary>Hint Try.</details>"), "1 <summary> and 0"),
+        (lambda book: book.cells[2].update(source="# import torch\n\n# ```"), "a code cell without code"),
+        (lambda book: book.cells[2].update(source=""), "a code cell without code"),
         (lambda book: set_output(book, "saved to /home/me/model.pt"), "path of one machine"),
         (lambda book: set_output(book, 'File "/root/x.py", line 1'), "path of one machine"),
         (lambda book: set_output(book, ".venv/lib/python3.11/site-packages/torch"), "path of one machine"),
@@ -126,6 +160,17 @@ def test_each_problem_is_found(spoil, problem):
     notebook = small_notebook()
     spoil(notebook)
     assert any(problem in found for found in problems(notebook))
+
+
+def test_a_fold_with_code_is_balanced():
+    assert unbalanced("<details><summary>Solution</summary>\n\n```python\npass\n```\n\n</details>") == []
+
+
+def test_launches_by_hand_are_counted():
+    notebook = small_notebook()
+    assert direct_launches(notebook) == 0
+    notebook.cells[2].source = "run = launch(\n    train_worker, config, world_size=2\n)[0]"
+    assert direct_launches(notebook) == 1
 
 
 def test_an_error_that_is_meant_to_be_seen_may_stay():
