@@ -40,7 +40,9 @@ def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: 
     return round(parts_sent[op] * full_bytes / num_ranks) if num_ranks > 1 else 0
 
 
-def step_sent_bytes(strategy: str, unit_params: Sequence[int], num_ranks: int, *, micro_batches: int = 1) -> int:
+def step_sent_bytes(
+    strategy: str, unit_params: Sequence[int], num_ranks: int, *, micro_batches: int = 1, kept_whole: bool = False
+) -> int:
     """Bytes that one rank sends in a step, in fp32; gradients are reduced once, after the last micro-batch.
 
     `unit_params` are the parameters of each unit, the root first, padding included (see `padded_params`). Without
