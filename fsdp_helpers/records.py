@@ -51,21 +51,27 @@ class MemoryCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective operation as one rank saw it; `bytes` is the size of the full tensor."""
+    """One collective operation as one rank saw it.
+
+    `bytes` is the size of the full tensor, padding included; `sent_bytes` is what this rank sends for it in a ring, by
+    the formula in `planning/traffic.py`.
+    """
 
     op: str
     bytes: int
+    sent_bytes: int
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """All collectives of one kind within one step."""
+    """All collectives of one kind within one step: bytes of the full tensors, and what this rank sends for them."""
 
     op: str
     count: int
     bytes: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +185,8 @@ class ComparisonRow:
     step_s: float  # median of the steady steps
     held_bytes: int
     peak_bytes: int
-    moved_bytes: int  # full-tensor bytes of all collectives of a step
+    moved_bytes: int  # full-tensor bytes of all collectives of a step: an all-reduce once, its two halves once each
+    sent_bytes: int | None = None  # what the rank sends in a step; None in a record from before this was counted
     final_loss: float
 
     @property

@@ -59,7 +59,7 @@ def main_in_process(*arguments) -> int:
 
 def tiny_record() -> RunRecord:
     curve = MemoryCurve(times_s=(0.0, 0.1, 0.2), allocated_bytes=(16, 40, 16))
-    collective = Collective(op="all_reduce", bytes=4, start_s=0.0, end_s=0.1)
+    collective = Collective(op="all_reduce", bytes=4, sent_bytes=0, start_s=0.0, end_s=0.1)
     return RunRecord(
         config=TrainConfig(),
         data_source="digits",
@@ -93,7 +93,7 @@ def tiny_record() -> RunRecord:
                 held_bytes=16,
                 peak_bytes=40,
                 num_units=0,
-                collectives=(CollectiveCount(op="all_reduce", count=1, bytes=4),),
+                collectives=(CollectiveCount(op="all_reduce", count=1, bytes=4, sent_bytes=0),),
             ),
         ),
         traces=(StepTrace(curve=curve, collectives=(collective,)),),
@@ -106,5 +106,5 @@ def check_json(content: dict) -> None:
     assert all(set(epoch) == EPOCH_KEYS for epoch in content["epochs"])
     assert all(set(rank) == RANK_KEYS for rank in content["ranks"])
     counts = [count for rank in content["ranks"] for count in rank["collectives"]]
-    assert all(set(count) == {"op", "count", "bytes"} for count in counts)
+    assert all(set(count) == {"op", "count", "bytes", "sent_bytes"} for count in counts)
     assert content["config"].keys() == TrainConfig().__dict__.keys()

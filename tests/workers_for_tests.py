@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -148,8 +149,9 @@ def write_pid_and_hang(rank, world_size, folder):
 
 
 def trace_one_of_each(rank, world_size):
-    """Every kind of collective once, with one value a rank; what the trace counted."""
+    """Every kind of collective, with one value a rank; what the trace counted, that of a pair of ranks apart."""
     part, whole = torch.ones(1), torch.ones(world_size)
+    pair = dist.new_group([0, 1])
     with trace_collectives() as events:
         dist.all_reduce(torch.ones(3))
         dist.all_gather_into_tensor(whole, part)
@@ -157,9 +159,16 @@ def trace_one_of_each(rank, world_size):
         dist.broadcast(torch.ones(5), src=0)
         dist.all_gather([torch.ones(2) for _ in range(world_size)], torch.ones(2))
         dist.all_reduce(torch.ones(7))
+        dist.broadcast(torch.ones(6), src=1)
+        parts = [torch.ones(1) for _ in range(world_size)] if rank == 1 else None
+        dist.gather(part, parts, dst=1)
+        dist.scatter(part, parts, src=1)
     torch.ones(1).add_(1)
     dist.all_reduce(torch.ones(9))  # after the block: not counted
-    return count_collectives(events)
+    with trace_collectives() as in_the_pair:
+        if rank < 2:
+            dist.all_reduce(torch.ones(2), group=pair)
+    return count_collectives(events) + tuple(replace(count, op="pair") for count in count_collectives(in_the_pair))
 
 
 def sum_and_gather(rank, world_size):

@@ -1,7 +1,7 @@
-"""Every collective of a rank: which, how many bytes, when."""
+"""Every collective of a rank: which, how many bytes, how many of them the rank sends, when."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp_helpers.planning.traffic import collective_sent_bytes
 from fsdp_helpers.records import Collective, CollectiveCount
 
 # c10d's operators, by the names that torch.distributed gives them.
@@ -26,10 +27,15 @@ OP_NAMES = {
     "broadcast_": "broadcast",
     "reduce_": "reduce",
     "gather_": "gather",
+    "gather_into_tensor_": "gather",
     "scatter_": "scatter",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
     "barrier": "barrier",
+    "monitored_barrier_": "barrier",
 }
 SETTLE_S = 0.005
 
@@ -49,11 +55,9 @@ class CollectiveTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         start_s = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and func._schema.name != "c10d::check_for_nan":
             _wait_for(result)
-            op = OP_NAMES.get(func._schema.name.split("::")[1], func._schema.name)
-            event = Collective(op=op, bytes=_full_bytes(args), start_s=start_s, end_s=time.perf_counter())
-            self.events.append(event)
+            self.events.append(_collective(func, args, kwargs or {}, (start_s, time.perf_counter())))
             if any(tensor.device.type == "cpu" for tensor in _tensors(args)):
                 time.sleep(SETTLE_S)
         return result
@@ -67,15 +71,37 @@ def trace_collectives() -> Iterator[list[Collective]]:
 
 
 def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tuple[CollectiveCount, ...]:
-    """How many of each kind, and the sum of their full-tensor bytes, in order of first appearance."""
-    ops = dict.fromkeys(event.op for event in events)
-    groups = {op: [event.bytes for event in events if event.op == op] for op in ops}
-    return tuple(CollectiveCount(op=op, count=len(sizes), bytes=sum(sizes)) for op, sizes in groups.items())
+    """How many of each kind, with their full-tensor bytes and what the rank sends added up, by first appearance."""
+    by_op = {op: [event for event in events if event.op == op] for op in dict.fromkeys(event.op for event in events)}
+    return tuple(
+        CollectiveCount(
+            op=op,
+            count=len(alike),
+            bytes=sum(event.bytes for event in alike),
+            sent_bytes=sum(event.sent_bytes for event in alike),
+        )
+        for op, alike in by_op.items()
+    )
 
 
-def _full_bytes(args: tuple) -> int:
+def _collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_s: tuple[float, float]) -> Collective:
+    """What one call of c10d was, for this rank in the process group that the call names."""
+    named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    group = dist.ProcessGroup.unbox(named["process_group"])  # with hybrid sharding not all ranks belong to it
+    name = func._schema.name.split("::")[1]
+    op = OP_NAMES.get(name, name)
+    full_bytes = _full_bytes(op, named.values(), group.size())
+    is_root = named.get("root_rank") == group.rank()
+    sent_bytes = collective_sent_bytes(op, full_bytes, group.size(), is_root=is_root)
+    return Collective(op=op, bytes=full_bytes, sent_bytes=sent_bytes, start_s=times_s[0], end_s=times_s[1])
+
+
+def _full_bytes(op: str, arguments: Iterable[object], num_ranks: int) -> int:
     """The size of the full tensor: what an all-gather puts out, what a reduce-scatter takes in."""
-    return max((sum(tensor.nbytes for tensor in _tensors(arg)) for arg in args), default=0)
+    sizes = [sum(tensor.nbytes for tensor in _tensors(argument)) for argument in arguments]
+    if op in ("gather", "scatter"):  # the whole is seen on one rank alone, a part on each
+        return num_ranks * min(size for size in sizes if size)
+    return max(sizes)
 
 
 def _tensors(arg: object) -> list[Tensor]:

@@ -135,7 +135,7 @@ def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[F
 
 
 def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Axes]:
-    """The collectives of one step on a time line, one row a rank, each labelled with its full-tensor MB."""
+    """The collectives of one step on a time line, one row per rank, each with the MB that the rank sends."""
     with _style():
         fig, ax = plt.subplots(figsize=(8, 0.9 + 0.5 * len(traces)), layout="constrained")
         _draw_collectives(ax, traces)
@@ -155,14 +155,14 @@ def _draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
             ax.barh(rank, width_ms, left=1e3 * seen.start_s, color=OP_COLOURS.get(seen.op, "#6b7280"), height=0.5)
             if width_ms > 0.05 * length_ms:
                 middle_ms = 1e3 * seen.start_s + width_ms / 2
-                ax.text(middle_ms, rank, f"{seen.bytes / MB:.1f}", ha="center", va="center", color="white")
+                ax.text(middle_ms, rank, f"{seen.sent_bytes / MB:.1f}", ha="center", va="center", color="white")
     ops = dict.fromkeys(seen.op for trace in traces for seen in trace.collectives)
     handles = [Patch(color=OP_COLOURS.get(op, "#6b7280"), label=op) for op in ops]
     handles += [Patch(color=colour, label=name) for name, colour in PHASE_COLOURS.items()]
     ax.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0, 1.12))
     ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
     ax.invert_yaxis()
-    ax.set(xlabel="time in the step (ms); numbers in the bars are MB", xlim=(0, length_ms))
+    ax.set(xlabel="time in the step (ms); numbers in the bars are the MB that the rank sends", xlim=(0, length_ms))
 
 
 def plot_units(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
@@ -212,12 +212,14 @@ def plot_peak_against_units(
 
 
 def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, Axes]:
-    """Peak bytes against the number of ranks, one line a strategy."""
+    """Peak bytes against the number of ranks, one line per name: a strategy, or one with a variant ("ddp, lean")."""
     with _style():
         fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
-        for strategy, by_ranks in peaks.items():
+        strategies = [name.partition(",")[0] for name in peaks]
+        for place, (name, by_ranks) in enumerate(peaks.items()):
             sizes = [size / MB for size in by_ranks.values()]
-            ax.plot(list(by_ranks), sizes, marker="o", color=STRATEGY_COLOURS[strategy], label=strategy)
+            style = "--" if strategies[place] in strategies[:place] else "-"
+            ax.plot(list(by_ranks), sizes, style, marker="o", color=STRATEGY_COLOURS[strategies[place]], label=name)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)", ylim=(0, None))
         ax.legend()

@@ -11,7 +11,7 @@ from fsdp_helpers.records import ComparisonRow, RunRecord
 from fsdp_helpers.training.watch import STEADY_STEP
 from fsdp_helpers.training.worker import train_worker
 
-HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "moved a step", "final loss")
+HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "sent a step", "final loss")
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
@@ -64,6 +64,7 @@ def comparison_row(record: RunRecord) -> ComparisonRow:
         held_bytes=rank.held_bytes,
         peak_bytes=rank.peak_bytes,
         moved_bytes=sum(seen.bytes for seen in rank.collectives),
+        sent_bytes=sum(seen.sent_bytes for seen in rank.collectives),
         final_loss=record.step_losses[-1],
     )
 
@@ -77,7 +78,7 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
         format_seconds(row.step_s),
         format_bytes(row.held_bytes),
         format_bytes(row.peak_bytes),
-        format_bytes(row.moved_bytes),
+        "not counted" if row.sent_bytes is None else format_bytes(row.sent_bytes),
         f"{row.final_loss:.4f}",
     ]
 

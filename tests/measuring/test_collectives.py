@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.distributed as dist
 import workers_for_tests as workers
@@ -10,17 +11,26 @@ from fsdp_helpers.records import Collective, CollectiveCount
 from fsdp_helpers.training.worker import train_worker
 
 
-def test_every_collective_is_counted_with_its_full_bytes():
-    # On 2 ranks, 4 bytes a value:
-    # all_reduce of 3 and of 7 values: 2 operations, (3 + 7) x 4 = 40 bytes
-    # all_gather of 1 value a rank: 2 x 4 = 8; and of 2 values a rank: 2 x 2 x 4 = 16; together 24
-    # reduce_scatter of 2 values to 1 a rank: 2 x 4 = 8; broadcast of 5 values: 20
-    for counts in launch(workers.trace_one_of_each, world_size=2, device="cpu"):
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_collective_is_counted_with_its_full_bytes_and_what_the_rank_sends(world_size):
+    # 4 bytes a value, N ranks. Full tensors: all_reduce of 3 and of 7 values, 40 bytes in all, to be sent at
+    # 2 (N - 1) / N of each: 12 + 28 = 40 for N = 2, 16 + 37.3 = 53 for N = 3, 18 + 42 = 60 for N = 4
+    all_reduced = {2: 40, 3: 53, 4: 60}[world_size]
+    # all_gather of 1 value a rank and of 2: 4 N + 8 N bytes, of which every rank sends (N - 1) / N
+    # reduce_scatter of N values to 1 a rank: 4 N; broadcasts of 5 values from rank 0 and of 6 from rank 1: 44
+    parts_sent = 4 * (world_size - 1)
+    for rank, counts in enumerate(launch(workers.trace_one_of_each, world_size=world_size, device="cpu")):
+        broadcast = {0: 20, 1: 24}.get(rank, 0)  # the full tensor from its source, nothing from the others
         assert counts == (
-            CollectiveCount(op="all_reduce", count=2, bytes=40),
-            CollectiveCount(op="all_gather", count=2, bytes=24),
-            CollectiveCount(op="reduce_scatter", count=1, bytes=8),
-            CollectiveCount(op="broadcast", count=1, bytes=20),
+            CollectiveCount(op="all_reduce", count=2, bytes=40, sent_bytes=all_reduced),
+            CollectiveCount(op="all_gather", count=2, bytes=12 * world_size, sent_bytes=3 * parts_sent),
+            CollectiveCount(op="reduce_scatter", count=1, bytes=4 * world_size, sent_bytes=parts_sent),
+            CollectiveCount(op="broadcast", count=2, bytes=44, sent_bytes=broadcast),
+            # 1 value a rank to and from rank 1, the last: who is no root sees its own part only
+            CollectiveCount(op="gather", count=1, bytes=4 * world_size, sent_bytes=4 if rank != 1 else 0),
+            CollectiveCount(op="scatter", count=1, bytes=4 * world_size, sent_bytes=0 if rank != 1 else parts_sent),
+            # Of 8 bytes within ranks 0 and 1: each sends 2 (2 - 1) / 2 of them, whatever the number of all ranks
+            *([CollectiveCount(op="pair", count=1, bytes=8, sent_bytes=8)] if rank < 2 else []),
         )
 
 
@@ -33,6 +43,7 @@ def test_a_ddp_step_sums_to_the_gradients(digits_dir):
     for rank in record.ranks:
         assert [count.op for count in rank.collectives] == ["all_reduce"]
         assert sum(count.bytes for count in rank.collectives) == 1_199_882 * 4 == 4_799_528
+        assert sum(count.sent_bytes for count in rank.collectives) == 4_799_528  # 2 (N - 1) / N is 1 on two ranks
     for trace in record.traces:
         assert sum(event.bytes for event in trace.collectives) == 4_799_528
         assert all(0 <= event.start_s <= event.end_s for event in trace.collectives)
@@ -62,12 +73,15 @@ def test_a_group_of_one_in_this_process(tmp_path):
         dist.all_reduce(torch.ones(3))
         dist.barrier()
     assert [event.op for event in events] == ["all_reduce", "barrier"]
-    assert events[0].bytes == 12  # 3 values x 4 bytes
+    assert (events[0].bytes, events[0].sent_bytes) == (12, 0)  # 3 values x 4 bytes; alone, one sends nothing
 
 
 def test_counts_keep_the_order_of_first_appearance():
-    events = [Collective(op=op, bytes=size, start_s=0.0, end_s=0.0) for op, size in [("b", 1), ("a", 2), ("b", 4)]]
+    events = [
+        Collective(op=op, bytes=size, sent_bytes=10 * size, start_s=0.0, end_s=0.0)
+        for op, size in [("b", 1), ("a", 2), ("b", 4)]
+    ]
     assert count_collectives(events) == (
-        CollectiveCount(op="b", count=2, bytes=5),
-        CollectiveCount(op="a", count=1, bytes=2),
+        CollectiveCount(op="b", count=2, bytes=5, sent_bytes=50),
+        CollectiveCount(op="a", count=1, bytes=2, sent_bytes=20),
     )

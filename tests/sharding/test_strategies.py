@@ -7,9 +7,12 @@ from runs import train
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.models import build_model
+from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RankRecord, RunRecord
 from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 
 P_SHALLOW, P_DEEP = 1_199_882, 94_104_234
 P_ROOT = 18_816 + 1_290  # at threshold 20,000 the convolutions and the last layer stay with the root, in both models
@@ -193,6 +196,59 @@ def test_a_threshold_that_nothing_reaches_leaves_one_unit(run):
     (first, second) = run("fsdp-auto-wrap", max_steps=4, min_num_params=100_000_000).ranks
     assert first.num_units == second.num_units == 1
     assert moved(first) == {"all_gather": (1, 4 * P_SHALLOW), "reduce_scatter": (1, 4 * P_SHALLOW)}
+
+
+# ---------------------------------------------------------------- what a rank sends
+
+
+def padded_units(api: str, world_size: int, *, wrapped: bool) -> list[int]:
+    """The padded parameters of ShallowNet's units, the root first."""
+    model = build_model("shallow")
+    names = choose_units(model, size_policy(20_000)) if wrapped else []
+    shapes = {name: [parameter.shape for parameter in model.get_submodule(name).parameters()] for name in names}
+    root = [
+        parameter.shape
+        for name, parameter in model.named_parameters()
+        if not any(name.startswith(f"{unit}.") for unit in names)
+    ]
+    return [padded_params(api, unit, world_size) for unit in (root, *shapes.values())]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("strategy, api", ONE_UNIT + AUTO_WRAP)
+def test_fsdp_sends_what_the_formula_says(strategy, api, world_size, run):
+    """Neither 3 nor 4 ranks divide 1,199,882 parameters, nor all numbers of rows: padding counts, to the byte."""
+    units = padded_units(api, world_size, wrapped=strategy == "fsdp-auto-wrap")
+    for rank in run(strategy, api, world_size).ranks:
+        assert sum(seen.sent_bytes for seen in rank.collectives) == step_sent_bytes(strategy, units, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ddp_sends_what_the_formula_says(world_size, run):
+    for rank in run("ddp", world_size=world_size).ranks:
+        sent = sum(seen.sent_bytes for seen in rank.collectives)
+        # Each bucket is rounded to whole bytes by itself
+        assert abs(sent - step_sent_bytes("ddp", [P_SHALLOW], world_size)) < sum(c.count for c in rank.collectives)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_fsdp_sends_as_much_as_ddp_or_half_as_much_again(api, run):
+    """1 : 1 : (3 - root / P) / 2, which is 1.4916 for ShallowNet."""
+    runs = run("ddp"), run("fsdp", api), run("fsdp-auto-wrap", api)
+    ddp, one_unit, units = (sum(seen.sent_bytes for seen in record.ranks[0].collectives) for record in runs)
+    assert one_unit == ddp == 4_799_528
+    assert units / ddp == (3 - P_ROOT / P_SHALLOW) / 2
+    assert round(units / ddp, 4) == 1.4916
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_hybrid_sends_within_its_groups(api, run):
+    """Two groups of two ranks: halves within a group, and a slice's all-reduce across them. N is 2 each time, not 4."""
+    units = padded_units(api, 2, wrapped=True)
+    for rank in run("fsdp-auto-wrap", api, 4, sharding="hybrid").ranks:
+        sent = {seen.op: seen.sent_bytes for seen in rank.collectives}
+        assert sent["all_gather"] + sent["reduce_scatter"] == step_sent_bytes("fsdp-auto-wrap", units, 2)
+        assert sent["all_reduce"] == 4 * sum(units) // 2
 
 
 # ---------------------------------------------------------------- options

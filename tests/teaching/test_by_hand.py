@@ -59,9 +59,11 @@ def test_no_padding_where_the_ranks_divide():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(world_size):
-    # 1,200 values of 4 bytes each
-    moved = tuple(CollectiveCount(op=op, count=1, bytes=4800) for op in ("all_reduce", "reduce_scatter", "all_gather"))
-    expected = [(True, moved)] * world_size
+    # 1,200 values of 4 bytes each; of 4,800 bytes a rank sends a half or two thirds in either half of the all-reduce
+    half = {2: 2400, 3: 3200}[world_size]
+    sent = {"all_reduce": 2 * half, "reduce_scatter": half, "all_gather": half}
+    counts = tuple(CollectiveCount(op=op, count=1, bytes=4800, sent_bytes=size) for op, size in sent.items())
+    expected = [(True, counts)] * world_size
     assert launch(by_hand.all_reduce_in_two_halves, world_size=world_size, device="cpu") == expected
 
 

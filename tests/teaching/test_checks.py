@@ -12,7 +12,7 @@ from fsdp_helpers.teaching import checks
 RECORD = tiny_record()  # peaks at 40 bytes with one collective
 BUSY = replace(
     RECORD,
-    ranks=(replace(RECORD.ranks[0], collectives=(CollectiveCount(op="all_gather", count=11, bytes=4),)),),
+    ranks=(replace(RECORD.ranks[0], collectives=(CollectiveCount(op="all_gather", count=11, bytes=4, sent_bytes=2),)),),
 )
 
 

@@ -38,12 +38,15 @@ def step_trace(*phases: str) -> StepTrace:
     stretches = tuple(Phase(name=name, start_s=0.1 * i, end_s=0.1 * (i + 1)) for i, name in enumerate(phases))
     curve = MemoryCurve(times_s=(0.0, 0.1, 0.2), allocated_bytes=(16 * MB, 40 * MB, 16 * MB), phases=stretches)
     ops = ("all_gather", "reduce_scatter", "all_to_all")
-    seen = tuple(Collective(op=op, bytes=4 * MB, start_s=0.1 * i, end_s=0.1 * i + 0.05) for i, op in enumerate(ops))
+    seen = tuple(
+        Collective(op=op, bytes=4 * MB, sent_bytes=2 * MB, start_s=0.1 * i, end_s=0.1 * i + 0.05)
+        for i, op in enumerate(ops)
+    )
     return StepTrace(curve=curve, collectives=seen)
 
 
 def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
-    sizes = {"held_bytes": 9 * MB, "peak_bytes": 20 * MB, "moved_bytes": 5 * MB}
+    sizes = {"held_bytes": 9 * MB, "peak_bytes": 20 * MB, "moved_bytes": 5 * MB, "sent_bytes": 4 * MB}
     return ComparisonRow(model=model, strategy=strategy, api=api, world_size=2, step_s=0.01, final_loss=2.0, **sizes)
 
 
@@ -90,7 +93,7 @@ FIGURES = {
     "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_units": (build_model("shallow"), CHOICES),
     "plot_peak_against_units": ({"fsdp1": [rank_record(1), rank_record(6)]}, 50 * MB, "DDP"),
-    "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "fsdp": {1: 30 * MB, 2: 20 * MB}},),
+    "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}},),
     "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
     "plot_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
     "plot_ladder": (RUNGS,),
@@ -148,6 +151,12 @@ def test_bars_are_as_long_as_the_bytes():
     # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
     assert [bar.get_width() for bar in ax.patches] == [4, 4, 8, 1]
     assert [bar.get_x() for bar in ax.patches] == [0, 4, 8, 16]
+
+
+def test_bars_of_collectives_say_what_the_rank_sends():
+    ax = plots.plot_collectives([step_trace(*PHASES)], "One step")[1]
+    # Each has a full tensor of 4 MB, of which the rank sends 2
+    assert {text.get_text() for text in ax.texts} == {"2.0"}
 
 
 def test_a_rung_says_its_peak_and_the_change():

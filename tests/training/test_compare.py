@@ -1,14 +1,16 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 from runs import main_in_process
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.records import ComparisonRow
-from fsdp_helpers.training.compare import HEADERS, comparison_configs, left_out, plain_table
+from fsdp_helpers.training.compare import HEADERS, comparison_cells, comparison_configs, left_out, plain_table
 
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 LABELS = ["local", "ddp", "fsdp (fsdp1)", "fsdp (fsdp2)", "fsdp-auto-wrap (fsdp1)", "fsdp-auto-wrap (fsdp2)"]
 
 
@@ -49,13 +51,23 @@ def test_the_table_is_straight():
         held_bytes=9_600_000,
         peak_bytes=23_500_000,
         moved_bytes=9_600_000,
+        sent_bytes=4_810_000,
         final_loss=0.83317,
     )
     header, line = plain_table([row]).splitlines()
     assert len(header) == len(line)
     assert header.split() == " ".join(HEADERS).split()
     assert line.startswith("shallow  fsdp (fsdp1)  ") and line.endswith("0.8332")
-    assert "12.3 ms" in line and "9.60 MB" in line and "23.5 MB" in line
+    assert [text in line for text in ("12.3 ms", "9.60 MB", "23.5 MB", "4.81 MB")] == [True] * 4
+
+
+def test_a_record_from_before_sent_bytes_still_loads():
+    kept = json.loads((NOTEBOOKS / "reference" / "compare-cpu.json").read_text())
+    rows = [
+        ComparisonRow(**{name: value for name, value in row.items() if name != "sent_bytes"}) for row in kept["rows"]
+    ]
+    assert len(plain_table(rows).splitlines()) == 1 + len(rows)
+    assert all(comparison_cells(row)[6] == "not counted" for row in rows)
 
 
 def test_the_command(run_cli, digits_dir, tmp_path):
@@ -73,7 +85,10 @@ def test_the_command(run_cli, digits_dir, tmp_path):
     # The first has one process's dropout; the others draw the same masks
     assert [row["final_loss"] for row in rows[1:]] == pytest.approx([rows[1]["final_loss"]] * 6, abs=1e-5)
     assert all(row["step_s"] > 0 and row["peak_bytes"] > row["held_bytes"] > 0 for row in rows)
-    # one process sends nothing; DDP 4 x 1,199,882 bytes once, FSDP as one unit twice
+    # Of two ranks each sends half of what it gathers or scatters, twice half of what it all-reduces:
+    # one process nothing; DDP 4 x 1,199,882; one unit as much in two halves; fc1's 1,179,776 parameters once more
+    assert [row["sent_bytes"] for row in rows[:5]] == [0, 4_799_528, 4_799_528, 4_799_528, 7_159_080]
+    # In bytes of full tensors the two halves count twice
     assert [row["moved_bytes"] for row in rows[:4]] == [0, 4_799_528, 9_599_056, 9_599_056]
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cwd", "no-mnist", "table.json", "table.png"]

@@ -1,0 +1,85 @@
+"""What a rank sends, from arithmetic alone: for one collective, and in a step by strategy. No torch import.
+
+N ranks in a ring cut a tensor into N parts, and each rank passes one part on at a time: N - 1 times until the sums are
+complete (a reduce-scatter), N - 1 times until everyone has all parts (an all-gather), both for an all-reduce. No way of
+doing these operations lets every rank send less: P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for
+clusters of workstations*, 2009. A library may send more: gloo's reduce-scatter is an all-reduce, of which each rank
+then keeps its part.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from fsdp_helpers.planning.state import FP32_BYTES
+
+ALIGNED_VALUES = 4  # FSDP1 begins every parameter of its flat tensor at 16 bytes: 4 values of fp32
+
+
+def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: bool = False) -> int:
+    """Bytes that one rank sends for one collective over `num_ranks` ranks, rounded to whole bytes.
+
+    `full_bytes` is the size of the full tensor, padding included: what an all-gather puts out, what a reduce-scatter
+    takes in. `is_root` is true on the rank that a broadcast or a scatter comes from, or a gather or a reduce goes to.
+    Raises ValueError for an operation that is not among these.
+    """
+    parts_sent = {  # a part is full_bytes / num_ranks
+        "all_reduce": 2 * (num_ranks - 1),
+        "reduce_scatter": num_ranks - 1,
+        "all_gather": num_ranks - 1,
+        "all_to_all": num_ranks - 1,
+        "broadcast": num_ranks if is_root else 0,
+        "reduce": 0 if is_root else num_ranks,
+        "scatter": num_ranks - 1 if is_root else 0,
+        "gather": 0 if is_root else 1,
+        "send": num_ranks,
+        "recv": 0,
+        "barrier": 0,
+    }
+    if op not in parts_sent:
+        raise ValueError(f"no formula says what {op!r} sends; choose one of {', '.join(parts_sent)}")
+    return round(parts_sent[op] * full_bytes / num_ranks) if num_ranks > 1 else 0
+
+
+def step_sent_bytes(
+    strategy: str, unit_params: Sequence[int], num_ranks: int, *, micro_batches: int = 1, kept_whole: bool = False
+) -> int:
+    """Bytes that one rank sends in a step, in fp32; gradients are reduced once, after the last micro-batch.
+
+    `unit_params` are the parameters of each unit, the root first, padding included (see `padded_params`). Without
+    units the whole model is the root.
+
+    DDP all-reduces 4 P bytes. FSDP reduce-scatters each unit, gathers the root once, since it stays whole from forward
+    to backward, and every other unit twice: once for each of the two. With P parameters in all that is
+    (3 - root / P) / 2 times what DDP sends: as much with one unit, less than half as much again with many. Every
+    further micro-batch gathers again, unless units are `kept_whole` from the first forward to the last backward: then
+    each is gathered once in a step.
+    Source: S. Rajbhandari et al. 2020, arXiv:1910.02054, section 7: 2 P for data parallelism, 3 P with all sharded.
+    """
+    root, total = unit_params[0], sum(unit_params)
+    reduced = FP32_BYTES * total
+    if strategy == "local":
+        return 0
+    if strategy == "ddp":
+        return collective_sent_bytes("all_reduce", reduced, num_ranks)
+    gathered = FP32_BYTES * (total if kept_whole else micro_batches * (root + 2 * (total - root)))
+    return collective_sent_bytes("all_gather", gathered, num_ranks) + collective_sent_bytes(
+        "reduce_scatter", reduced, num_ranks
+    )
+
+
+def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
+    """Values of one unit with the padding that makes all slices equal; `shapes` are those of its parameters.
+
+    FSDP1 lays them into one flat tensor, each at an aligned place, and fills the end up; FSDP2 fills up the rows of
+    each parameter.
+    """
+    if api == "fsdp2":
+        return sum(_round_up(shape[0], num_ranks) * prod(shape[1:]) for shape in shapes)
+    values = 0
+    for shape in shapes:
+        values = _round_up(values, ALIGNED_VALUES) + prod(shape)
+    return _round_up(values, num_ranks)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,69 @@
+"""What a rank sends: worked by hand. Held against real runs in `sharding/test_strategies.py`."""
+
+import pytest
+
+from fsdp_helpers.planning.traffic import collective_sent_bytes, padded_params, step_sent_bytes
+
+# Parameters of the root and of all units at threshold 20,000
+SHALLOW = (20_106, 1_179_776)
+DEEP = (20_106, 94_084_128)
+
+
+@pytest.mark.parametrize("num_ranks, all_reduce, half", [(1, 0, 0), (2, 1200, 600), (3, 1600, 800), (4, 1800, 900)])
+def test_a_ring_hand_worked(num_ranks, all_reduce, half):
+    # 1,200 bytes: 2 (N - 1) / N of them for the whole, (N - 1) / N for either half
+    assert collective_sent_bytes("all_reduce", 1200, num_ranks) == all_reduce
+    assert collective_sent_bytes("reduce_scatter", 1200, num_ranks) == half
+    assert collective_sent_bytes("all_gather", 1200, num_ranks) == half
+
+
+def test_rounded_to_whole_bytes():
+    # 4 x 7 / 3 = 9.33; 4 x 8 / 3 = 10.67
+    assert [collective_sent_bytes("all_reduce", size, 3) for size in (7, 8)] == [9, 11]
+
+
+def test_one_rank_sends_the_others_receive():
+    assert [collective_sent_bytes("broadcast", 1200, 4, is_root=root) for root in (True, False)] == [1200, 0]
+    assert [collective_sent_bytes("scatter", 1200, 4, is_root=root) for root in (True, False)] == [900, 0]
+    assert [collective_sent_bytes("gather", 1200, 4, is_root=root) for root in (True, False)] == [0, 300]
+    assert [collective_sent_bytes("reduce", 1200, 4, is_root=root) for root in (True, False)] == [0, 1200]
+    assert [collective_sent_bytes(op, 1200, 4) for op in ("send", "recv", "barrier")] == [1200, 0, 0]
+
+
+def test_an_unknown_operation_is_refused():
+    with pytest.raises(ValueError, match="what 'all_reduced' sends; choose one of all_reduce, reduce_scatter"):
+        collective_sent_bytes("all_reduced", 1200, 2)
+
+
+def test_a_step_hand_worked():
+    # P = 100, a root of 20 and units of 50 and 30, on 2 ranks, 4 bytes each
+    # DDP: 2 x 1/2 x 400; one unit: gathered 200, reduced 200; units: gathered (20 + 2 x 80) x 4 / 2 = 360, reduced 200
+    assert step_sent_bytes("local", (100,), 1) == 0
+    assert step_sent_bytes("ddp", (100,), 2) == 400
+    assert step_sent_bytes("fsdp", (100,), 2) == 400
+    assert step_sent_bytes("fsdp-auto-wrap", (20, 50, 30), 2) == 560
+    # In two micro-batches everything is gathered twice, and reduced once
+    assert step_sent_bytes("fsdp-auto-wrap", (20, 50, 30), 2, micro_batches=2) == 2 * 360 + 200
+    assert step_sent_bytes("ddp", (100,), 2, micro_batches=2) == 400
+    # Kept whole in between, everything is gathered once and reduced once
+    assert step_sent_bytes("fsdp-auto-wrap", (20, 50, 30), 2, micro_batches=2, kept_whole=True) == 200 + 200
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 1024])
+@pytest.mark.parametrize("units, published", [(SHALLOW, 1.4916), (DEEP, 1.4999)])
+def test_fsdp_beside_ddp(num_ranks, units, published):
+    """1 : 1 : (3 - root / P) / 2, on any number of ranks."""
+    total = sum(units)
+    ddp = step_sent_bytes("ddp", (total,), num_ranks)
+    assert step_sent_bytes("fsdp", (total,), num_ranks) == pytest.approx(ddp, rel=1e-6)  # rounded twice, not once
+    ratio = step_sent_bytes("fsdp-auto-wrap", units, num_ranks) / ddp
+    assert ratio == pytest.approx((3 - units[0] / total) / 2, rel=1e-6)
+    assert round(ratio, 4) == published
+
+
+def test_padding_hand_worked():
+    shapes = [(2, 3), (2,), (5,)]  # 6, 2 and 5 values
+    # FSDP1: 6, filled to 8; 2 more, filled to 12; 5 more are 17; filled to a multiple of 2 or 3: 18, of 4: 20
+    assert [padded_params("fsdp1", shapes, ranks) for ranks in (1, 2, 3, 4)] == [17, 18, 18, 20]
+    # FSDP2: rows filled to a multiple of N. N = 2: 2 x 3 + 2 + 6; N = 3: 3 x 3 + 3 + 6; N = 4: 4 x 3 + 4 + 8
+    assert [padded_params("fsdp2", shapes, ranks) for ranks in (1, 2, 3, 4)] == [13, 14, 18, 24]
