@@ -2,16 +2,23 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import workers_for_tests as workers
+from leftovers import PROJECT
 from runs import OFFLINE, check_json, main_in_process, train
 
+from fsdp_helpers.__main__ import build_parser, flag_table, train_flags
+from fsdp_helpers.config import MODELS, STRATEGIES, TrainConfig, flags, is_sharded
+from fsdp_helpers.models import MODEL_CLASSES
+from fsdp_helpers.planning.state import held_bytes
 from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.sharding import strategies
+from fsdp_helpers.teaching.plots import STRATEGY_COLOURS
 
 SMALL = ["--train-images", 1300, "--test-images", 101, "--global-batch-size", 60, "--no-dropout"]
 
@@ -363,17 +370,61 @@ def test_an_old_record_is_replaced_whole_or_not_at_all(digits_dir, tmp_path, mon
     assert target.read_text() == "old"
 
 
-def test_help_names_the_flags():
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_helpers", "train", "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    flags = ["--model", "--strategy", "--world-size", "--device", "--epochs", "--max-steps", "--global-batch-size"]
-    flags += ["--learning-rate", "--seed", "--train-images", "--test-images", "--no-dropout", "--data-dir", "--json"]
-    flags += ["--api", "--min-num-params", "--sharding", "--backward-prefetch"]
-    flags += ["--precision", "--activation-checkpointing", "--micro-batches", "--sync-micro-batches", "--clip-norm"]
-    assert done.returncode == 0
-    assert [flag for flag in flags if flag not in done.stdout] == []
+def help_of(command: str, capsys) -> str:
+    assert main_in_process(command, "--help") == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_explains_every_flag(capsys):
+    text = help_of("train", capsys)
+    for flag in train_flags():
+        assert f"{flag.name} {flag.value}".strip() in text
+        assert flag.meaning in text
+    assert set(TrainConfig().__dict__) <= {flag.setting for flag in train_flags()}
+
+
+def test_every_flag_reaches_its_setting():
+    """Another value than the default, for each: a switch is switched, a choice is the last one, a number is 7."""
+    for flag in flags():
+        value = {bool: not flag.default, int: 7, float: 7.0, str: "some"}[flag.kind]
+        value = flag.choices[-1] if flag.choices else value
+        words = [flag.name] if flag.kind is bool else [flag.name, str(value)]
+        options = vars(build_parser().parse_args(["train", *words]))
+        expected = TrainConfig().__dict__ | {flag.setting: value}
+        assert {name: options[name] for name in expected} == expected
+
+
+def test_readme_shows_the_flags():
+    table = [line for line in (PROJECT / "README.md").read_text().splitlines() if line in flag_table()]
+    assert table == flag_table(), "README's table of flags should be:\n" + "\n".join(flag_table())
+
+
+def test_help_of_the_comparison_knows_every_model(capsys):
+    assert "{" + ",".join(MODELS) + "}" in help_of("compare", capsys)
+
+
+# ---------------------------------------------------------------- a strategy or a model is known everywhere, or nowhere
+
+
+def test_every_strategy_is_whole():
+    """Its name, its function, its colour and the bytes it holds."""
+    assert tuple(strategies.STRATEGIES) == STRATEGIES
+    assert tuple(STRATEGY_COLOURS) == STRATEGIES
+    assert len(set(STRATEGY_COLOURS.values())) == len(STRATEGIES)
+    for name, apply in strategies.STRATEGIES.items():
+        assert apply.__name__ == "apply_" + name.replace("-", "_")
+        # P = 100 on 4 ranks: 400 bytes of sharded state, or at least 1,600 of whole
+        held = held_bytes(name, 100, 4)
+        assert held == 400 if is_sharded(name) else held >= 1_600
+    with pytest.raises(ValueError, match="unknown strategy 'zero9'; choose one of local"):
+        held_bytes("zero9", 100, 4)
+
+
+def test_every_model_can_be_built():
+    assert tuple(MODEL_CLASSES) == MODELS
+
+
+def test_what_is_sharded_is_asked_in_one_place():
+    package = PROJECT / "fsdp_helpers"
+    found = {path.name for path in package.rglob("*.py") if re.search(r"startswith\([\"']fsdp", path.read_text())}
+    assert found == {"config.py"}

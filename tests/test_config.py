@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig, is_sharded
 
 
 def test_defaults_are_valid_and_frozen():
@@ -124,3 +124,17 @@ def test_data_must_fill_one_batch():
         config.check_data_size(255)
     with pytest.raises(ValueError, match="100 training images"):
         TrainConfig(global_batch_size=256, train_images=100).check_data_size(60_000)
+
+
+def test_what_changes_the_losses():
+    """A resumed run must agree on these, and on nothing else."""
+    optimisation = {"global_batch_size", "learning_rate", "micro_batches", "clip_norm", "precision"}
+    assert set(LOSS_SETTINGS) == {"model", "seed", "train_images", "dropout"} | optimisation
+    assert TrainConfig(**LOSS_SETTINGS) == TrainConfig()  # each with its default
+
+
+def test_who_keeps_slices():
+    assert (is_sharded("fsdp-offload"), TrainConfig(strategy="fsdp").is_sharded) == (True, True)
+    assert (is_sharded("ddp"), TrainConfig(strategy="local").is_sharded) == (False, False)
+    with pytest.raises(ValueError, match="unknown strategy 'fsdp9'"):
+        is_sharded("fsdp9")

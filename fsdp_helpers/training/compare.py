@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig
+from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.quantities import format_bytes, format_seconds
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import ComparisonRow, RunRecord
@@ -20,7 +20,7 @@ def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) ->
         replace(base, model=model, strategy=strategy, api=api)
         for model in models
         for strategy in STRATEGIES
-        for api in (APIS if strategy.startswith("fsdp") else APIS[-1:])
+        for api in (APIS if is_sharded(strategy) else APIS[-1:])
     ]
     return [config for config in chosen if left_out(config, device) is None]
 
@@ -58,7 +58,7 @@ def comparison_row(record: RunRecord) -> ComparisonRow:
     return ComparisonRow(
         model=config.model,
         strategy=config.strategy,
-        api=config.api if config.strategy.startswith("fsdp") else None,
+        api=config.api if config.is_sharded else None,
         world_size=record.world_size,
         step_s=median(record.step_seconds[STEADY_STEP:]),
         held_bytes=rank.held_bytes,
