@@ -61,6 +61,7 @@ class TrainConfig:
         "when backward gathers the next unit: before the gradients of this one, or after, or when it is needed (fsdp1)",
         choices=BACKWARD_PREFETCH,
     )
+    bucket_view: bool = _setting(False, "ddp: gradients lie in the buckets, instead of being copied there and back")
     epochs: int = _setting(1, "times through the training images", at_least_one=True)
     max_steps: int | None = _setting(None, "end training early, after so many steps", at_least_one=True)
     global_batch_size: int = _setting(256, "images a step, over all ranks", at_least_one=True, changes_losses=True)
@@ -115,6 +116,8 @@ class TrainConfig:
                 raise ValueError(f"{name} needs checkpoint_dir, the folder of the run's checkpoints")
 
     def _check_api(self) -> None:
+        if self.bucket_view and self.strategy != "ddp":
+            raise ValueError(f"bucket_view belongs to DDP, strategy is {self.strategy!r}; use 'ddp', or leave it out")
         if not self.is_sharded:
             if (self.sharding, self.backward_prefetch) != ("full", "pre"):
                 raise ValueError(f"sharding and backward_prefetch belong to FSDP, strategy is {self.strategy!r}")

@@ -181,7 +181,10 @@ class ComparisonRow:
     peak_bytes: int
     moved_bytes: int  # full-tensor bytes of all collectives of a step
     final_loss: float
+    bucket_view: bool = False
 
     @property
     def label(self) -> str:
+        if self.bucket_view:
+            return f"{self.strategy}, lean"
         return self.strategy if self.api is None else f"{self.strategy} ({self.api})"

@@ -35,6 +35,7 @@ def test_defaults_are_valid_and_frozen():
         ({"strategy": "fsdp", "backward_prefetch": "later"}, "unknown backward_prefetch 'later'"),
         ({"min_num_params": -1}, "min_num_params is -1; it must be 0 or more"),
         ({"strategy": "ddp", "sharding": "grad-op"}, "belong to FSDP, strategy is 'ddp'"),
+        ({"strategy": "fsdp", "bucket_view": True}, "belongs to DDP, strategy is 'fsdp'; use 'ddp', or leave it out"),
         ({"strategy": "fsdp", "sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
         ({"strategy": "fsdp", "backward_prefetch": "post"}, "'post' is an option of FSDP1; use api 'fsdp1'"),
         ({"checkpoint_dir": "runs", "checkpoint_every": 0}, "checkpoint_every is 0; it must be a whole number, 1 or"),

@@ -49,8 +49,11 @@ def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> 
 
 def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """Every rank a whole model; gradients are averaged in buckets while backward still runs."""
-    device_ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(recompute_units(model, config).to(device), device_ids=device_ids)
+    return DistributedDataParallel(
+        recompute_units(model, config).to(device),
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=config.bucket_view,  # a gradient is a place in its bucket: 4 bytes a parameter less
+    )
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:

@@ -15,14 +15,21 @@ HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "moved a s
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
-    """Every model with every strategy and API that runs on `device`; see `left_out` for the rest."""
+    """Every model with every strategy in all its ways that runs on `device`; see `left_out` for the rest."""
     chosen = [
-        replace(base, model=model, strategy=strategy, api=api)
+        replace(base, model=model, strategy=strategy, **way)
         for model in models
         for strategy in STRATEGIES
-        for api in (APIS if is_sharded(strategy) else APIS[-1:])
+        for way in ways_to_run(strategy)
     ]
     return [config for config in chosen if left_out(config, device) is None]
+
+
+def ways_to_run(strategy: str) -> list[dict]:
+    """The settings that make a row of the comparison each: FSDP's two APIs; DDP as it comes, and lean."""
+    if is_sharded(strategy):
+        return [{"api": api} for api in APIS]
+    return [{"bucket_view": False}, {"bucket_view": True}] if strategy == "ddp" else [{}]
 
 
 def left_out(config: TrainConfig, device: str) -> str | None:
@@ -65,6 +72,7 @@ def comparison_row(record: RunRecord) -> ComparisonRow:
         peak_bytes=rank.peak_bytes,
         moved_bytes=sum(seen.bytes for seen in rank.collectives),
         final_loss=record.step_losses[-1],
+        bucket_view=config.bucket_view,
     )
 
 

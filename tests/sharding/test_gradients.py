@@ -72,6 +72,12 @@ def test_ddp_reduces_once_or_after_every_part(run):
     assert counts(each)["all_reduce"] == 4 * counts(held)["all_reduce"]
 
 
+def test_gradients_that_lie_in_ddps_buckets_add_up_too(run):
+    lean, usual = (run("ddp", micro_batches=4, bucket_view=view) for view in (True, False))
+    assert lean.step_losses == usual.step_losses
+    assert counts(lean) == counts(usual)
+
+
 def test_within_the_block_a_gradient_is_the_ranks_own():
     own, reduced = zip(*launch(workers.gradients_held_back, world_size=2, device="cpu"), strict=True)
     assert own == (1.0, 2.0)  # rank + 1
