@@ -56,6 +56,10 @@ class TrainConfig:
         "all within each of two groups, or nothing (fsdp1)",
         choices=SHARDING,
     )
+    reshard_after_forward: bool = _setting(
+        True, "fsdp2: keep gathered parameters from forward to backward, as grad-op does"
+    )
+    reshard_after_backward: bool = _setting(True, "fsdp2: keep gathered parameters from one micro-batch to the next")
     backward_prefetch: str = _setting(
         "pre",
         "when backward gathers the next unit: before the gradients of this one, or after, or when it is needed (fsdp1)",
@@ -106,6 +110,7 @@ class TrainConfig:
         if self.min_num_params < 0:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
         self._check_api()
+        self._check_resharding()
         self._check_levers()
         if not 0 < self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be a number above zero")
@@ -126,6 +131,20 @@ class TrainConfig:
         elif self.api == "fsdp2" and self.backward_prefetch != "pre":
             raise ValueError(
                 f"backward_prefetch {self.backward_prefetch!r} is an option of FSDP1; use api 'fsdp1', or leave it out"
+            )
+
+    def _check_resharding(self) -> None:
+        kept = [name for name in ("reshard_after_forward", "reshard_after_backward") if not getattr(self, name)]
+        if kept and not self.is_sharded:
+            raise ValueError(f"{kept[0]} belongs to FSDP2, strategy is {self.strategy!r}; leave it out")
+        if kept and self.api == "fsdp1":
+            raise ValueError(
+                f"{kept[0]} belongs to FSDP2; in FSDP1 sharding 'grad-op' keeps parameters until the last backward"
+            )
+        if not self.reshard_after_backward and self.micro_batches == 1:
+            raise ValueError(
+                "without reshard_after_backward parameters stay from one micro-batch to the next, micro_batches is 1; "
+                "use 2 or more"
             )
 
     def _check_levers(self) -> None:

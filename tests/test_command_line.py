@@ -258,6 +258,7 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
         (["train", "--strategy", "fsdp", "--sharding", "hybrid"], "at least two ranks, world_size is 2"),
         (["train", "--strategy", "ddp", "--sharding", "grad-op"], "belong to FSDP, strategy is 'ddp'"),
         (["train", "--bucket-view"], "bucket_view belongs to DDP, strategy is 'local'"),
+        (["train", "--no-reshard-after-forward"], "reshard_after_forward belongs to FSDP2, strategy is 'local'"),
         (["train", "--precision", "fp8"], "fp8"),
         (["train", "--strategy", "ddp", "--precision", "bf16"], "use strategy 'fsdp' or 'fsdp-auto-wrap'"),
         (["train", "--activation-checkpointing", "all"], "all"),

@@ -36,6 +36,15 @@ def test_defaults_are_valid_and_frozen():
         ({"min_num_params": -1}, "min_num_params is -1; it must be 0 or more"),
         ({"strategy": "ddp", "sharding": "grad-op"}, "belong to FSDP, strategy is 'ddp'"),
         ({"strategy": "fsdp", "bucket_view": True}, "belongs to DDP, strategy is 'fsdp'; use 'ddp', or leave it out"),
+        (
+            {"strategy": "ddp", "reshard_after_forward": False},
+            "reshard_after_forward belongs to FSDP2, strategy is 'ddp'; leave it out",
+        ),
+        (
+            {"strategy": "fsdp", "api": "fsdp1", "micro_batches": 2, "reshard_after_backward": False},
+            "reshard_after_backward belongs to FSDP2; in FSDP1 sharding 'grad-op' keeps parameters",
+        ),
+        ({"strategy": "fsdp", "reshard_after_backward": False}, "micro_batches is 1; use 2 or more"),
         ({"strategy": "fsdp", "sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
         ({"strategy": "fsdp", "backward_prefetch": "post"}, "'post' is an option of FSDP1; use api 'fsdp1'"),
         ({"checkpoint_dir": "runs", "checkpoint_every": 0}, "checkpoint_every is 0; it must be a whole number, 1 or"),

@@ -142,8 +142,9 @@ def shard_fsdp2(
         "offload_policy": on_host if offload else OffloadPolicy(),
         "mp_policy": MixedPrecisionPolicy(**BF16) if config.precision == "bf16" else MixedPrecisionPolicy(),
     }
+    frees = config.reshard_after_forward and config.sharding != "grad-op"
     for name in choose_units(model, policy):
-        fully_shard(model.get_submodule(name), reshard_after_forward=config.sharding != "grad-op", **settings)
+        fully_shard(model.get_submodule(name), reshard_after_forward=frees, **settings)
     return fully_shard(model if offload else model.to(device), **settings)
 
 

@@ -65,6 +65,7 @@ def run_training(
     step_settings = {
         "micro_batches": config.micro_batches,
         "sync_micro_batches": config.sync_micro_batches,
+        "reshard_after_backward": config.reshard_after_backward,
         "clip_norm": config.clip_norm,
         "norms": gradient_norms,
     }
