@@ -1,7 +1,7 @@
 """One epoch of training, one evaluation: the same code for one process and for many."""
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,23 @@ def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images).float(), labels)
 
 
+@contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Within the block, transformer layers call the layers that they are made of, in evaluation as in training.
+
+    Else `nn.TransformerEncoderLayer` takes a fast path there, which reads the weights of its layers without calling
+    them. FSDP1 gathers the weights of a unit when the unit is called.
+    """
+    usual = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(usual)
+
+
 @torch.no_grad()
+@layer_by_layer()
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
     """This rank's sums over its test images: loss, correct answers, images. Shape (3,), float64.
 
