@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.sharding.recompute import checkpoint_activations, is_checkpointed
+from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, size_policy
 
 SHARDING_STRATEGIES = {
@@ -89,9 +89,13 @@ def shard(
     """
     if not any(parameter.numel() for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
-    model = recompute_units(model, config)
     if policy is not None and config.activation_checkpointing != "none":
-        policy = partial(lambda_auto_wrap_policy, lambda_fn=is_checkpointed)  # the same units, now with their wrapper
+        units = [model.get_submodule(name) for name in choose_units(model, policy)]
+        model = recompute_units(model, config)
+        # The same units, now with their wrapper
+        policy = partial(lambda_auto_wrap_policy, lambda_fn=with_wrapper(model, units).__contains__)
+    else:
+        model = recompute_units(model, config)
     shard_with = shard_fsdp1 if config.api == "fsdp1" else shard_fsdp2
     return shard_with(model, device, config, policy=policy, offload=offload)
 
