@@ -97,10 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.data import DataError
     from fsdp_helpers.ranks.launch import RankError
+    from fsdp_helpers.ranks.progress import in_lines
 
     options = build_parser().parse_args(arguments)
     try:
-        options.run(options)
+        with in_lines():
+            options.run(options)
     except (ValueError, DataError, CheckpointError) as error:
         return _complain(BAD_INPUT, str(error))
     except RankError as error:
@@ -156,6 +158,7 @@ def consolidate_command(options: argparse.Namespace) -> None:
 def compare_command(options: argparse.Namespace) -> None:
     import torch
 
+    from fsdp_helpers.data import num_train_images
     from fsdp_helpers.ranks.group import choose_device, device_name
     from fsdp_helpers.ranks.progress import ProgressBar
     from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
@@ -175,14 +178,15 @@ def compare_command(options: argparse.Namespace) -> None:
         epochs=options.steps,  # as many as it takes: one epoch may have a single step
         max_steps=options.steps,
         global_batch_size=options.global_batch_size,
-        train_images=options.steps * options.global_batch_size,
         test_images=1,
         data_dir=options.data_dir,
     )
     replace(base, strategy="ddp").check_world_size(options.world_size)
     device = choose_device(options.device, options.world_size)
-    configs = comparison_configs(options.models, base, device)
-    _print_data_source(prepare_run_data(base), base)
+    source = prepare_run_data(base)
+    _print_data_source(source, base)
+    images = min(options.steps * options.global_batch_size, num_train_images(source))
+    configs = comparison_configs(options.models, replace(base, train_images=images), device)
     bar = ProgressBar()
     rows = compare(configs, world_size=options.world_size, device=device, on_done=bar.update)
     bar.close()
@@ -215,6 +219,8 @@ def _print_summary(record: RunRecord) -> None:
         f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} images"
         + (f", after the first {record.first_step} of an earlier run" if record.first_step else "")
     )
+    if record.why_no_more_steps:
+        print(record.why_no_more_steps)
     for epoch in record.epochs:
         trained = f"train loss {epoch.train_loss:.4f}, " if epoch.train_images else ""
         speed = f", {epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} images/s" if epoch.train_images else ""

@@ -16,6 +16,7 @@ APIS = ("fsdp1", "fsdp2")
 SHARDING = ("full", "grad-op", "hybrid", "none")
 BACKWARD_PREFETCH = ("pre", "post", "none")
 PRECISIONS = ("fp32", "bf16")
+FEWEST_TRAIN_IMAGES = 1_437  # of all data sets: the bundled digits
 VALUE_NAMES = {int: "N", float: "X", str: "DIR", Path: "FILE", bool: ""}
 ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
@@ -97,7 +98,9 @@ class TrainConfig:
     data_dir: str | None = _setting(None, "where MNIST is; without it FSDP_DATA_DIR, else data/ at the project's root")
     checkpoint_dir: str | None = _setting(None, "save the run's state there after the last step")
     checkpoint_every: int | None = _setting(None, "and after every so many steps", at_least_one=True)
-    keep_last: int | None = _setting(None, "remove all checkpoints but the newest so many", at_least_one=True)
+    keep_last: int | None = _setting(
+        None, "remove all checkpoints but the newest so many; a resumed run keeps to it", at_least_one=True
+    )
     resume: bool = _setting(False, "go on from the newest checkpoint; from the start where there is none")
 
     @property
@@ -185,11 +188,10 @@ class TrainConfig:
                 "use an even number, 4 or more"
             )
         if self.global_batch_size % world_size:
-            smaller = self.global_batch_size // world_size * world_size
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} does not divide by world_size {world_size}: "
                 f"{self.global_batch_size % world_size} image(s) would be left over; "
-                f"use {smaller + world_size}" + (f" or {smaller}" if smaller else "")
+                f"use {self._batch_sizes_nearby(world_size)}"
             )
         images_per_rank = self.global_batch_size // world_size
         if images_per_rank % self.micro_batches:
@@ -199,9 +201,23 @@ class TrainConfig:
                 f"{images_per_rank % self.micro_batches} would be left over; use a divisor of {images_per_rank}"
             )
 
-    def check_data_size(self, available: int) -> None:
-        """Raise ValueError where `available` training images do not fill one global batch."""
-        used = min(available, self.train_images or available)
+    def _batch_sizes_nearby(self, world_size: int) -> str:
+        """The next larger and smaller global batch that ranks and micro-batches divide and the images fill."""
+        together = world_size * self.micro_batches
+        smaller = self.global_batch_size // together * together
+        fitting = [smaller + together] if smaller + together <= (self.train_images or FEWEST_TRAIN_IMAGES) else []
+        fitting += [smaller] if smaller else []
+        return " or ".join(map(str, fitting)) or "fewer ranks"
+
+    def check_data_size(self, source: str, train_images: int, test_images: int) -> None:
+        """Raise ValueError where `source`, which holds so many images, has too few for this run."""
+        for name, available in (("train_images", train_images), ("test_images", test_images)):
+            wanted = getattr(self, name)
+            if wanted is not None and wanted > available:
+                raise ValueError(
+                    f"{name} is {wanted}, and {source} has {available}; use at most that, or leave it out for all"
+                )
+        used = self.train_images or train_images
         if used < self.global_batch_size:
             raise ValueError(
                 f"{used} training images do not fill one global batch of {self.global_batch_size}; "

@@ -246,6 +246,8 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
         (["train", "--test-images", "-1"], "test_images is -1"),
         (["train", "--train-images", "100"], "100 training images do not fill one global batch of 256"),
         (["train", "--global-batch-size", "60001"], "do not fill one global batch of 60001"),
+        (["train", "--train-images", "70000"], "train_images is 70000, and mnist has 60000"),
+        (["train", "--test-images", "10001"], "test_images is 10001, and mnist has 10000"),
         (["train", "--strategy", "ddp", "--world-size", "0"], "world_size is 0"),
         (["train", "--strategy", "ddp", "--world-size", "-2"], "world_size is -2"),
         (["train", "--strategy", "ddp", "--world-size", "3"], "256 does not divide by world_size 3"),
@@ -295,6 +297,15 @@ def test_bad_input_in_a_process_of_its_own(run_cli, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize(
+    "flags, message", [(["--train-images", 1438], "digits has 1437"), (["--test-images", 361], "digits has 360")]
+)
+def test_more_images_than_the_digits_have(flags, message, digits_dir, capfd):
+    assert main_in_process("train", *flags, "--data-dir", digits_dir) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_a_damaged_file_is_bad_input(tmp_path, capfd):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -333,11 +344,15 @@ def test_under_torchrun_a_failing_rank_is_no_bad_input(digits_dir, monkeypatch, 
     assert "Traceback" in errors and "in fail" in errors
 
 
-def test_the_digits_are_said_to_be_in_use(digits_dir, tmp_path, capfd):
-    arguments = ["train", "--model", "simple", "--max-steps", 2, "--test-images", 9, "--data-dir", digits_dir]
+def test_the_digits_and_their_end_are_said(digits_dir, tmp_path, monkeypatch, capfd):
+    """1,437 digits are 5 batches of 256. The output here is a log, and its lines may be as close as the steps."""
+    monkeypatch.setattr("fsdp_helpers.ranks.progress.SECONDS_BETWEEN_LINES", 0.0)
+    arguments = ["train", "--model", "simple", "--max-steps", 7, "--test-images", 9, "--data-dir", digits_dir]
     assert main_in_process(*arguments, "--json", tmp_path / "run.json") == 0
     output = capfd.readouterr()
     assert "1,797 bundled digits" in output.out + output.err
+    assert "ended after 5 of 7 steps: 1 epoch(s) have no more images; give more with --epochs" in output.out
+    assert re.search(r"^simple, local: 5 of 5, [\d,]+ images/s, loss ", output.err, re.MULTILINE)
     assert read_json(tmp_path / "run.json")["data_source"] == "digits"
 
 

@@ -127,13 +127,47 @@ def test_micro_batches_must_divide_a_ranks_images():
         config.check_world_size(4)
 
 
+@pytest.mark.parametrize(
+    "settings, world_size, advice",
+    [
+        ({"global_batch_size": 256}, 3, ["258", "255"]),
+        ({"global_batch_size": 256, "micro_batches": 4}, 3, ["264", "252"]),  # 12 x 22 and 12 x 21
+        ({"global_batch_size": 256, "train_images": 256}, 3, ["255"]),
+        ({"global_batch_size": 256, "train_images": 258}, 3, ["258", "255"]),
+        ({"global_batch_size": 1_436}, 3, ["1437", "1434"]),
+        ({"global_batch_size": 1_437}, 2, ["1436"]),  # the bundled digits are 1,437
+        ({"global_batch_size": 2, "train_images": 2}, 3, []),
+    ],
+)
+def test_what_is_advised_is_not_refused_next(settings, world_size, advice):
+    with pytest.raises(ValueError) as refused:
+        TrainConfig(strategy="ddp", **settings).check_world_size(world_size)
+    end = str(refused.value).partition("; use ")[2]
+    assert end == (" or ".join(advice) or "fewer ranks")
+    for size in advice:
+        config = TrainConfig(strategy="ddp", **settings | {"global_batch_size": int(size)})
+        config.check_world_size(world_size)
+        config.check_data_size("digits", 1_437, 360)
+
+
+def test_more_images_than_there_are():
+    TrainConfig(train_images=1_437, test_images=360).check_data_size("digits", 1_437, 360)
+    with pytest.raises(
+        ValueError, match="train_images is 1438, and digits has 1437; use at most that, or leave it out"
+    ):
+        TrainConfig(train_images=1_438).check_data_size("digits", 1_437, 360)
+    with pytest.raises(ValueError, match="test_images is 10001, and mnist has 10000"):
+        TrainConfig(test_images=10_001).check_data_size("mnist", 60_000, 10_000)
+
+
 def test_data_must_fill_one_batch():
     config = TrainConfig(global_batch_size=256, train_images=300)
-    config.check_data_size(60_000)  # 300 of them
+    config.check_data_size("mnist", 60_000, 10_000)  # 300 of them
     with pytest.raises(ValueError, match="255 training images do not fill one global batch of 256"):
-        config.check_data_size(255)
+        config = TrainConfig(global_batch_size=256)
+        config.check_data_size("mine", 255, 10)
     with pytest.raises(ValueError, match="100 training images"):
-        TrainConfig(global_batch_size=256, train_images=100).check_data_size(60_000)
+        TrainConfig(global_batch_size=256, train_images=100).check_data_size("mnist", 60_000, 10_000)
 
 
 def test_what_changes_the_losses():

@@ -83,8 +83,10 @@ class RunCheckpoints:
 
     def __init__(self, config: TrainConfig, rank: int, world_size: int, data_source: str) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
-        self._settings = _settings(config, data_source)
         self._start = find_start(config, data_source)
+        earlier = self._start[1].settings if self._start else {}
+        self._keep_last = config.keep_last or earlier.get("keep_last")  # not compared: remembered
+        self._settings = _settings(config, data_source) | {"keep_last": self._keep_last}
         self.step = self._start[1].step if self._start else 0  # optimiser steps since the beginning of the run
         if len(set(gather_over_ranks(self.step))) > 1:
             raise CheckpointError(
@@ -126,8 +128,8 @@ class RunCheckpoints:
                     world_size=self._world_size,
                     settings=self._settings,
                 )
-                if self._config.keep_last:
-                    checkpoint_folder.keep_newest(folder, self._config.keep_last)
+                if self._keep_last:
+                    checkpoint_folder.keep_newest(folder, self._keep_last)
         except (OSError, CheckpointError) as error:
             if self._rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # room for others, where the disk is full

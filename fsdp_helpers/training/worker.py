@@ -111,7 +111,7 @@ def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
     dataset = load_data(config.data_dir, train_images=config.train_images, test_images=config.test_images)
     if len(set(gather_over_ranks(dataset.source))) > 1:
         raise DataError("some ranks find MNIST and others do not; give every machine the same data folder")
-    config.check_data_size(len(dataset.train))
+    config.check_data_size(dataset.source, len(dataset.train), len(dataset.test))
     return Dataset(source=dataset.source, train=dataset.train.to(device), test=dataset.test.to(device))
 
 

@@ -167,6 +167,15 @@ def test_as_many_checkpoints_are_kept_as_asked_for(count, no_mnist, tmp_path):
     assert unfinished(tmp_path) == []
 
 
+def test_a_resumed_run_keeps_as_many_as_before(no_mnist, tmp_path):
+    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    train(world_size=2, keep_last=1, **settings | {"max_steps": 2})
+    train(world_size=2, resume=True, **settings | {"max_steps": 4})
+    assert find_steps(tmp_path) == [4]
+    train(world_size=2, resume=True, keep_last=2, **settings)  # another number may be given
+    assert find_steps(tmp_path) == [6, 8]
+
+
 def test_the_last_checkpoint_is_there_without_asking_for_more(no_mnist, tmp_path):
     train(world_size=2, checkpoint_dir=str(tmp_path), **SHORT | {"data_dir": no_mnist})
     assert find_steps(tmp_path) == [8]
