@@ -16,7 +16,7 @@ APIS = ("fsdp1", "fsdp2")
 SHARDING = ("full", "grad-op", "hybrid", "none")
 BACKWARD_PREFETCH = ("pre", "post", "none")
 PRECISIONS = ("fp32", "bf16")
-FEWEST_TRAIN_IMAGES = 1_437  # of all data sets: the bundled digits
+FEWEST_AND_MOST_TRAIN_IMAGES = (1_437, 60_000)  # the bundled digits, MNIST
 VALUE_NAMES = {int: "N", float: "X", str: "DIR", Path: "FILE", bool: ""}
 ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
@@ -203,10 +203,11 @@ class TrainConfig:
 
     def _batch_sizes_nearby(self, world_size: int) -> str:
         """The next larger and smaller global batch that ranks and micro-batches divide and the images fill."""
+        fewest, most = (self.train_images or known for known in FEWEST_AND_MOST_TRAIN_IMAGES)
         together = world_size * self.micro_batches
-        smaller = self.global_batch_size // together * together
-        fitting = [smaller + together] if smaller + together <= (self.train_images or FEWEST_TRAIN_IMAGES) else []
-        fitting += [smaller] if smaller else []
+        larger = (self.global_batch_size // together + 1) * together
+        smaller = min(self.global_batch_size, most) // together * together
+        fitting = [larger] * (larger <= fewest) + [smaller] * (smaller > 0)
         return " or ".join(map(str, fitting)) or "fewer ranks"
 
     def check_data_size(self, source: str, train_images: int, test_images: int) -> None:

@@ -134,6 +134,7 @@ def test_micro_batches_must_divide_a_ranks_images():
         ({"global_batch_size": 256, "micro_batches": 4}, 3, ["264", "252"]),  # 12 x 22 and 12 x 21
         ({"global_batch_size": 256, "train_images": 256}, 3, ["255"]),
         ({"global_batch_size": 256, "train_images": 258}, 3, ["258", "255"]),
+        ({"global_batch_size": 1_000, "train_images": 500}, 3, ["498"]),
         ({"global_batch_size": 1_436}, 3, ["1437", "1434"]),
         ({"global_batch_size": 1_437}, 2, ["1436"]),  # the bundled digits are 1,437
         ({"global_batch_size": 2, "train_images": 2}, 3, []),
