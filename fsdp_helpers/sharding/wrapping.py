@@ -49,12 +49,12 @@ def unit_sizes(model: nn.Module, policy: Policy | None) -> tuple[int, ...]:
 
 def _yes_or_no(policy: CustomPolicy, module: nn.Module) -> bool:
     answer = policy._lambda_fn(module)
-    if not isinstance(answer, bool):
+    if answer and answer is not True:
         raise ValueError(
             f"the policy answers {answer!r} for a {type(module).__name__}: settings of a single unit exist in FSDP1 "
             "only; let it return True or False"
         )
-    return answer
+    return bool(answer)
 
 
 def _choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
