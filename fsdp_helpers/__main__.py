@@ -10,21 +10,23 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_helpers.config import (
-    ACTIVATION_CHECKPOINTING,
-    APIS,
-    BACKWARD_PREFETCH,
-    MODELS,
-    PRECISIONS,
-    SHARDING,
-    STRATEGIES,
-    TrainConfig,
-)
+from fsdp_helpers.config import MODELS, Flag, TrainConfig, flags
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RankRecord, RunRecord
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
+CALL_FLAGS = (
+    Flag(setting="world_size", kind=int, meaning="number of ranks (default: 1 for local, else 2)"),
+    Flag(
+        setting="device",
+        kind=str,
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        meaning="auto is cuda where there are as many devices as ranks",
+    ),
+    Flag(setting="json", kind=Path, meaning="write the record of the run to this file"),
+)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -38,36 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="fsdp_helpers", description="Train small models on digits, sharded or not.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     train = commands.add_parser("train", help="train a model, on one process or on many")
-    default = TrainConfig()
-    train.add_argument("--model", choices=MODELS, default=default.model)
-    train.add_argument("--strategy", choices=STRATEGIES, default=default.strategy)
-    train.add_argument("--api", choices=APIS, default=default.api, help="which FSDP (default: %(default)s)")
-    train.add_argument("--min-num-params", type=int, metavar="N", default=default.min_num_params)
-    train.add_argument("--sharding", choices=SHARDING, default=default.sharding)
-    train.add_argument("--backward-prefetch", choices=BACKWARD_PREFETCH, default=default.backward_prefetch)
-    train.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: 1 for local, else 2)")
-    train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    train.add_argument("--epochs", type=int, metavar="N", default=default.epochs)
-    train.add_argument("--max-steps", type=int, metavar="N", help="end training early, after N steps")
-    train.add_argument("--global-batch-size", type=int, metavar="N", default=default.global_batch_size)
-    train.add_argument("--learning-rate", type=float, metavar="X", default=default.learning_rate)
-    train.add_argument("--seed", type=int, metavar="N", default=default.seed)
-    train.add_argument("--train-images", type=int, metavar="N", help="train on the first N images")
-    train.add_argument("--test-images", type=int, metavar="N", help="test on the first N images")
-    train.add_argument("--no-dropout", dest="dropout", action="store_false")
-    train.add_argument("--precision", choices=PRECISIONS, default=default.precision, help="bf16: with FSDP only")
-    train.add_argument(
-        "--activation-checkpointing", choices=ACTIVATION_CHECKPOINTING, default=default.activation_checkpointing
-    )
-    train.add_argument("--micro-batches", type=int, metavar="N", default=default.micro_batches)
-    train.add_argument("--sync-micro-batches", action="store_true", help="reduce gradients after every micro-batch")
-    train.add_argument("--clip-norm", type=float, metavar="X", help="scale gradients down to this norm")
-    train.add_argument("--data-dir", metavar="DIR", help="default: FSDP_DATA_DIR, else data/ at the project's root")
-    train.add_argument("--checkpoint-dir", metavar="DIR", help="save the run's state there after the last step")
-    train.add_argument("--checkpoint-every", type=int, metavar="N", help="and after every N steps")
-    train.add_argument("--keep-last", type=int, metavar="N", help="remove all checkpoints but the newest N")
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    train.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run to FILE")
+    for row in train_flags():
+        train.add_argument(row.name, **_argument(row))
     train.set_defaults(run=train_command)
 
     consolidate = commands.add_parser("consolidate", help="turn a sharded checkpoint into one file for a plain model")
@@ -88,15 +62,47 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def train_flags() -> list[Flag]:
+    """Every flag of `train`: the settings of a run, and what belongs to this one call of the command."""
+    return [*flags(), *CALL_FLAGS]
+
+
+def flag_table() -> list[str]:
+    """The flags of `train` as the lines of a table in Markdown, as README shows them."""
+    rows = [("flag", "default", "meaning"), (":--", ":--", ":--")]
+    for flag in train_flags():
+        default = "" if flag.default is None or flag.kind is bool else f"`{flag.default}`"
+        rows.append((f"`{' '.join((flag.name, flag.value)).strip()}`", default, flag.meaning))
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _argument(flag: Flag) -> dict:
+    """What argparse wants to know of a flag."""
+    if flag.kind is bool:
+        return {"dest": flag.setting, "action": f"store_{not flag.default}".lower(), "help": flag.meaning}
+    default = "" if flag.default is None else " (default: %(default)s)"
+    metavar = None if flag.choices else flag.value
+    return {
+        "dest": flag.setting,
+        "type": flag.kind,
+        "choices": flag.choices,
+        "metavar": metavar,
+        "default": flag.default,
+        "help": flag.meaning + default,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 for a failed rank, 2 for bad input, 130 for an interrupt."""
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.data import DataError
     from fsdp_helpers.ranks.launch import RankError
+    from fsdp_helpers.ranks.progress import in_lines
 
     options = build_parser().parse_args(arguments)
     try:
-        options.run(options)
+        with in_lines():
+            options.run(options)
     except (ValueError, DataError, CheckpointError) as error:
         return _complain(BAD_INPUT, str(error))
     except RankError as error:
@@ -152,6 +158,7 @@ def consolidate_command(options: argparse.Namespace) -> None:
 def compare_command(options: argparse.Namespace) -> None:
     import torch
 
+    from fsdp_helpers.data import num_train_images
     from fsdp_helpers.ranks.group import choose_device, device_name
     from fsdp_helpers.ranks.progress import ProgressBar
     from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
@@ -171,14 +178,15 @@ def compare_command(options: argparse.Namespace) -> None:
         epochs=options.steps,  # as many as it takes: one epoch may have a single step
         max_steps=options.steps,
         global_batch_size=options.global_batch_size,
-        train_images=options.steps * options.global_batch_size,
         test_images=1,
         data_dir=options.data_dir,
     )
     replace(base, strategy="ddp").check_world_size(options.world_size)
     device = choose_device(options.device, options.world_size)
-    configs = comparison_configs(options.models, base, device)
-    _print_data_source(prepare_run_data(base), base)
+    source = prepare_run_data(base)
+    _print_data_source(source, base)
+    images = min(options.steps * options.global_batch_size, num_train_images(source))
+    configs = comparison_configs(options.models, replace(base, train_images=images), device)
     bar = ProgressBar()
     rows = compare(configs, world_size=options.world_size, device=device, on_done=bar.update)
     bar.close()
@@ -211,6 +219,8 @@ def _print_summary(record: RunRecord) -> None:
         f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} images"
         + (f", after the first {record.first_step} of an earlier run" if record.first_step else "")
     )
+    if record.why_no_more_steps:
+        print(record.why_no_more_steps)
     for epoch in record.epochs:
         trained = f"train loss {epoch.train_loss:.4f}, " if epoch.train_images else ""
         speed = f", {epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} images/s" if epoch.train_images else ""

@@ -1,6 +1,14 @@
-"""What goes into a run, checked before any process starts."""
+"""What goes into a run, checked before any process starts.
 
-from dataclasses import dataclass
+A field of `TrainConfig` is the one home of a setting: its default, its choices, what it means and whether it changes
+the losses. The command line, its documentation and what a resumed run must have in common are read from there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 MODELS = ("shallow", "deep", "simple", "vit", "vit-deep")
 STRATEGIES = ("local", "ddp", "fsdp", "fsdp-auto-wrap", "fsdp-offload")
@@ -8,7 +16,28 @@ APIS = ("fsdp1", "fsdp2")
 SHARDING = ("full", "grad-op", "hybrid", "none")
 BACKWARD_PREFETCH = ("pre", "post", "none")
 PRECISIONS = ("fp32", "bf16")
+FEWEST_AND_MOST_TRAIN_IMAGES = (1_437, 60_000)  # the bundled digits, MNIST
+VALUE_NAMES = {int: "N", float: "X", str: "DIR", Path: "FILE", bool: ""}
 ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
+
+
+def is_sharded(strategy: str) -> bool:
+    """True where each rank keeps a slice of the model. Raises ValueError for a strategy that does not exist."""
+    _require_choice("strategy", strategy, STRATEGIES)
+    return strategy.startswith("fsdp")
+
+
+def _setting(
+    default: object,
+    meaning: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    at_least_one: bool = False,
+    changes_losses: bool = False,
+) -> Field:
+    """A field of `TrainConfig`. `changes_losses`: a resumed run must have the same; the others are free to change."""
+    metadata = {"meaning": meaning, "choices": choices, "at_least_one": at_least_one, "changes_losses": changes_losses}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,59 +47,86 @@ class TrainConfig:
     Raises ValueError, with the numbers in the message, for settings that cannot work.
     """
 
-    model: str = "shallow"
-    strategy: str = "local"
-    api: str = "fsdp2"  # fsdp1: FullyShardedDataParallel, fsdp2: fully_shard
-    min_num_params: int = 20_000  # auto-wrap: the parameters that make a module a unit
-    sharding: str = "full"  # full: ZeRO-3, grad-op: ZeRO-2, hybrid: two groups, none: no sharding (fsdp1)
-    backward_prefetch: str = "pre"  # fsdp1: when backward gathers the next unit
-    epochs: int = 1
-    max_steps: int | None = None  # end training early, mid-epoch if need be
-    global_batch_size: int = 256  # images a step, over all ranks
-    learning_rate: float = 1e-3
-    seed: int = 0
-    train_images: int | None = None  # the first N; None is all
-    test_images: int | None = None
-    dropout: bool = True
-    precision: str = "fp32"  # bf16: FSDP gathers and computes in bfloat16; slices, reduction and optimiser stay fp32
-    activation_checkpointing: str = "none"  # units: recompute each unit in backward; selective: all but its products
-    micro_batches: int = 1  # gradient accumulation: parts of a rank's batch, one forward and one backward each
-    sync_micro_batches: bool = False  # reduce gradients after every part, instead of once after the last
-    clip_norm: float | None = None  # scale gradients down to this norm over the whole model
-    data_dir: str | None = None  # None: FSDP_DATA_DIR, else data/ at the project's root
-    checkpoint_dir: str | None = None  # a checkpoint after the last step goes there; None: no checkpoint
-    checkpoint_every: int | None = None  # and one after every so many steps
-    keep_last: int | None = None  # remove all checkpoints but the newest so many; None keeps all
-    resume: bool = False  # go on from the newest checkpoint; from the start where there is none
+    model: str = _setting("shallow", "the network", choices=MODELS, changes_losses=True)
+    strategy: str = _setting("local", "how it is spread over ranks", choices=STRATEGIES)
+    api: str = _setting("fsdp2", "which FSDP: FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
+    min_num_params: int = _setting(20_000, "parameters that make a module a unit, for auto-wrap and for recomputing")
+    sharding: str = _setting(
+        "full",
+        "what ranks share out: all (ZeRO-3), not the parameters between forward and backward (ZeRO-2), "
+        "all within each of two groups, or nothing (fsdp1)",
+        choices=SHARDING,
+    )
+    reshard_after_forward: bool = _setting(
+        True, "fsdp2: keep gathered parameters from forward to backward, as grad-op does"
+    )
+    reshard_after_backward: bool = _setting(True, "fsdp2: keep gathered parameters from one micro-batch to the next")
+    backward_prefetch: str = _setting(
+        "pre",
+        "when backward gathers the next unit: before the gradients of this one, or after, or when it is needed (fsdp1)",
+        choices=BACKWARD_PREFETCH,
+    )
+    bucket_view: bool = _setting(False, "ddp: gradients lie in the buckets, instead of being copied there and back")
+    epochs: int = _setting(1, "times through the training images", at_least_one=True)
+    max_steps: int | None = _setting(None, "end training early, after so many steps", at_least_one=True)
+    global_batch_size: int = _setting(256, "images a step, over all ranks", at_least_one=True, changes_losses=True)
+    learning_rate: float = _setting(1e-3, "of Adam", changes_losses=True)
+    seed: int = _setting(0, "decides initial values, the order of images, and dropout", changes_losses=True)
+    train_images: int | None = _setting(
+        None, "train on the first so many images, instead of all", at_least_one=True, changes_losses=True
+    )
+    test_images: int | None = _setting(None, "test on the first so many images, instead of all", at_least_one=True)
+    dropout: bool = _setting(True, "leave out dropout, as where one process is compared with many", changes_losses=True)
+    precision: str = _setting(
+        "fp32",
+        "what FSDP gathers and computes in; slices, reduction and optimiser stay fp32",
+        choices=PRECISIONS,
+        changes_losses=True,
+    )
+    activation_checkpointing: str = _setting(
+        "none",
+        "recompute in backward: each unit, or all of it but its matrix products",
+        choices=ACTIVATION_CHECKPOINTING,
+    )
+    micro_batches: int = _setting(
+        1, "parts of a rank's batch, one forward and one backward each", at_least_one=True, changes_losses=True
+    )
+    sync_micro_batches: bool = _setting(False, "reduce gradients after every part, instead of once after the last")
+    clip_norm: float | None = _setting(
+        None, "scale gradients down to this norm over the whole model", changes_losses=True
+    )
+    data_dir: str | None = _setting(None, "where MNIST is; without it FSDP_DATA_DIR, else data/ at the project's root")
+    checkpoint_dir: str | None = _setting(None, "save the run's state there after the last step")
+    checkpoint_every: int | None = _setting(None, "and after every so many steps", at_least_one=True)
+    keep_last: int | None = _setting(
+        None, "remove all checkpoints but the newest so many; a resumed run keeps to it", at_least_one=True
+    )
+    resume: bool = _setting(False, "go on from the newest checkpoint; from the start where there is none")
+
+    @property
+    def is_sharded(self) -> bool:
+        return is_sharded(self.strategy)
 
     def __post_init__(self) -> None:
-        _require_choice("model", self.model, MODELS)
-        _require_choice("strategy", self.strategy, STRATEGIES)
-        _require_choice("api", self.api, APIS)
-        _require_choice("sharding", self.sharding, SHARDING)
-        _require_choice("backward_prefetch", self.backward_prefetch, BACKWARD_PREFETCH)
+        for setting in fields(self):
+            _check_by_itself(setting, getattr(self, setting.name))
         if self.min_num_params < 0:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
-        _require_choice("precision", self.precision, PRECISIONS)
-        _require_choice("activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING)
         self._check_api()
+        self._check_resharding()
         self._check_levers()
-        for name in ("epochs", "global_batch_size", "micro_batches"):
-            _require_at_least_one(name, getattr(self, name))
-        for name in ("max_steps", "train_images", "test_images", "checkpoint_every", "keep_last"):
-            if getattr(self, name) is not None:
-                _require_at_least_one(name, getattr(self, name))
         if not 0 < self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be a number above zero")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be a whole number from 0 to 2^63 - 1")
-
         for name in ("resume", "checkpoint_every", "keep_last"):
             if getattr(self, name) and self.checkpoint_dir is None:
                 raise ValueError(f"{name} needs checkpoint_dir, the folder of the run's checkpoints")
 
     def _check_api(self) -> None:
-        if not self.strategy.startswith("fsdp"):
+        if self.bucket_view and self.strategy != "ddp":
+            raise ValueError(f"bucket_view belongs to DDP, strategy is {self.strategy!r}; use 'ddp', or leave it out")
+        if not self.is_sharded:
             if (self.sharding, self.backward_prefetch) != ("full", "pre"):
                 raise ValueError(f"sharding and backward_prefetch belong to FSDP, strategy is {self.strategy!r}")
         elif self.api == "fsdp2" and self.sharding == "none":
@@ -80,8 +136,22 @@ class TrainConfig:
                 f"backward_prefetch {self.backward_prefetch!r} is an option of FSDP1; use api 'fsdp1', or leave it out"
             )
 
+    def _check_resharding(self) -> None:
+        kept = [name for name in ("reshard_after_forward", "reshard_after_backward") if not getattr(self, name)]
+        if kept and not self.is_sharded:
+            raise ValueError(f"{kept[0]} belongs to FSDP2, strategy is {self.strategy!r}; leave it out")
+        if kept and self.api == "fsdp1":
+            raise ValueError(
+                f"{kept[0]} belongs to FSDP2; in FSDP1 sharding 'grad-op' keeps parameters until the last backward"
+            )
+        if not self.reshard_after_backward and self.micro_batches == 1:
+            raise ValueError(
+                "without reshard_after_backward parameters stay from one micro-batch to the next, micro_batches is 1; "
+                "use 2 or more"
+            )
+
     def _check_levers(self) -> None:
-        if self.precision == "bf16" and not self.strategy.startswith("fsdp"):
+        if self.precision == "bf16" and not self.is_sharded:
             raise ValueError(
                 f"precision 'bf16' is FSDP's mixed precision, strategy is {self.strategy!r}; "
                 "use strategy 'fsdp' or 'fsdp-auto-wrap', or precision 'fp32'"
@@ -118,11 +188,10 @@ class TrainConfig:
                 "use an even number, 4 or more"
             )
         if self.global_batch_size % world_size:
-            smaller = self.global_batch_size // world_size * world_size
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} does not divide by world_size {world_size}: "
                 f"{self.global_batch_size % world_size} image(s) would be left over; "
-                f"use {smaller + world_size}" + (f" or {smaller}" if smaller else "")
+                f"use {self._batch_sizes_nearby(world_size)}"
             )
         images_per_rank = self.global_batch_size // world_size
         if images_per_rank % self.micro_batches:
@@ -132,9 +201,24 @@ class TrainConfig:
                 f"{images_per_rank % self.micro_batches} would be left over; use a divisor of {images_per_rank}"
             )
 
-    def check_data_size(self, available: int) -> None:
-        """Raise ValueError where `available` training images do not fill one global batch."""
-        used = min(available, self.train_images or available)
+    def _batch_sizes_nearby(self, world_size: int) -> str:
+        """The next larger and smaller global batch that ranks and micro-batches divide and the images fill."""
+        fewest, most = (self.train_images or known for known in FEWEST_AND_MOST_TRAIN_IMAGES)
+        together = world_size * self.micro_batches
+        larger = (self.global_batch_size // together + 1) * together
+        smaller = min(self.global_batch_size, most) // together * together
+        fitting = [larger] * (larger <= fewest) + [smaller] * (smaller > 0)
+        return " or ".join(map(str, fitting)) or "fewer ranks"
+
+    def check_data_size(self, source: str, train_images: int, test_images: int) -> None:
+        """Raise ValueError where `source`, which holds so many images, has too few for this run."""
+        for name, available in (("train_images", train_images), ("test_images", test_images)):
+            wanted = getattr(self, name)
+            if wanted is not None and wanted > available:
+                raise ValueError(
+                    f"{name} is {wanted}, and {source} has {available}; use at most that, or leave it out for all"
+                )
+        used = self.train_images or train_images
         if used < self.global_batch_size:
             raise ValueError(
                 f"{used} training images do not fill one global batch of {self.global_batch_size}; "
@@ -142,11 +226,57 @@ class TrainConfig:
             )
 
 
+# What the loss of the next step depends on, each with its default.
+LOSS_SETTINGS = {setting.name: setting.default for setting in fields(TrainConfig) if setting.metadata["changes_losses"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """How something is given on the command line."""
+
+    setting: str
+    kind: type  # of the value; bool for a switch, which takes none
+    choices: tuple[str, ...] | None = None
+    default: object = None
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        """A switch that is on by default is turned off."""
+        return ("--no-" if self.default is True else "--") + self.setting.replace("_", "-")
+
+    @property
+    def value(self) -> str:
+        """What stands for the value where the flag is explained; nothing for a switch."""
+        return f"{{{','.join(self.choices)}}}" if self.choices else VALUE_NAMES[self.kind]
+
+
+def flags() -> Iterator[Flag]:
+    """One flag a setting, in the order of the settings."""
+    for setting in fields(TrainConfig):
+        (kind,) = [one for one in get_args(setting.type) or (setting.type,) if one is not NoneType]
+        yield Flag(
+            setting=setting.name,
+            kind=kind,
+            choices=setting.metadata["choices"],
+            default=setting.default,
+            meaning=setting.metadata["meaning"],
+        )
+
+
+def _check_by_itself(setting: Field, value: object) -> None:
+    """One value, whatever the others are; None stands where none is needed."""
+    if setting.metadata["choices"] is not None:
+        _require_choice(setting.name, value, setting.metadata["choices"])
+    if setting.metadata["at_least_one"] and not (value is None and setting.default is None):
+        _require_at_least_one(setting.name, value)
+
+
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
 
 
-def _require_at_least_one(name: str, value: int) -> None:
+def _require_at_least_one(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")

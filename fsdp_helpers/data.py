@@ -99,6 +99,11 @@ def num_train_images(source: str) -> int:
     return 60_000 if source == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
 
 
+def num_test_images(source: str) -> int:
+    """How many test images a source holds."""
+    return 10_000 if source == "mnist" else NUM_DIGITS_FOR_TEST
+
+
 def load_data(
     data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
 ) -> Dataset:

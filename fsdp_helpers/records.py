@@ -144,6 +144,21 @@ class RunRecord:
             raise ValueError(f"{len(self.step_losses)} steps cannot be compared with {len(losses)}")
         return max(abs(one - another) for one, another in zip(self.step_losses, losses, strict=True))
 
+    @property
+    def why_no_more_steps(self) -> str | None:
+        """Where a run took fewer steps than `max_steps`, or none: why, and what to do. None for any other."""
+        done, config = self.first_step + len(self.step_losses), self.config
+        if config.max_steps is not None and done < config.max_steps:
+            return (
+                f"ended after {done} of {config.max_steps} steps: {config.epochs} epoch(s) have no more images; "
+                "give more with --epochs"
+            )
+        if not self.step_losses:
+            return (
+                f"nothing was left to train: all {done} steps were done before; give more with --max-steps or --epochs"
+            )
+        return None
+
     def to_json(self) -> dict:
         """The record as the command line writes it; memory curves stay behind."""
         fields = asdict(self)
@@ -188,7 +203,10 @@ class ComparisonRow:
     moved_bytes: int  # full-tensor bytes of all collectives of a step: an all-reduce once, its two halves once each
     sent_bytes: int | None = None  # what the rank sends in a step; None in a record from before this was counted
     final_loss: float
+    bucket_view: bool = False
 
     @property
     def label(self) -> str:
+        if self.bucket_view:
+            return f"{self.strategy}, lean"
         return self.strategy if self.api is None else f"{self.strategy} ({self.api})"

@@ -2,16 +2,23 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import workers_for_tests as workers
+from leftovers import PROJECT
 from runs import OFFLINE, check_json, main_in_process, train
 
+from fsdp_helpers.__main__ import build_parser, flag_table, train_flags
+from fsdp_helpers.config import MODELS, STRATEGIES, TrainConfig, flags, is_sharded
+from fsdp_helpers.models import MODEL_CLASSES
+from fsdp_helpers.planning.state import held_bytes
 from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.sharding import strategies
+from fsdp_helpers.teaching.plots import STRATEGY_COLOURS
 
 SMALL = ["--train-images", 1300, "--test-images", 101, "--global-batch-size", 60, "--no-dropout"]
 
@@ -33,7 +40,7 @@ def test_local_and_ddp_agree_step_by_step(data_dir):
         "max_steps": 20,
         "global_batch_size": 60,
         "train_images": 1300,
-        "test_images": 501,
+        "test_images": 301,
         "dropout": False,
         "data_dir": str(data_dir),
     }
@@ -43,7 +50,7 @@ def test_local_and_ddp_agree_step_by_step(data_dir):
     assert two.step_losses == pytest.approx(local.step_losses, abs=1e-4)
     assert three.step_losses == pytest.approx(local.step_losses, abs=1e-4)
     for run in (local, two, three):
-        assert run.epochs[0].test_images == min(501, 360 if run.data_source == "digits" else 501)
+        assert run.epochs[0].test_images == 301
         assert run.epochs[0].test_loss == pytest.approx(local.epochs[0].test_loss, abs=1e-4)
         assert run.epochs[0].test_correct == pytest.approx(local.epochs[0].test_correct, abs=1)
     assert local.step_losses[-1] < 0.8 * local.step_losses[0]  # it learns
@@ -239,6 +246,8 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
         (["train", "--test-images", "-1"], "test_images is -1"),
         (["train", "--train-images", "100"], "100 training images do not fill one global batch of 256"),
         (["train", "--global-batch-size", "60001"], "do not fill one global batch of 60001"),
+        (["train", "--train-images", "70000"], "train_images is 70000, and mnist has 60000"),
+        (["train", "--test-images", "10001"], "test_images is 10001, and mnist has 10000"),
         (["train", "--strategy", "ddp", "--world-size", "0"], "world_size is 0"),
         (["train", "--strategy", "ddp", "--world-size", "-2"], "world_size is -2"),
         (["train", "--strategy", "ddp", "--world-size", "3"], "256 does not divide by world_size 3"),
@@ -250,6 +259,8 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
         (["train", "--strategy", "fsdp", "--backward-prefetch", "post"], "'post' is an option of FSDP1"),
         (["train", "--strategy", "fsdp", "--sharding", "hybrid"], "at least two ranks, world_size is 2"),
         (["train", "--strategy", "ddp", "--sharding", "grad-op"], "belong to FSDP, strategy is 'ddp'"),
+        (["train", "--bucket-view"], "bucket_view belongs to DDP, strategy is 'local'"),
+        (["train", "--no-reshard-after-forward"], "reshard_after_forward belongs to FSDP2, strategy is 'local'"),
         (["train", "--precision", "fp8"], "fp8"),
         (["train", "--strategy", "ddp", "--precision", "bf16"], "use strategy 'fsdp' or 'fsdp-auto-wrap'"),
         (["train", "--activation-checkpointing", "all"], "all"),
@@ -284,6 +295,15 @@ def test_bad_input_in_a_process_of_its_own(run_cli, tmp_path):
     assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
     assert "use 258 or 255" in done.stderr
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, message", [(["--train-images", 1438], "digits has 1437"), (["--test-images", 361], "digits has 360")]
+)
+def test_more_images_than_the_digits_have(flags, message, digits_dir, capfd):
+    assert main_in_process("train", *flags, "--data-dir", digits_dir) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_a_damaged_file_is_bad_input(tmp_path, capfd):
@@ -324,11 +344,15 @@ def test_under_torchrun_a_failing_rank_is_no_bad_input(digits_dir, monkeypatch, 
     assert "Traceback" in errors and "in fail" in errors
 
 
-def test_the_digits_are_said_to_be_in_use(digits_dir, tmp_path, capfd):
-    arguments = ["train", "--model", "simple", "--max-steps", 2, "--test-images", 9, "--data-dir", digits_dir]
+def test_the_digits_and_their_end_are_said(digits_dir, tmp_path, monkeypatch, capfd):
+    """1,437 digits are 5 batches of 256. The output here is a log, and its lines may be as close as the steps."""
+    monkeypatch.setattr("fsdp_helpers.ranks.progress.SECONDS_BETWEEN_LINES", 0.0)
+    arguments = ["train", "--model", "simple", "--max-steps", 7, "--test-images", 9, "--data-dir", digits_dir]
     assert main_in_process(*arguments, "--json", tmp_path / "run.json") == 0
     output = capfd.readouterr()
     assert "1,797 bundled digits" in output.out + output.err
+    assert "ended after 5 of 7 steps: 1 epoch(s) have no more images; give more with --epochs" in output.out
+    assert re.search(r"^simple, local: 5 of 5, [\d,]+ images/s, loss ", output.err, re.MULTILINE)
     assert read_json(tmp_path / "run.json")["data_source"] == "digits"
 
 
@@ -363,17 +387,61 @@ def test_an_old_record_is_replaced_whole_or_not_at_all(digits_dir, tmp_path, mon
     assert target.read_text() == "old"
 
 
-def test_help_names_the_flags():
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_helpers", "train", "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    flags = ["--model", "--strategy", "--world-size", "--device", "--epochs", "--max-steps", "--global-batch-size"]
-    flags += ["--learning-rate", "--seed", "--train-images", "--test-images", "--no-dropout", "--data-dir", "--json"]
-    flags += ["--api", "--min-num-params", "--sharding", "--backward-prefetch"]
-    flags += ["--precision", "--activation-checkpointing", "--micro-batches", "--sync-micro-batches", "--clip-norm"]
-    assert done.returncode == 0
-    assert [flag for flag in flags if flag not in done.stdout] == []
+def help_of(command: str, capsys) -> str:
+    assert main_in_process(command, "--help") == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_explains_every_flag(capsys):
+    text = help_of("train", capsys)
+    for flag in train_flags():
+        assert f"{flag.name} {flag.value}".strip() in text
+        assert flag.meaning in text
+    assert set(TrainConfig().__dict__) <= {flag.setting for flag in train_flags()}
+
+
+def test_every_flag_reaches_its_setting():
+    """Another value than the default, for each: a switch is switched, a choice is the last one, a number is 7."""
+    for flag in flags():
+        value = {bool: not flag.default, int: 7, float: 7.0, str: "some"}[flag.kind]
+        value = flag.choices[-1] if flag.choices else value
+        words = [flag.name] if flag.kind is bool else [flag.name, str(value)]
+        options = vars(build_parser().parse_args(["train", *words]))
+        expected = TrainConfig().__dict__ | {flag.setting: value}
+        assert {name: options[name] for name in expected} == expected
+
+
+def test_readme_shows_the_flags():
+    table = [line for line in (PROJECT / "README.md").read_text().splitlines() if line in flag_table()]
+    assert table == flag_table(), "README's table of flags should be:\n" + "\n".join(flag_table())
+
+
+def test_help_of_the_comparison_knows_every_model(capsys):
+    assert "{" + ",".join(MODELS) + "}" in help_of("compare", capsys)
+
+
+# ---------------------------------------------------------------- a strategy or a model is known everywhere, or nowhere
+
+
+def test_every_strategy_is_whole():
+    """Its name, its function, its colour and the bytes it holds."""
+    assert tuple(strategies.STRATEGIES) == STRATEGIES
+    assert tuple(STRATEGY_COLOURS) == STRATEGIES
+    assert len(set(STRATEGY_COLOURS.values())) == len(STRATEGIES)
+    for name, apply in strategies.STRATEGIES.items():
+        assert apply.__name__ == "apply_" + name.replace("-", "_")
+        # P = 100 on 4 ranks: 400 bytes of sharded state, or at least 1,600 of whole
+        held = held_bytes(name, 100, 4)
+        assert held == 400 if is_sharded(name) else held >= 1_600
+    with pytest.raises(ValueError, match="unknown strategy 'zero9'; choose one of local"):
+        held_bytes("zero9", 100, 4)
+
+
+def test_every_model_can_be_built():
+    assert tuple(MODEL_CLASSES) == MODELS
+
+
+def test_what_is_sharded_is_asked_in_one_place():
+    package = PROJECT / "fsdp_helpers"
+    found = {path.name for path in package.rglob("*.py") if re.search(r"startswith\([\"']fsdp", path.read_text())}
+    assert found == {"config.py"}

@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig, is_sharded
 
 
 def test_defaults_are_valid_and_frozen():
@@ -35,6 +35,16 @@ def test_defaults_are_valid_and_frozen():
         ({"strategy": "fsdp", "backward_prefetch": "later"}, "unknown backward_prefetch 'later'"),
         ({"min_num_params": -1}, "min_num_params is -1; it must be 0 or more"),
         ({"strategy": "ddp", "sharding": "grad-op"}, "belong to FSDP, strategy is 'ddp'"),
+        ({"strategy": "fsdp", "bucket_view": True}, "belongs to DDP, strategy is 'fsdp'; use 'ddp', or leave it out"),
+        (
+            {"strategy": "ddp", "reshard_after_forward": False},
+            "reshard_after_forward belongs to FSDP2, strategy is 'ddp'; leave it out",
+        ),
+        (
+            {"strategy": "fsdp", "api": "fsdp1", "micro_batches": 2, "reshard_after_backward": False},
+            "reshard_after_backward belongs to FSDP2; in FSDP1 sharding 'grad-op' keeps parameters",
+        ),
+        ({"strategy": "fsdp", "reshard_after_backward": False}, "micro_batches is 1; use 2 or more"),
         ({"strategy": "fsdp", "sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
         ({"strategy": "fsdp", "backward_prefetch": "post"}, "'post' is an option of FSDP1; use api 'fsdp1'"),
         ({"checkpoint_dir": "runs", "checkpoint_every": 0}, "checkpoint_every is 0; it must be a whole number, 1 or"),
@@ -117,10 +127,59 @@ def test_micro_batches_must_divide_a_ranks_images():
         config.check_world_size(4)
 
 
+@pytest.mark.parametrize(
+    "settings, world_size, advice",
+    [
+        ({"global_batch_size": 256}, 3, ["258", "255"]),
+        ({"global_batch_size": 256, "micro_batches": 4}, 3, ["264", "252"]),  # 12 x 22 and 12 x 21
+        ({"global_batch_size": 256, "train_images": 256}, 3, ["255"]),
+        ({"global_batch_size": 256, "train_images": 258}, 3, ["258", "255"]),
+        ({"global_batch_size": 1_000, "train_images": 500}, 3, ["498"]),
+        ({"global_batch_size": 1_436}, 3, ["1437", "1434"]),
+        ({"global_batch_size": 1_437}, 2, ["1436"]),  # the bundled digits are 1,437
+        ({"global_batch_size": 2, "train_images": 2}, 3, []),
+    ],
+)
+def test_what_is_advised_is_not_refused_next(settings, world_size, advice):
+    with pytest.raises(ValueError) as refused:
+        TrainConfig(strategy="ddp", **settings).check_world_size(world_size)
+    end = str(refused.value).partition("; use ")[2]
+    assert end == (" or ".join(advice) or "fewer ranks")
+    for size in advice:
+        config = TrainConfig(strategy="ddp", **settings | {"global_batch_size": int(size)})
+        config.check_world_size(world_size)
+        config.check_data_size("digits", 1_437, 360)
+
+
+def test_more_images_than_there_are():
+    TrainConfig(train_images=1_437, test_images=360).check_data_size("digits", 1_437, 360)
+    with pytest.raises(
+        ValueError, match="train_images is 1438, and digits has 1437; use at most that, or leave it out"
+    ):
+        TrainConfig(train_images=1_438).check_data_size("digits", 1_437, 360)
+    with pytest.raises(ValueError, match="test_images is 10001, and mnist has 10000"):
+        TrainConfig(test_images=10_001).check_data_size("mnist", 60_000, 10_000)
+
+
 def test_data_must_fill_one_batch():
     config = TrainConfig(global_batch_size=256, train_images=300)
-    config.check_data_size(60_000)  # 300 of them
+    config.check_data_size("mnist", 60_000, 10_000)  # 300 of them
     with pytest.raises(ValueError, match="255 training images do not fill one global batch of 256"):
-        config.check_data_size(255)
+        config = TrainConfig(global_batch_size=256)
+        config.check_data_size("mine", 255, 10)
     with pytest.raises(ValueError, match="100 training images"):
-        TrainConfig(global_batch_size=256, train_images=100).check_data_size(60_000)
+        TrainConfig(global_batch_size=256, train_images=100).check_data_size("mnist", 60_000, 10_000)
+
+
+def test_what_changes_the_losses():
+    """A resumed run must agree on these, and on nothing else."""
+    optimisation = {"global_batch_size", "learning_rate", "micro_batches", "clip_norm", "precision"}
+    assert set(LOSS_SETTINGS) == {"model", "seed", "train_images", "dropout"} | optimisation
+    assert TrainConfig(**LOSS_SETTINGS) == TrainConfig()  # each with its default
+
+
+def test_who_keeps_slices():
+    assert (is_sharded("fsdp-offload"), TrainConfig(strategy="fsdp").is_sharded) == (True, True)
+    assert (is_sharded("ddp"), TrainConfig(strategy="local").is_sharded) == (False, False)
+    with pytest.raises(ValueError, match="unknown strategy 'fsdp9'"):
+        is_sharded("fsdp9")

@@ -1,8 +1,10 @@
 import json
 from dataclasses import replace
 
+import pytest
 from runs import check_json, tiny_record
 
+from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.records import (
     MemoryCurve,
     StateBytes,
@@ -22,6 +24,25 @@ def test_a_run_that_had_nothing_left_to_train_is_in_the_contract_too():
     check_json(content)
     assert (content["first_step"], content["step_losses"]) == (7, [])
     assert [content["epochs"][0][name] for name in ("epoch", "train_loss", "images_per_s")] == [3, None, None]
+
+
+@pytest.mark.parametrize(
+    "first_step, steps, max_steps, why",
+    [
+        (0, 3, 3, None),
+        (0, 3, None, None),
+        (2, 1, 3, None),
+        (0, 5, 100, "ended after 5 of 100 steps: 1 epoch(s) have no more images; give more with --epochs"),
+        (5, 0, 200, "ended after 5 of 200 steps: 1 epoch(s) have no more images"),
+        (5, 0, None, "nothing was left to train: all 5 steps were done before"),
+        (5, 0, 5, "nothing was left to train: all 5 steps were done before; give more with --max-steps or --epochs"),
+    ],
+)
+def test_why_a_run_took_no_more_steps(first_step, steps, max_steps, why):
+    config = TrainConfig(max_steps=max_steps)
+    record = replace(tiny_record(), config=config, first_step=first_step, step_losses=(1.0,) * steps)
+    found = record.why_no_more_steps
+    assert found is None if why is None else found.startswith(why)
 
 
 def test_state_total():

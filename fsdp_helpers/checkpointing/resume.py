@@ -14,23 +14,10 @@ from fsdp_helpers.checkpointing import folder as checkpoint_folder
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
 from fsdp_helpers.checkpointing.index import read_parameters
 from fsdp_helpers.checkpointing.state import load_sharded, save_sharded
-from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
-
-# What the loss of the next step depends on. Strategy, API and number of ranks are free to change.
-SETTINGS = (
-    "model",
-    "global_batch_size",
-    "learning_rate",
-    "seed",
-    "train_images",
-    "dropout",
-    "precision",
-    "micro_batches",
-    "clip_norm",
-)
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:
@@ -68,7 +55,7 @@ def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint]
 
 def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, data_source: str) -> None:
     for name, now in _settings(config, data_source).items():
-        saved = checkpoint.settings.get(name)
+        saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # a setting that is newer than the checkpoint
         if saved != now:
             raise CheckpointError(
                 f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same to go on, "
@@ -96,8 +83,10 @@ class RunCheckpoints:
 
     def __init__(self, config: TrainConfig, rank: int, world_size: int, data_source: str) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
-        self._settings = _settings(config, data_source)
         self._start = find_start(config, data_source)
+        earlier = self._start[1].settings if self._start else {}
+        self._keep_last = config.keep_last or earlier.get("keep_last")  # not compared: remembered
+        self._settings = _settings(config, data_source) | {"keep_last": self._keep_last}
         self.step = self._start[1].step if self._start else 0  # optimiser steps since the beginning of the run
         if len(set(gather_over_ranks(self.step))) > 1:
             raise CheckpointError(
@@ -139,8 +128,8 @@ class RunCheckpoints:
                     world_size=self._world_size,
                     settings=self._settings,
                 )
-                if self._config.keep_last:
-                    checkpoint_folder.keep_newest(folder, self._config.keep_last)
+                if self._keep_last:
+                    checkpoint_folder.keep_newest(folder, self._keep_last)
         except (OSError, CheckpointError) as error:
             if self._rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # room for others, where the disk is full
@@ -157,7 +146,7 @@ def run_checkpoints(config: TrainConfig, rank: int, world_size: int, data_source
 
 
 def _settings(config: TrainConfig, data_source: str) -> dict:
-    return {name: getattr(config, name) for name in SETTINGS} | {"data_source": data_source}
+    return {name: getattr(config, name) for name in LOSS_SETTINGS} | {"data_source": data_source}
 
 
 def _parameter_shapes(model_name: str) -> dict[str, tuple[int, ...]]:

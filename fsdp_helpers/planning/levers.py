@@ -10,6 +10,7 @@ left aside, and so is what attention computes in fp32 under bf16: measured peaks
 
 from dataclasses import dataclass
 
+from fsdp_helpers.config import is_sharded
 from fsdp_helpers.planning.state import FP32_BYTES, WITHOUT_GRADIENT_BYTES
 
 
@@ -109,7 +110,7 @@ def peak_of_step(stack: Stack, levers: Levers) -> int:
     if levers.strategy not in ("local", "ddp", "fsdp-auto-wrap"):
         raise ValueError(f"no formula for strategy {levers.strategy!r}; there is one for local, ddp, fsdp-auto-wrap")
     walk = range(stack.num_blocks)  # how many blocks still wait for their backward
-    if levers.strategy.startswith("fsdp"):
+    if is_sharded(levers.strategy):
         return max(_peak_at_unit(stack, levers, before, held) for held in _gradients_held(levers) for before in walk)
     return max(_peak_at_block(stack, levers, before) for before in walk)
 

@@ -7,6 +7,7 @@ which FSDP1 and FSDP2 allocate, as their traces in notebooks 03 and 04 show it. 
 
 from dataclasses import dataclass
 
+from fsdp_helpers.config import is_sharded
 from fsdp_helpers.planning.state import FP32_BYTES, WITHOUT_GRADIENT_BYTES, held_bytes
 
 
@@ -33,7 +34,7 @@ class Workload:
 
 def peak_bytes(strategy: str, api: str, workload: Workload, world_size: int) -> int:
     """The highest point of a step: with the activations, or where the largest unit's gradients are reduced."""
-    if not strategy.startswith("fsdp"):
+    if not is_sharded(strategy):
         return held_bytes(strategy, workload.num_params, world_size) + workload.activation_bytes
     return max(_peak_with_activations(api, workload, world_size), _peak_in_reduction(api, workload, world_size))
 

@@ -4,15 +4,22 @@ P parameters cost 4P bytes; so do their gradients, and each of Adam's two moment
 and its division follow Rajbhandari et al. 2020, arXiv:1910.02054. Padding is left aside.
 """
 
+from fsdp_helpers.config import is_sharded
+
 FP32_BYTES = 4
 STATE_BYTES = 4 * FP32_BYTES  # parameter, gradient, two moments
 WITHOUT_GRADIENT_BYTES = 3 * FP32_BYTES
+WHOLE_BYTES = {
+    "local": STATE_BYTES,
+    "ddp": STATE_BYTES + FP32_BYTES,
+}  # a parameter: DDP has each gradient in a bucket too
 
 
 def held_bytes(strategy: str, num_params: int, world_size: int) -> int:
-    """Bytes between two steps: 16 P in one process, 4 P more in DDP's buckets, 16 P / N under FSDP."""
-    if strategy == "local":
-        return STATE_BYTES * num_params
-    if strategy == "ddp":
-        return (STATE_BYTES + FP32_BYTES) * num_params
-    return STATE_BYTES * num_params // world_size
+    """Bytes between two steps: 16 P in one process, 4 P more in DDP's buckets, 16 P / N under FSDP.
+
+    Raises ValueError for an unknown strategy.
+    """
+    if is_sharded(strategy):
+        return STATE_BYTES * num_params // world_size
+    return WHOLE_BYTES[strategy] * num_params

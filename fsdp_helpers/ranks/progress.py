@@ -6,15 +6,18 @@ the parent process, torchrun's first rank draws them itself, and without either 
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
 SECONDS_BETWEEN_REPORTS = 0.1
+SECONDS_BETWEEN_LINES = 5.0
 BAR_WIDTH = 100
 
 _sink: Callable[..., None] | None = None
 _last_report_s = 0.0
+_in_lines = False
 
 
 def send_reports_to(sink: Callable[..., None] | None) -> None:
@@ -36,24 +39,38 @@ def report(done: int, total: int, title: str, details: str = "") -> None:
         _sink(done, total, title, details)
 
 
+@contextmanager
+def in_lines() -> Iterator[None]:
+    """Within the block, a bar that nobody watches is a log: a line every few seconds says how far the run has come."""
+    global _in_lines
+    before, _in_lines = _in_lines, True
+    try:
+        yield
+    finally:
+        _in_lines = before
+
+
 class ProgressBar:
     """Draws reports as one tqdm bar: in a notebook as one line that updates in place, in a terminal as usual.
 
-    Where nobody watches (a log file, CI) it draws nothing.
+    Where nobody watches (a log file, CI) it draws nothing, or writes lines, see `in_lines`.
     """
 
     def __init__(self) -> None:
         self._in_notebook = _is_notebook()
         self._title = None
-        self._started_s = 0.0
+        self._started_s = self._last_line_s = 0.0
         self._bar = None  # a tqdm bar or, in a notebook, a display handle
 
     def update(self, done: int, total: int, title: str, details: str = "") -> None:
         if title != self._title:
             self.close()
-            self._title, self._started_s = title, time.monotonic()
+            self._title = title
+            self._started_s = self._last_line_s = time.monotonic()
         if self._in_notebook:
             self._draw_in_notebook(done, total, title, details)
+        elif _in_lines and not sys.stderr.isatty():
+            self._write_line(done, total, title, details)
         else:
             if self._bar is None:
                 self._bar = tqdm(total=total, desc=title, unit="step", disable=None, leave=False)
@@ -69,6 +86,11 @@ class ProgressBar:
         if self._bar is not None and not self._in_notebook:
             self._bar.close()
         self._bar = None
+
+    def _write_line(self, done: int, total: int, title: str, details: str) -> None:
+        if time.monotonic() - self._last_line_s >= SECONDS_BETWEEN_LINES:
+            self._last_line_s = time.monotonic()
+            print(f"{title}: {done} of {total}" + (f", {details}" if details else ""), file=sys.stderr, flush=True)
 
     def _draw_in_notebook(self, done: int, total: int, title: str, details: str) -> None:
         from IPython.display import display

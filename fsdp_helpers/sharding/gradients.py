@@ -30,6 +30,22 @@ def hold_back_reduction(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keep_gathered(model: nn.Module) -> Iterator[None]:
+    """Within the block, backward leaves FSDP2's units whole, so that the next forward need not gather them again.
+
+    The first backward after the block frees them. Until then every unit is whole at once.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        model.set_reshard_after_backward(True)
+
+
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients down together, so that their norm is at most `max_norm`; returns the norm before, shape ().

@@ -28,15 +28,27 @@ WRAPPERS: dict[str, Callable[[nn.Module], CheckpointWrapper]] = {
 def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) -> nn.Module:
     """Wrap the named modules of `model`, in place: "units" recomputes all of each, "selective" all but its products.
 
-    The names in a state dict stay those of the plain model. Raises ValueError where there is nothing to wrap.
+    Of modules within one another only the outermost is wrapped, since it recomputes what is in it. The names in a
+    state dict stay those of the plain model. Raises ValueError where there is nothing to wrap.
     """
     if not names:
         raise ValueError(f"no module of {type(model).__name__} is large enough to checkpoint; lower min_num_params")
-    chosen = {model.get_submodule(name) for name in names}
+    chosen = {model.get_submodule(name) for name in outermost(names)}
     apply_activation_checkpointing(model, WRAPPERS[kind], check_fn=lambda module: module in chosen)
     return model
 
 
+def outermost(names: Sequence[str]) -> list[str]:
+    """Those of `names` that lie in no other of them."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
 def is_checkpointed(module: nn.Module) -> bool:
-    """True for a module that `checkpoint_activations` has put around a unit."""
+    """True for a module that `checkpoint_activations` has put around another."""
     return isinstance(module, CheckpointWrapper)
+
+
+def with_wrapper(model: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """Each of `modules`, or what `checkpoint_activations` has put around it in `model`."""
+    around = {wrapper._checkpoint_wrapped_module: wrapper for wrapper in model.modules() if is_checkpointed(wrapper)}
+    return {around.get(module, module) for module in modules}

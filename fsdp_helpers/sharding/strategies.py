@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.sharding.recompute import checkpoint_activations, is_checkpointed
+from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, size_policy
 
 SHARDING_STRATEGIES = {
@@ -49,8 +49,11 @@ def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> 
 
 def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """Every rank a whole model; gradients are averaged in buckets while backward still runs."""
-    device_ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(recompute_units(model, config).to(device), device_ids=device_ids)
+    return DistributedDataParallel(
+        recompute_units(model, config).to(device),
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=config.bucket_view,  # a gradient is a place in its bucket: 4 bytes a parameter less
+    )
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
@@ -86,9 +89,13 @@ def shard(
     """
     if not any(parameter.numel() for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
-    model = recompute_units(model, config)
     if policy is not None and config.activation_checkpointing != "none":
-        policy = partial(lambda_auto_wrap_policy, lambda_fn=is_checkpointed)  # the same units, now with their wrapper
+        units = [model.get_submodule(name) for name in choose_units(model, policy)]
+        model = recompute_units(model, config)
+        # The same units, now with their wrapper
+        policy = partial(lambda_auto_wrap_policy, lambda_fn=with_wrapper(model, units).__contains__)
+    else:
+        model = recompute_units(model, config)
     shard_with = shard_fsdp1 if config.api == "fsdp1" else shard_fsdp2
     return shard_with(model, device, config, policy=policy, offload=offload)
 
@@ -139,8 +146,9 @@ def shard_fsdp2(
         "offload_policy": on_host if offload else OffloadPolicy(),
         "mp_policy": MixedPrecisionPolicy(**BF16) if config.precision == "bf16" else MixedPrecisionPolicy(),
     }
+    frees = config.reshard_after_forward and config.sharding != "grad-op"
     for name in choose_units(model, policy):
-        fully_shard(model.get_submodule(name), reshard_after_forward=config.sharding != "grad-op", **settings)
+        fully_shard(model.get_submodule(name), reshard_after_forward=frees, **settings)
     return fully_shard(model if offload else model.to(device), **settings)
 
 

@@ -2,16 +2,17 @@
 
 A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. Asked with
 `recurse=True` it says whether to look at the children; with `recurse=False`, whether `module` becomes a unit,
-`nonwrapped_numel` being the parameters in it that no unit below has taken.
+`nonwrapped_numel` being the parameters in it that no unit below has taken. torch's `CustomPolicy`, which holds a
+function from a module to True or False, is a policy too.
 """
 
 from collections.abc import Callable
 from functools import partial
 
 from torch import nn
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import CustomPolicy, lambda_auto_wrap_policy, size_based_auto_wrap_policy
 
-Policy = Callable[..., bool]
+Policy = Callable[..., bool] | CustomPolicy
 
 
 def size_policy(min_num_params: int) -> Policy:
@@ -24,8 +25,11 @@ def size_policy(min_num_params: int) -> Policy:
 def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
     """The names of the modules below the root that `policy` makes units, inner ones before outer ones.
 
-    FSDP1 walks the model in this way by itself (`auto_wrap_policy`); FSDP2 leaves the choice to you.
+    FSDP1 walks the model in this way by itself (`auto_wrap_policy`); FSDP2 leaves the choice to you. Raises ValueError
+    for a `CustomPolicy` that gives a unit settings of its own.
     """
+    if isinstance(policy, CustomPolicy):
+        policy = partial(lambda_auto_wrap_policy, lambda_fn=partial(_yes_or_no, policy))
     names: list[str] = []
     if policy is not None and policy(module=model, recurse=True, nonwrapped_numel=_numel(model)):
         for name, child in model.named_children():
@@ -41,6 +45,16 @@ def unit_sizes(model: nn.Module, policy: Policy | None) -> tuple[int, ...]:
         sizes.append(sum(parameter.numel() for parameter in own))
         taken |= own
     return tuple(sizes)
+
+
+def _yes_or_no(policy: CustomPolicy, module: nn.Module) -> bool:
+    answer = policy._lambda_fn(module)
+    if answer and answer is not True:
+        raise ValueError(
+            f"the policy answers {answer!r} for a {type(module).__name__}: settings of a single unit exist in FSDP1 "
+            "only; let it return True or False"
+        )
+    return bool(answer)
 
 
 def _choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig
+from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.quantities import format_bytes, format_seconds
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import ComparisonRow, RunRecord
@@ -15,14 +15,21 @@ HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "sent a st
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
-    """Every model with every strategy and API that runs on `device`; see `left_out` for the rest."""
+    """Every model with every strategy in all its ways that runs on `device`; see `left_out` for the rest."""
     chosen = [
-        replace(base, model=model, strategy=strategy, api=api)
+        replace(base, model=model, strategy=strategy, **way)
         for model in models
         for strategy in STRATEGIES
-        for api in (APIS if strategy.startswith("fsdp") else APIS[-1:])
+        for way in ways_to_run(strategy)
     ]
     return [config for config in chosen if left_out(config, device) is None]
+
+
+def ways_to_run(strategy: str) -> list[dict]:
+    """The settings that make a row of the comparison each: FSDP's two APIs; DDP as it comes, and lean."""
+    if is_sharded(strategy):
+        return [{"api": api} for api in APIS]
+    return [{"bucket_view": False}, {"bucket_view": True}] if strategy == "ddp" else [{}]
 
 
 def left_out(config: TrainConfig, device: str) -> str | None:
@@ -58,7 +65,7 @@ def comparison_row(record: RunRecord) -> ComparisonRow:
     return ComparisonRow(
         model=config.model,
         strategy=config.strategy,
-        api=config.api if config.strategy.startswith("fsdp") else None,
+        api=config.api if config.is_sharded else None,
         world_size=record.world_size,
         step_s=median(record.step_seconds[STEADY_STEP:]),
         held_bytes=rank.held_bytes,
@@ -66,6 +73,7 @@ def comparison_row(record: RunRecord) -> ComparisonRow:
         moved_bytes=sum(seen.bytes for seen in rank.collectives),
         sent_bytes=sum(seen.sent_bytes for seen in rank.collectives),
         final_loss=record.step_losses[-1],
+        bucket_view=config.bucket_view,
     )
 
 

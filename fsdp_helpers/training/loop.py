@@ -1,14 +1,14 @@
 """One epoch of training, one evaluation: the same code for one process and for many."""
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
+from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction, keep_gathered
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -42,6 +42,7 @@ def train_step(
     *,
     micro_batches: int = 1,
     sync_micro_batches: bool = False,
+    reshard_after_backward: bool = True,
     clip_norm: float | None = None,
     norms: list[Tensor] | None = None,
 ) -> Tensor:
@@ -53,7 +54,7 @@ def train_step(
     """
     with record_function("train step"):
         optimizer.zero_grad()
-        loss = add_up_gradients(model, images, labels, micro_batches, sync_micro_batches)
+        loss = add_up_gradients(model, images, labels, micro_batches, sync_micro_batches, reshard_after_backward)
         with record_function("step"):
             if clip_norm is not None:
                 norm = clip_gradients(model, clip_norm)
@@ -64,17 +65,25 @@ def train_step(
 
 
 def add_up_gradients(
-    model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int = 1, sync_micro_batches: bool = False
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    micro_batches: int = 1,
+    sync_micro_batches: bool = False,
+    reshard_after_backward: bool = True,
 ) -> Tensor:
     """Forward and backward of each micro-batch, one after the other; returns the mean loss over all images.
 
-    Ranks reduce the sum of the gradients once, after the last part, or each part's with `sync_micro_batches`.
+    Ranks reduce the sum of the gradients once, after the last part, or each part's with `sync_micro_batches`. They
+    free gathered parameters after every part, or with `reshard_after_backward=False` (FSDP2) after the last only.
     """
     assert len(images) % micro_batches == 0, f"{len(images)} images do not divide by {micro_batches} micro-batches"
     losses = []
     for part_images, part_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
-        reduce_now = sync_micro_batches or len(losses) == micro_batches - 1
-        with nullcontext() if reduce_now else hold_back_reduction(model):
+        is_last = len(losses) == micro_batches - 1
+        reducing = nullcontext() if is_last or sync_micro_batches else hold_back_reduction(model)
+        freeing = nullcontext() if is_last or reshard_after_backward else keep_gathered(model)
+        with reducing, freeing:
             with record_function("forward"):
                 # Divided here, the parts' gradients add up to the gradient of the mean over all images.
                 loss = batch_loss(model, part_images, part_labels) / micro_batches
@@ -92,7 +101,23 @@ def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images).float(), labels)
 
 
+@contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Within the block, transformer layers call the layers that they are made of, in evaluation as in training.
+
+    Else `nn.TransformerEncoderLayer` takes a fast path there, which reads the weights of its layers without calling
+    them. FSDP1 gathers the weights of a unit when the unit is called.
+    """
+    usual = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(usual)
+
+
 @torch.no_grad()
+@layer_by_layer()
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
     """This rank's sums over its test images: loss, correct answers, images. Shape (3,), float64.
 

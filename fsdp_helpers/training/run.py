@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import num_train_images, prepare_data
+from fsdp_helpers.data import num_test_images, num_train_images, prepare_data
 from fsdp_helpers.ranks.group import choose_device, process_group
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.ranks.process import describe_error
@@ -92,9 +92,13 @@ def train_as_rank_of_torchrun(
 def prepare_run_data(config: TrainConfig) -> str:
     """Make sure that workers find their data, and say which: "mnist" or "digits".
 
-    Raises ValueError where there are too few images for one global batch.
+    Raises ValueError where there are too few images.
     """
-    config.check_data_size(num_train_images("mnist"))  # the larger source: refused before anything is fetched
+    _check_data_size(config, "mnist")  # the larger source: refused before anything is fetched
     source = prepare_data(config.data_dir)
-    config.check_data_size(num_train_images(source))
+    _check_data_size(config, source)
     return source
+
+
+def _check_data_size(config: TrainConfig, source: str) -> None:
+    config.check_data_size(source, num_train_images(source), num_test_images(source))

@@ -122,6 +122,7 @@ def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, object]
     return {
         "micro_batches": config.micro_batches,
         "sync_micro_batches": config.sync_micro_batches,
+        "reshard_after_backward": config.reshard_after_backward,
         "clip_norm": config.clip_norm,
         "norms": norms,
     }
@@ -132,7 +133,7 @@ def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
     dataset = load_data(config.data_dir, train_images=config.train_images, test_images=config.test_images)
     if len(set(gather_over_ranks(dataset.source))) > 1:
         raise DataError("some ranks find MNIST and others do not; give every machine the same data folder")
-    config.check_data_size(len(dataset.train))
+    config.check_data_size(dataset.source, len(dataset.train), len(dataset.test))
     return Dataset(source=dataset.source, train=dataset.train.to(device), test=dataset.test.to(device))
 
 

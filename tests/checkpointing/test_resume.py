@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint_workers as workers
@@ -20,6 +21,7 @@ from runs import FIXTURES, OFFLINE, main_in_process, train
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
 from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.checkpointing.resume import find_start
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.training.run import train as train_run
@@ -165,6 +167,15 @@ def test_as_many_checkpoints_are_kept_as_asked_for(count, no_mnist, tmp_path):
     # Steps 3, 6 and, being the last, 8
     assert find_steps(tmp_path) == [3, 6, 8][-count:]
     assert unfinished(tmp_path) == []
+
+
+def test_a_resumed_run_keeps_as_many_as_before(no_mnist, tmp_path):
+    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    train(world_size=2, keep_last=1, **settings | {"max_steps": 2})
+    train(world_size=2, resume=True, **settings | {"max_steps": 4})
+    assert find_steps(tmp_path) == [4]
+    train(world_size=2, resume=True, keep_last=2, **settings)  # another number may be given
+    assert find_steps(tmp_path) == [6, 8]
 
 
 def test_the_last_checkpoint_is_there_without_asking_for_more(no_mnist, tmp_path):
@@ -582,3 +593,18 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(saved, digits_dir, tmp_path)
     resumed = train_run(config, world_size=run["world_size"], device="cpu")
     assert resumed.first_step == 4
     assert resumed.step_losses == pytest.approx(run["losses_of_the_undisturbed_run"][4:], abs=1e-5)
+
+
+def test_a_setting_that_is_newer_than_a_checkpoint_counts_as_its_default(tmp_path):
+    saved = FIXTURES / "saved-by-1.0.0"
+    settings = json.loads((saved / "run.json").read_text())["settings"]
+    shutil.copytree(saved / checkpoint_name(4), tmp_path / checkpoint_name(4))
+    description = tmp_path / checkpoint_name(4) / "checkpoint.json"
+    content = json.loads(description.read_text())
+    del content["settings"]["micro_batches"]
+    description.write_text(json.dumps(content))
+    config = TrainConfig(**settings, checkpoint_dir=str(tmp_path), resume=True)
+    _, checkpoint = find_start(config, "digits")
+    assert checkpoint.step == 4
+    with pytest.raises(CheckpointError, match="was saved with micro_batches 1, this run has 2"):
+        find_start(replace(config, micro_batches=2), "digits")

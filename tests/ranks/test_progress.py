@@ -43,6 +43,17 @@ def test_one_bar_however_many_ranks(monkeypatch):
     assert counts == sorted(counts)  # one rank reports; three would go back and forth
 
 
+def test_a_log_says_now_and_then_how_far_a_run_has_come(monkeypatch, capsys):
+    bar = progress.ProgressBar()
+    with progress.in_lines():
+        bar.update(1, 10, "shallow, ddp", "loss 2.4")  # too early
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+        bar.update(3, 10, "shallow, ddp", "loss 2.3")
+        bar.update(4, 10, "shallow, ddp")
+    bar.update(5, 10, "shallow, ddp")  # a log was asked for within the block only
+    assert capsys.readouterr().err == "shallow, ddp: 3 of 10, loss 2.3\nshallow, ddp: 4 of 10\n"
+
+
 def test_no_bar_where_none_is_wanted(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)

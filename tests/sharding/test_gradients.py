@@ -67,9 +67,43 @@ def test_reduced_once_or_after_every_part(strategy, api, run):
     assert held.ranks[0].peak_bytes > each.ranks[0].peak_bytes + 4 * P_BLOCK
 
 
+def test_every_part_gathers_again_unless_units_stay_whole(run):
+    """Five units, gathered once a part in forward; the four below the root once more in backward."""
+    one, parts = run("fsdp-auto-wrap"), run("fsdp-auto-wrap", micro_batches=4)
+    assert [counts(record)["all_gather"] for record in (one, parts)] == [5 + 4, 4 * (5 + 4)]
+    kept = {
+        settings: run("fsdp-auto-wrap", micro_batches=4, **dict.fromkeys(settings, False))
+        for settings in (
+            ("reshard_after_forward",),
+            ("reshard_after_backward",),
+            ("reshard_after_forward", "reshard_after_backward"),
+        )
+    }
+    # freed after backward only: 5 a part; after forward only: 9, then 4 for each of three backwards; at the end: 5
+    assert [counts(record)["all_gather"] for record in kept.values()] == [4 * 5, 9 + 3 * 4, 5]
+    for record in kept.values():
+        assert record.step_losses == parts.step_losses
+        assert counts(record)["reduce_scatter"] == 5
+    # the price: at the end of forward the four blocks are whole, not one
+    *_, without_freeing = kept.values()
+    assert without_freeing.ranks[0].peak_bytes > parts.ranks[0].peak_bytes + 4 * P_BLOCK
+
+
+def test_fsdp1_has_both_in_one(run):
+    usual, kept = (run("fsdp-auto-wrap", "fsdp1", micro_batches=4, sharding=how) for how in ("full", "grad-op"))
+    assert [counts(record)["all_gather"] for record in (usual, kept)] == [4 * 9, 5]
+    assert kept.step_losses == usual.step_losses
+
+
 def test_ddp_reduces_once_or_after_every_part(run):
     held, each = (run("ddp", micro_batches=4, sync_micro_batches=sync) for sync in (False, True))
     assert counts(each)["all_reduce"] == 4 * counts(held)["all_reduce"]
+
+
+def test_gradients_that_lie_in_ddps_buckets_add_up_too(run):
+    lean, usual = (run("ddp", micro_batches=4, bucket_view=view) for view in (True, False))
+    assert lean.step_losses == usual.step_losses
+    assert counts(lean) == counts(usual)
 
 
 def test_within_the_block_a_gradient_is_the_ranks_own():

@@ -12,6 +12,7 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.recompute import checkpoint_activations, is_checkpointed
+from fsdp_helpers.sharding.strategies import apply_local
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 
 BLOCKS = [f"blocks.{index}" for index in range(4)]  # of "vit", 49,984 parameters each
@@ -106,6 +107,30 @@ def test_the_chosen_modules_are_wrapped_and_no_others():
     checkpoint_activations(model, choose_units(model, size_policy(40_000)), "selective")
     found = [name for name, module in model.named_modules() if is_checkpointed(module)]
     assert found == BLOCKS
+
+
+NESTED = 16_500  # in each block of "vit" attention and linear1 (16,640 each), and the block with what is left (16,704)
+
+
+def test_units_within_units_are_recomputed_once():
+    model = build_model("vit")
+    calls = []
+    for block in model.blocks:
+        block.linear1.register_forward_hook(lambda *_: calls.append(1))
+    settings = {"min_num_params": NESTED, "activation_checkpointing": "units"}
+    apply_local(model, torch.device("cpu"), TrainConfig(model="vit", **settings))
+    model(torch.randn(2, 1, 28, 28)).sum().backward()
+    assert len(calls) == 4 + 4  # four blocks, in forward and once more in backward
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_units_within_units_stay_units(api, run):
+    settings = {"min_num_params": NESTED, "max_steps": 2}
+    plain, checkpointed = (
+        run("fsdp-auto-wrap", api, activation_checkpointing=kind, **settings) for kind in ("none", "units")
+    )
+    assert [record.ranks[0].num_units for record in (plain, checkpointed)] == [4 * 3 + 1] * 2
+    assert checkpointed.step_losses == plain.step_losses
 
 
 def test_nothing_to_wrap_is_an_error():

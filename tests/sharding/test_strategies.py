@@ -267,6 +267,15 @@ def test_grad_op_keeps_parameters_until_backward(api, run):
 
 
 @pytest.mark.parametrize("api", APIS)
+def test_units_inside_a_transformer_layer_are_evaluated_too(api, run):
+    settings = {"model": "vit", "max_steps": 1, "global_batch_size": 4, "min_num_params": 16_000}
+    ddp, sharded = run("ddp", **settings), run("fsdp-auto-wrap", api, **settings)
+    # Attention and the two linear layers of each of four blocks have 16,448 parameters or more; and the root
+    assert sharded.ranks[0].num_units == 4 * 3 + 1
+    assert sharded.epochs[0].test_loss == pytest.approx(ddp.epochs[0].test_loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("api", APIS)
 def test_hybrid_shards_within_groups_and_copies_across(api, run):
     ddp, hybrid = run("ddp", world_size=4), run("fsdp-auto-wrap", api, 4, sharding="hybrid")
     assert hybrid.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import workers_for_tests as workers
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, lambda_auto_wrap_policy
 
 from fsdp_helpers.models import ConvFeatures, build_model
 from fsdp_helpers.ranks.launch import launch
@@ -15,6 +15,10 @@ CONVOLUTIONS = ["features.0", "features.2"]  # 320 and 18,496 parameters
 
 def is_wide(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.out_features >= 1000
+
+
+def has_kernels(module: nn.Module) -> bool:
+    return isinstance(module, ConvFeatures | nn.Conv2d)
 
 
 def model_without_values(name: str) -> nn.Module:
@@ -29,6 +33,7 @@ POLICIES = {
     "size 100,000,000": size_policy(100_000_000),
     "linear": ModuleWrapPolicy({nn.Linear}),
     "features and their convolutions": ModuleWrapPolicy({ConvFeatures, nn.Conv2d}),
+    "custom": CustomPolicy(has_kernels),
     "wide": partial(lambda_auto_wrap_policy, lambda_fn=is_wide),
 }
 
@@ -48,6 +53,7 @@ POLICIES = {
         ("size 100,000,000", [], []),
         ("linear", ["fc1", "fc2"], ["fc1", "fc2", "fc3", "fc4", "fc5", "fc6"]),
         ("features and their convolutions", [*CONVOLUTIONS, "features"], [*CONVOLUTIONS, "features"]),
+        ("custom", [*CONVOLUTIONS, "features"], [*CONVOLUTIONS, "features"]),
         # fc1 to fc4 put out 9,000, 1,000, 1,000 and 1,000 values; ShallowNet's fc1 puts out 128
         ("wide", [], ["fc1", "fc2", "fc3", "fc4"]),
     ],
@@ -75,6 +81,12 @@ def test_the_sizes_of_units():
     assert unit_sizes(model_without_values("shallow"), POLICIES["size 20,000"]) == (1_179_776,)
     nested = POLICIES["features and their convolutions"]
     assert unit_sizes(model_without_values("shallow"), nested) == (320, 18_496, 0)
+
+
+def test_settings_of_a_single_unit_are_refused():
+    policy = CustomPolicy(lambda module: {"sharding_strategy": "full"} if isinstance(module, nn.Linear) else False)
+    with pytest.raises(ValueError, match="for a Linear: settings of a single unit exist in FSDP1 only"):
+        choose_units(model_without_values("shallow"), policy)
 
 
 def test_a_negative_threshold_is_refused():

@@ -1,33 +1,49 @@
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
+from leftovers import PROJECT
 from runs import main_in_process
 
-from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.records import ComparisonRow
+from fsdp_helpers.teaching.plots import plot_comparison
 from fsdp_helpers.training.compare import HEADERS, comparison_cells, comparison_configs, left_out, plain_table
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-LABELS = ["local", "ddp", "fsdp (fsdp1)", "fsdp (fsdp2)", "fsdp-auto-wrap (fsdp1)", "fsdp-auto-wrap (fsdp2)"]
+# Every strategy, DDP also with its gradients in the buckets, FSDP with both APIs
+ON_CUDA = ["local", "ddp", "ddp, lean"]
+ON_CUDA += [f"{strategy} ({api})" for strategy in STRATEGIES if is_sharded(strategy) for api in APIS]
+ON_CPU = [label for label in ON_CUDA if label != "fsdp-offload (fsdp1)"]
+KEPT = PROJECT / "notebooks" / "reference" / "compare-cpu.json"
 
 
-def test_what_runs_where():
-    on_cpu, on_cuda = (
-        [
-            (config.strategy, config.api if config.strategy.startswith("fsdp") else None)
-            for config in comparison_configs(["shallow"], TrainConfig(), device)
-        ]
-        for device in ("cpu", "cuda")
-    )
-    assert on_cuda == [
-        ("local", None),
-        ("ddp", None),
-        *[(strategy, api) for strategy in ("fsdp", "fsdp-auto-wrap", "fsdp-offload") for api in ("fsdp1", "fsdp2")],
-    ]
-    assert set(on_cuda) - set(on_cpu) == {("fsdp-offload", "fsdp1")}
+def row_of(config: TrainConfig) -> ComparisonRow:
+    """Its row before anything is measured."""
+    numbers = {"world_size": 2, "step_s": 0.0123, "held_bytes": 9_600_000, "peak_bytes": 23_500_000}
+    numbers |= {"moved_bytes": 9_600_000, "final_loss": 0.83317}
+    api = config.api if config.is_sharded else None
+    which = {"model": config.model, "strategy": config.strategy, "api": api, "bucket_view": config.bucket_view}
+    return ComparisonRow(**which, **numbers)
+
+
+@pytest.mark.parametrize("device, labels", [("cpu", ON_CPU), ("cuda", ON_CUDA)])
+def test_what_runs_where(device, labels):
+    assert [row_of(config).label for config in comparison_configs(["shallow"], TrainConfig(), device)] == labels
+
+
+def test_the_kept_record_has_its_rows():
+    rows = [ComparisonRow(**row) for row in json.loads(KEPT.read_text())["rows"]]
+    assert {"local", "ddp", "fsdp (fsdp2)"} <= {row.label for row in rows}
+    axes = plot_comparison(rows)[1]
+    shown = [label.get_text() for ax in axes[:, 0] for label in ax.get_yticklabels()]
+    assert shown == [row.label for row in rows]
+
+
+def test_the_figure_names_the_lean_ddp():
+    rows = [row_of(config) for config in comparison_configs(["shallow"], TrainConfig(), "cpu")]
+    memory_ax = plot_comparison(rows)[1][0]
+    assert [label.get_text() for label in memory_ax.get_yticklabels()] == ON_CPU
 
 
 def test_why_one_is_left_out():
@@ -38,7 +54,7 @@ def test_why_one_is_left_out():
 
 def test_the_models_one_after_the_other():
     models = [config.model for config in comparison_configs(["shallow", "deep"], TrainConfig(), "cpu")]
-    assert models == ["shallow"] * 7 + ["deep"] * 7
+    assert models == ["shallow"] * len(ON_CPU) + ["deep"] * len(ON_CPU)
 
 
 def test_the_table_is_straight():
@@ -62,7 +78,7 @@ def test_the_table_is_straight():
 
 
 def test_a_record_from_before_sent_bytes_still_loads():
-    kept = json.loads((NOTEBOOKS / "reference" / "compare-cpu.json").read_text())
+    kept = json.loads(KEPT.read_text())
     rows = [
         ComparisonRow(**{name: value for name, value in row.items() if name != "sent_bytes"}) for row in kept["rows"]
     ]
@@ -76,20 +92,26 @@ def test_the_command(run_cli, digits_dir, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == " ".join(HEADERS).split()
-    assert [any(f" {label} " in line for line in lines) for label in [*LABELS, "fsdp-offload (fsdp2)"]] == [True] * 7
+    assert [label for label in ON_CPU if not any(f" {label} " in line for line in lines)] == []
     content = json.loads((tmp_path / "table.json").read_text())
     assert content.keys() == {"device", "device_name", "finished", "versions", "rows"}
     rows = content["rows"]
-    assert len(rows) == len(lines) - 1 == 7
-    assert [row["world_size"] for row in rows] == [1, 2, 2, 2, 2, 2, 2]
+    assert len(rows) == len(lines) - 1 == len(ON_CPU)
+    assert [row["world_size"] for row in rows] == [1] + [2] * len(rows[1:])
     # The first has one process's dropout; the others draw the same masks
-    assert [row["final_loss"] for row in rows[1:]] == pytest.approx([rows[1]["final_loss"]] * 6, abs=1e-5)
+    assert [row["final_loss"] for row in rows[1:]] == pytest.approx([rows[1]["final_loss"]] * len(rows[1:]), abs=1e-5)
     assert all(row["step_s"] > 0 and row["peak_bytes"] > row["held_bytes"] > 0 for row in rows)
-    # Of two ranks each sends half of what it gathers or scatters, twice half of what it all-reduces:
-    # one process nothing; DDP 4 x 1,199,882; one unit as much in two halves; fc1's 1,179,776 parameters once more
-    assert [row["sent_bytes"] for row in rows[:5]] == [0, 4_799_528, 4_799_528, 4_799_528, 7_159_080]
-    # In bytes of full tensors the two halves count twice
-    assert [row["moved_bytes"] for row in rows[:4]] == [0, 4_799_528, 9_599_056, 9_599_056]
+    # one process sends nothing; DDP 4 x 1,199,882 bytes once, FSDP as one unit twice
+    assert [row["moved_bytes"] for row in rows[:5]] == [0, 4_799_528, 4_799_528, 9_599_056, 9_599_056]
+    # ... and on two ranks each sends half of what it moves in a half of an all-reduce, all of it in a whole one
+    assert [row["sent_bytes"] for row in rows[:5]] == [0, 4_799_528, 4_799_528, 4_799_528, 4_799_528]
+    # 16 P in one process, 4 P more in DDP's buckets, unless its gradients lie in them; 16 P / 2 sharded
+    held = {label: row["held_bytes"] for label, row in zip(ON_CPU, rows, strict=True)}
+    expected = {"local": 16, "ddp": 20, "ddp, lean": 16, "fsdp (fsdp2)": 8}
+    for label, bytes_a_parameter in expected.items():
+        assert held[label] == pytest.approx(bytes_a_parameter * 1_199_882, rel=1e-3), label
+    assert rows[2]["peak_bytes"] < rows[1]["peak_bytes"]
+    assert rows[2]["final_loss"] == rows[1]["final_loss"]
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cwd", "no-mnist", "table.json", "table.png"]
     assert os.listdir(tmp_path / "cwd") == []

@@ -80,3 +80,11 @@ def test_cross_entropy_of_log_probabilities_is_their_nll():
     log_probabilities = F.log_softmax(logits, dim=1)
     assert torch.allclose(F.cross_entropy(log_probabilities, labels), F.nll_loss(log_probabilities, labels))
     assert torch.allclose(F.cross_entropy(log_probabilities, labels), F.cross_entropy(logits, labels))
+
+
+def test_evaluation_calls_layers_one_by_one():
+    """A transformer layer's fast path would read weights that FSDP1 has not gathered."""
+    model, seen = one_weight(), []
+    model.register_forward_hook(lambda *_: seen.append(torch.backends.mha.get_fastpath_enabled()))
+    evaluate(model, [(torch.tensor([[1.0]]), torch.tensor([0]))])
+    assert (seen, torch.backends.mha.get_fastpath_enabled()) == ([False], True)
