@@ -1,13 +1,14 @@
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
-from runs import main_in_process
+from runs import main_in_process, tiny_record
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.records import ComparisonRow
-from fsdp_helpers.training.compare import HEADERS, comparison_configs, left_out, plain_table
+from fsdp_helpers.training.compare import HEADERS, comparison_configs, comparison_row, left_out, plain_table
 
 LABELS = ["local", "ddp", "fsdp (fsdp1)", "fsdp (fsdp2)", "fsdp-auto-wrap (fsdp1)", "fsdp-auto-wrap (fsdp2)"]
 
@@ -37,6 +38,12 @@ def test_why_one_is_left_out():
 def test_the_models_one_after_the_other():
     models = [config.model for config in comparison_configs(["shallow", "deep"], TrainConfig(), "cpu")]
     assert models == ["shallow"] * 7 + ["deep"] * 7
+
+
+def test_the_median_is_that_of_the_steady_steps():
+    # Three steps warm up. Of 4, 1 and 2 s the median is 2 s; with the warm-up it would be 7 s.
+    record = replace(tiny_record(), step_seconds=(10.0, 11.0, 12.0, 4.0, 1.0, 2.0))
+    assert comparison_row(record).step_s == 2.0
 
 
 def test_the_table_is_straight():
