@@ -4,6 +4,7 @@ import inspect
 import platform
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from IPython.display import Markdown
 
@@ -31,3 +32,8 @@ def machine(device: str, num_ranks: int, source_text: str) -> Markdown:
         f"Python {platform.python_version()}, torch {torch.__version__}. "
         f"{num_ranks} rank(s) on {device_name(torch.device(device))}. {source_text}"
     )
+
+
+def script(path: str) -> Markdown:
+    """A whole script as it stands in its file, highlighted."""
+    return Markdown(f"```python\n{Path(path).read_text()}```")
