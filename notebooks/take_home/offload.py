@@ -51,9 +51,10 @@ def main() -> None:
 
     kept = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
     kept += [state[moment] for state in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")]
+    num_bytes = sum(tensor.to_local().nbytes for tensor in kept)
     on_host = sum(tensor.to_local().nbytes for tensor in kept if tensor.device.type == "cpu")
     if rank == 0:
-        print(f"rank 0 keeps {sum(tensor.to_local().nbytes for tensor in kept)} bytes, {on_host} on the host")
+        print(f"rank 0 keeps {num_bytes} bytes, {on_host} of them on the host", flush=True)
     dist.destroy_process_group()
 
 

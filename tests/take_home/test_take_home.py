@@ -125,7 +125,7 @@ def test_a_half_written_checkpoint_is_passed_over(run_script, torchrun, tmp_path
 
 def test_offload_says_where_the_bytes_are(run_script, torchrun):
     # Four layers of 33,472 parameters and 650 in the last: 134,538. Two ranks keep 16 bytes of each between them.
-    assert "rank 0 keeps 1076304 bytes, 1076304 on the host" in run_script(torchrun, "offload.py", 2)
+    assert "rank 0 keeps 1076304 bytes, 1076304 of them on the host" in run_script(torchrun, "offload.py", 2)
 
 
 def test_clipping_reports_one_norm_a_step(run_script, torchrun):
