@@ -8,6 +8,7 @@ import symtable
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 
 from IPython.display import Markdown
@@ -139,3 +140,8 @@ def machine(device: str, num_ranks: int, source_text: str) -> Markdown:
         f"Python {platform.python_version()}, torch {torch.__version__}. "
         f"{num_ranks} rank(s) on {device_name(torch.device(device))}. {source_text}"
     )
+
+
+def script(path: str) -> Markdown:
+    """A whole script as it stands in its file, highlighted."""
+    return Markdown(f"```python\n{Path(path).read_text()}```")

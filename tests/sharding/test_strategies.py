@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import workers_for_tests as workers
 from runs import train
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RankRecord, RunRecord
+from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.strategies import STRATEGIES
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 
@@ -305,3 +309,22 @@ def test_prefetching_changes_no_number(prefetch, run):
 def test_a_model_without_parameters_is_refused(strategy, api):
     with pytest.raises(ValueError, match="Sequential has no parameters to shard"):
         STRATEGIES[strategy](nn.Sequential(nn.ReLU()), torch.device("cpu"), TrainConfig(strategy=strategy, api=api))
+
+
+@pytest.mark.parametrize(
+    "strategy, policy", [("fsdp-auto-wrap", OffloadPolicy()), ("fsdp-offload", CPUOffloadPolicy(pin_memory=False))]
+)
+def test_every_unit_gets_the_offload_policy(strategy, policy, monkeypatch):
+    """On the CPU the slices are on the host either way, and no loss or byte tells the two apart."""
+    seen = []
+
+    def fully_shard(module: nn.Module, **settings) -> nn.Module:
+        seen.append(settings["offload_policy"])
+        return torch.distributed.fsdp.fully_shard(module, **settings)
+
+    monkeypatch.setattr(strategies, "fully_shard", fully_shard)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # one rank is enough to look at
+    config = TrainConfig(strategy=strategy, min_num_params=20_000)
+    model = STRATEGIES[strategy](build_model("shallow"), torch.device("cpu"), config)
+    assert strategies.unit_names(model) == ["root", "fc1"]
+    assert seen == [policy] * 2

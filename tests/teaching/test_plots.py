@@ -167,6 +167,25 @@ def test_a_rung_says_its_peak_and_the_change():
     assert [bar.get_width() for bar in time_ax.patches] == [10, 10, 10]
 
 
+def test_a_memory_curve_in_megabytes_over_milliseconds():
+    ax = plots.plot_memory_curve(step_trace(*PHASES).curve, "One step")[1]
+    curve, peak = ax.lines
+    # 16, 40 and 16 MB, from 0, 0.1 and 0.2 s on
+    assert list(curve.get_ydata()) == [16, 40, 16]
+    assert list(curve.get_xdata()) == [0, 100, 200]
+    assert list(peak.get_ydata()) == [40, 40]
+    assert ax.texts[-1].get_text().strip() == "peak 40.0 MB"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("time in the step (ms)", "allocated (MB)")
+
+
+def test_the_comparison_draws_held_in_front_of_peak():
+    (memory_ax, time_ax), _ = plots.plot_comparison(ROWS)[1]
+    # The two rows of "shallow": peak 20 MB in the light colour, then held 9 MB in the solid one; 5 MB moved are no bar
+    assert [(bar.get_width(), bar.get_alpha()) for bar in memory_ax.patches] == [(20, 0.35)] * 2 + [(9, None)] * 2
+    assert [bar.get_width() for bar in time_ax.patches] == [10, 10]
+    assert [tick.get_text() for tick in memory_ax.get_yticklabels()] == ["ddp", "fsdp (fsdp1)"]
+
+
 def test_slices_lie_where_their_rows_are():
     ax = plots.plot_slices([entry("weight", 3, 3, 2)])[1]
     # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8

@@ -1,15 +1,23 @@
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 from leftovers import PROJECT
-from runs import main_in_process
+from runs import main_in_process, tiny_record
 
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.records import ComparisonRow
 from fsdp_helpers.teaching.plots import plot_comparison
-from fsdp_helpers.training.compare import HEADERS, comparison_cells, comparison_configs, left_out, plain_table
+from fsdp_helpers.training.compare import (
+    HEADERS,
+    comparison_cells,
+    comparison_configs,
+    comparison_row,
+    left_out,
+    plain_table,
+)
 
 # Every strategy, DDP also with its gradients in the buckets, FSDP with both APIs
 ON_CUDA = ["local", "ddp", "ddp, lean"]
@@ -55,6 +63,12 @@ def test_why_one_is_left_out():
 def test_the_models_one_after_the_other():
     models = [config.model for config in comparison_configs(["shallow", "deep"], TrainConfig(), "cpu")]
     assert models == ["shallow"] * len(ON_CPU) + ["deep"] * len(ON_CPU)
+
+
+def test_the_median_is_that_of_the_steady_steps():
+    # Three steps warm up. Of 4, 1 and 2 s the median is 2 s; with the warm-up it would be 7 s.
+    record = replace(tiny_record(), step_seconds=(10.0, 11.0, 12.0, 4.0, 1.0, 2.0))
+    assert comparison_row(record).step_s == 2.0
 
 
 def test_the_table_is_straight():
@@ -104,7 +118,7 @@ def test_the_command(run_cli, digits_dir, tmp_path):
     # one process sends nothing; DDP 4 x 1,199,882 bytes once, FSDP as one unit twice
     assert [row["moved_bytes"] for row in rows[:5]] == [0, 4_799_528, 4_799_528, 9_599_056, 9_599_056]
     # ... and on two ranks each sends half of what it moves in a half of an all-reduce, all of it in a whole one
-    assert [row["sent_bytes"] for row in rows[:5]] == [0, 4_799_528, 4_799_528, 4_799_528, 4_799_528]
+    assert [row["sent_bytes"] for row in rows[:6]] == [0, *[4_799_528] * 4, 7_159_080]
     # 16 P in one process, 4 P more in DDP's buckets, unless its gradients lie in them; 16 P / 2 sharded
     held = {label: row["held_bytes"] for label, row in zip(ON_CPU, rows, strict=True)}
     expected = {"local": 16, "ddp": 20, "ddp, lean": 16, "fsdp (fsdp2)": 8}

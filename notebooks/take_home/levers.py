@@ -1,0 +1,64 @@
+"""FSDP2 with bf16, activation checkpointing, micro-batches and clipping.
+
+Run it with `torchrun --nproc-per-node 2 levers.py`, on GPUs or, where there are too few, on the CPU.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+LAYERS, WIDTH, CLASSES = 4, 64, 10
+STEPS, BATCH, LENGTH = 6, 24, 16  # BATCH sequences per step over all ranks: it divides by 2, 3 and 6
+PARTS, MAX_NORM = 2, 1.0  # micro-batches per step; a longer gradient is scaled down to this norm
+
+
+def build_model() -> nn.Sequential:
+    torch.manual_seed(0)  # every rank begins with the same weights
+    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.0, batch_first=True) for _ in range(LAYERS)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))  # (B, LENGTH, WIDTH) -> (B, LENGTH, CLASSES)
+
+
+def load_batch(step: int) -> tuple[Tensor, Tensor]:  # of all ranks together; put your own data here
+    inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
+    return inputs, inputs[..., :CLASSES].argmax(dim=-1)  # labels (BATCH, LENGTH)
+
+
+def main() -> None:
+    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank; else the CPU
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # slices stay fp32
+    model = build_model().to(device)
+    for index, layer in enumerate(model[:-1]):
+        model[index] = fully_shard(checkpoint_wrapper(layer), mesh=mesh, mp_policy=bf16)  # recompute inside
+    fully_shard(model, mesh=mesh, mp_policy=bf16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)  # after sharding: it needs the slices
+    for step in range(STEPS):
+        inputs, labels = (part.chunk(world_size)[rank].to(device).chunk(PARTS) for part in load_batch(step))
+        optimizer.zero_grad()
+        mean_loss = torch.zeros((), device=device)
+        for index in range(PARTS):
+            model.set_requires_gradient_sync(index == PARTS - 1)  # the last backward reduces the sum
+            outputs = model(inputs[index]).float()  # the loss in fp32
+            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels[index].flatten()) / PARTS
+            loss.backward()
+            mean_loss += loss.detach() / world_size
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor()  # over all slices
+        optimizer.step()
+        dist.all_reduce(mean_loss)
+        if rank == 0:
+            print(f"step {step}  loss {mean_loss.item():.7f}  norm {norm.item():.5f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # without Python's clean-up, in which a late thread of gloo can abort the process

@@ -1,0 +1,173 @@
+"""The take-home scripts: whole, small, on plain torch, and the same training as the package's."""
+
+import ast
+import os
+import re
+import subprocess
+
+import pytest
+from take_home_workers import FOLDER, MAX_NORM, train_as_package, train_undisturbed
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.teaching import show
+
+NAMES = ("checkpoint.py", "ddp.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py")
+MAX_LINES, MAX_WIDTH = 70, 110
+STEPS = 6
+SHARDED = {"strategy": "fsdp-auto-wrap", "min_num_params": 20_000, "global_batch_size": 24}  # units: the four layers
+LEVERS = {"precision": "bf16", "activation_checkpointing": "units", "micro_batches": 2, "clip_norm": MAX_NORM}
+AS_PACKAGE = {
+    "ddp.py": TrainConfig(strategy="ddp"),
+    "fsdp1.py": TrainConfig(api="fsdp1", **SHARDED),
+    "fsdp2.py": TrainConfig(**SHARDED),
+    "offload.py": TrainConfig(**SHARDED | {"strategy": "fsdp-offload"}),
+    "levers.py": TrainConfig(**SHARDED, **LEVERS),
+}
+
+
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory):
+    """What a script prints under torchrun; each command runs once, however many tests look at it."""
+    outputs = {}
+
+    def run(torchrun: str, name: str, world_size: int, *arguments, on_gpus: bool = False) -> str:
+        which = (name, world_size, arguments, on_gpus)
+        if which not in outputs:
+            # No PYTHONPATH: the script finds torch and itself, as on a machine that has nothing else.
+            environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+            if not on_gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = ""
+            command = [
+                torchrun,
+                "--standalone",
+                "--nproc-per-node",
+                str(world_size),
+                FOLDER / name,
+                *map(str, arguments),
+            ]
+            home = tmp_path_factory.mktemp("elsewhere")
+            done = subprocess.run(
+                command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=300
+            )
+            assert done.returncode == 0, done.stderr
+            outputs[which] = done.stdout
+        return outputs[which]
+
+    return run
+
+
+def losses(output: str) -> dict[int, float]:
+    """Step -> loss, from the lines that rank 0 prints; no other rank prints any."""
+    found = re.findall(r"^step (\d+)  loss (\d+\.\d{7})\b", output, re.MULTILINE)
+    assert len({step for step, _ in found}) == len(found)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def package_losses(name: str, world_size: int) -> dict[int, float]:
+    found = launch(train_as_package, name, AS_PACKAGE[name], STEPS, world_size=world_size, device="cpu")[0]
+    return dict(enumerate(found))
+
+
+# ---------------------------------------------------------------- what they are
+
+
+def test_these_are_all():
+    assert tuple(sorted(path.name for path in FOLDER.glob("*.py"))) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_and_on_plain_torch(name):
+    text = (FOLDER / name).read_text()
+    lines = text.splitlines()
+    assert len(lines) <= MAX_LINES
+    assert max(map(len, lines)) <= MAX_WIDTH
+    assert "fsdp_helpers" not in text
+    assert f"torchrun --nproc-per-node {3 if name == 'checkpoint.py' else 2} {name}" in ast.get_docstring(
+        ast.parse(text)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_and_the_batches_are_the_same_in_all(name):
+    """Whoever lays two scripts side by side sees what the chapter is about, and nothing else."""
+    parts = [
+        {node.name: ast.unparse(node) for node in ast.parse((FOLDER / file).read_text()).body if hasattr(node, "name")}
+        for file in (name, "fsdp2.py")
+    ]
+    for function in ("build_model", "load_batch"):
+        assert parts[0][function] == parts[1][function]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shown_whole(name):
+    assert show.script(f"{FOLDER}/{name}").data == f"```python\n{(FOLDER / name).read_text()}```"
+
+
+# ---------------------------------------------------------------- what they compute
+
+
+@pytest.mark.parametrize("name", AS_PACKAGE)
+def test_two_ranks_learn_what_the_package_learns(name, run_script, torchrun):
+    found = losses(run_script(torchrun, name, 2))
+    assert found == pytest.approx(package_losses(name, 2), abs=1e-5)
+    assert found[STEPS - 1] < found[0]  # and they do learn
+
+
+def test_saved_on_three_ranks_resumed_on_two(run_script, torchrun, tmp_path):
+    first = losses(run_script(torchrun, "checkpoint.py", 3, tmp_path, 3))
+    second = losses(run_script(torchrun, "checkpoint.py", 2, tmp_path, 6))
+    assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
+    undisturbed = train_undisturbed("checkpoint.py", 6)
+    assert [*first.values(), *second.values()] == pytest.approx(undisturbed, abs=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003", "000006"]
+
+
+def test_a_half_written_checkpoint_is_passed_over(run_script, torchrun, tmp_path):
+    """A run that was killed while it saved has no .metadata: the next one goes on from the checkpoint before."""
+    (tmp_path / "000002").mkdir()
+    (tmp_path / "000002" / "__0_0.distcp").write_bytes(b"half")
+    assert list(losses(run_script(torchrun, "checkpoint.py", 2, tmp_path, 1))) == [0]
+
+
+def test_offload_says_where_the_bytes_are(run_script, torchrun):
+    # Four layers of 33,472 parameters and 650 in the last: 134,538. Two ranks keep 16 bytes of each between them.
+    assert "rank 0 keeps 1076304 bytes, 1076304 of them on the host" in run_script(torchrun, "offload.py", 2)
+
+
+def test_clipping_reports_one_norm_a_step(run_script, torchrun):
+    assert len(re.findall(r"  norm \d+\.\d{5}$", run_script(torchrun, "levers.py", 2), re.MULTILINE)) == STEPS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", AS_PACKAGE)
+def test_three_ranks_learn_what_the_package_learns(name, run_script, torchrun):
+    assert losses(run_script(torchrun, name, 3)) == pytest.approx(package_losses(name, 3), abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
+def test_every_rank_leaves_in_good_order(name, torchrun, tmp_path):
+    """Ten times over: a thread of gloo that lives on must not abort a rank at its end."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", FOLDER / name]
+    ends = [
+        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False, timeout=300).returncode
+        for _ in range(10)
+    ]
+    assert ends == [0] * 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", AS_PACKAGE)
+def test_the_same_file_on_a_gpu(name, run_script, torchrun):
+    found = losses(run_script(torchrun, name, 1, on_gpus=True))
+    # Another device rounds otherwise; bf16 has three digits.
+    assert found == pytest.approx(package_losses(name, 1), abs=0.05 if name == "levers.py" else 1e-3)
+
+
+@pytest.mark.gpu
+def test_resumed_on_a_gpu(run_script, torchrun, tmp_path):
+    runs = [run_script(torchrun, "checkpoint.py", 1, tmp_path, last, on_gpus=True) for last in (3, 6)]
+    found = [loss for run in runs for loss in losses(run).values()]
+    assert found == pytest.approx(train_undisturbed("checkpoint.py", 6), abs=1e-3)

@@ -1,0 +1,73 @@
+"""The models and batches of the take-home scripts, trained by the package. Every rank imports this module."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
+from fsdp_helpers.sharding.strategies import STRATEGIES
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "take_home"
+MAX_NORM = 1.0
+
+
+def load_script(name: str) -> ModuleType:
+    """A take-home script as a module; nothing in it runs."""
+    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), FOLDER / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) -> list[float]:
+    """Mean losses over the global batch, one a step, of the script's model under the package's strategy."""
+    script, device = load_script(name), rank_device()
+    model = STRATEGIES[config.strategy](script.build_model(), device, config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        inputs, labels = (
+            part.chunk(world_size)[rank].to(device).chunk(config.micro_batches) for part in script.load_batch(step)
+        )
+        optimizer.zero_grad()
+        total = torch.zeros((), device=device)
+        for index in range(config.micro_batches):
+            loss = F.cross_entropy(model(inputs[index]).float().flatten(0, 1), labels[index].flatten())
+            loss = loss / config.micro_batches
+            if index < config.micro_batches - 1:
+                with hold_back_reduction(model):
+                    loss.backward()
+            else:
+                loss.backward()
+            total += loss.detach()
+        if config.clip_norm is not None:
+            clip_gradients(model, config.clip_norm)
+        optimizer.step()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        losses.append(total.item() / world_size)
+    return losses
+
+
+def train_undisturbed(name: str, steps: int) -> list[float]:
+    """One process, one whole model, the script's schedule; nothing is saved or loaded."""
+    script = load_script(name)
+    model = script.build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+    losses = []
+    for step in range(steps):
+        inputs, labels = script.load_batch(step)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,51 @@
+"""What a watched run says of itself, on a clock that the test moves."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.data import Dataset, Split
+from fsdp_helpers.ranks import progress
+from fsdp_helpers.training.watch import StepWatch
+
+NO_IMAGES = Split(images=torch.empty(0, 1, 28, 28), labels=torch.empty(0, dtype=torch.int64))
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """All reports of this process: none is held back because the last one was a moment ago."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_REPORTS", -1.0)
+    seen = []
+    progress.send_reports_to(lambda *report: seen.append(report))
+    yield seen
+    progress.send_reports_to(None)
+
+
+@pytest.fixture
+def half_second_clock(monkeypatch):
+    """Half a second passes from each reading of the clock to the next."""
+    readings = itertools.count(step=0.5)
+    monkeypatch.setattr("fsdp_helpers.training.watch.time.perf_counter", lambda: next(readings))
+
+
+def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock):
+    model = nn.Linear(1, 1)
+    config = TrainConfig(global_batch_size=64, epochs=2)
+    dataset = Dataset(source="digits", train=NO_IMAGES, test=NO_IMAGES)
+    watch = StepWatch(config, 3, dataset, torch.device("cpu"))
+    watch.watch(model, torch.optim.Adam(model.parameters()))
+    watch.begin_epoch(0)
+    watch.after_step(torch.tensor(2.0), batch_bytes=0)
+    watch.after_step(torch.tensor(1.0), batch_bytes=0)
+    watch.begin_epoch(1)  # starts the count again
+    watch.after_step(torch.tensor(0.5), batch_bytes=0)
+    assert watch.step_seconds == [0.5, 0.5, 0.5]
+    # 64 images in 0.5 s, then 128 in 1.0 s; then 64 of the second epoch in 0.5 s
+    assert [(done, total, details) for done, total, _, details in reports] == [
+        (1, 3, "epoch 1/2, 128 images/s, loss 2.0000"),
+        (2, 3, "epoch 1/2, 128 images/s, loss 1.0000"),
+        (3, 3, "epoch 2/2, 128 images/s, loss 0.5000"),
+    ]
