@@ -16,14 +16,18 @@ import torch.distributed as dist
 from leftovers import PROJECT, SESSION_MARK, SESSION_VARIABLE, processes_of_this_session
 from torchvision.datasets import MNIST
 
+from fsdp_helpers.data import offline
+
 PACKED_MNIST = PROJECT.parent / "shared" / "mnist"  # where a workplace may keep the four packed files
+OFFLINE = offline()  # asked for once: the tests themselves start without the variable
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.device_count() == 0:
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+    for item in items:
+        if "gpu" in item.keywords and torch.cuda.device_count() == 0:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+        if {"mnist_dir", "packed_mnist"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("mnist")
 
 
 # ---------------------------------------------------------------- nothing is left behind
@@ -62,9 +66,23 @@ def no_network():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def digits_unless_asked():
+    """With FSDP_OFFLINE no test gets to see MNIST; a test of the variable itself sets it anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FSDP_OFFLINE", raising=False)
+        yield
+
+
+def skip_if_offline():
+    if OFFLINE:
+        pytest.skip("FSDP_OFFLINE asks for the digits, this one needs MNIST")
+
+
 @pytest.fixture(scope="session")
 def mnist_dir(tmp_path_factory) -> Path:
     """A data folder that holds the real MNIST."""
+    skip_if_offline()
     candidates = [Path(os.environ["FSDP_DATA_DIR"])] if os.environ.get("FSDP_DATA_DIR") else []
     for folder in [*candidates, PROJECT / "data"]:
         if all((folder / "MNIST" / "raw" / Path(name).stem).exists() for name, _ in MNIST.resources):
@@ -82,6 +100,7 @@ def mnist_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def packed_mnist(request) -> dict[str, bytes]:
     """The four packed files, as a mirror serves them: name -> content."""
+    skip_if_offline()
     folders = [PACKED_MNIST] if PACKED_MNIST.is_dir() else [request.getfixturevalue("mnist_dir") / "MNIST" / "raw"]
     names = [name for name, _ in MNIST.resources]
     if not all((folders[0] / name).exists() for name in names):

@@ -1,9 +1,12 @@
 import gzip
+import hashlib
 import http.server
 import os
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +14,9 @@ import pytest
 import torch
 from torchvision.datasets import MNIST
 
+from fsdp_helpers import data as data_module
 from fsdp_helpers.data import (
+    FAILED_DOWNLOAD,
     MNIST_FILES,
     DataError,
     Split,
@@ -22,6 +27,7 @@ from fsdp_helpers.data import (
     load_data,
     normalise,
     num_train_images,
+    offline,
     prepare_data,
     rank_batches,
 )
@@ -37,14 +43,18 @@ def numbered(count: int) -> Split:
 
 
 class Mirror:
-    """A local HTTP server in the place of a mirror of MNIST; `gets` counts the requests for each file."""
+    """A local HTTP server in the place of a mirror of MNIST.
+
+    `gets` counts how often each file was fetched, `asked` counts all requests, also those that found nothing.
+    """
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        self.gets = gets = Counter()
+        self.gets, self.asked = gets, asked = Counter(), Counter()
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
                 name = self.path.removeprefix("/")
+                asked[name] += 1
                 self.send_response(200 if name in files else 404)
                 self.send_header("Content-Length", str(len(files.get(name, b""))))
                 self.end_headers()
@@ -77,9 +87,33 @@ def mirror(packed_mnist, monkeypatch):
         yield server
 
 
+@pytest.fixture
+def empty_mirror(monkeypatch):
+    """A mirror that answers, and has none of the files."""
+    with Mirror({}) as server:
+        monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        yield server
+
+
+@pytest.fixture
+def small_mnist(tmp_path, monkeypatch) -> Path:
+    """A data folder in MNIST's format with 8 training and 4 test images, which passes for the whole."""
+    raw = tmp_path / "small" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    files = {}
+    for part, count in (("train", 8), ("t10k", 4)):
+        images = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
+        labels = struct.pack(">II", 0x801, count) + bytes(range(count))
+        for name, content in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            (raw / name).write_bytes(content)
+            files[name] = (len(content), hashlib.md5(content, usedforsecurity=False).hexdigest())
+    monkeypatch.setattr(data_module, "MNIST_FILES", files)
+    return tmp_path / "small"
+
+
 def left_over(folder: Path) -> list[str]:
-    """What a download leaves beside its lock file."""
-    return sorted(path.name for path in folder.iterdir() if path.name != ".mnist.lock")
+    """What a download leaves beside its lock file and the note that it failed."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in (".mnist.lock", FAILED_DOWNLOAD))
 
 
 # ---------------------------------------------------------------- the download
@@ -145,7 +179,86 @@ def test_mirror_without_the_files_means_digits(mirror, tmp_path):
     assert left_over(tmp_path) == []
 
 
+def test_a_download_that_failed_is_not_tried_again_for_an_hour(empty_mirror, tmp_path):
+    asked = []
+    for age_s in (None, 0, 3500, 3700, -3700):  # the age of the note when the data are asked for once more
+        if age_s is not None:
+            when_s = time.time() - age_s
+            os.utime(tmp_path / FAILED_DOWNLOAD, (when_s, when_s))
+        before = empty_mirror.asked.total()
+        assert prepare_data(tmp_path) == "digits"
+        asked.append(empty_mirror.asked.total() > before)
+    # Tried at first, and after more than an hour; a note from the future says nothing.
+    assert asked == [True, False, False, True, True]
+
+
+def test_the_note_of_a_failed_download_can_be_deleted(mirror, tmp_path):
+    files = dict(mirror.files)
+    mirror.files.clear()
+    assert prepare_data(tmp_path) == "digits"
+    mirror.files.update(files)
+    assert prepare_data(tmp_path) == "digits"
+    assert f"to try at once, delete {tmp_path.name}/{FAILED_DOWNLOAD}." in describe_source("digits", tmp_path)
+    (tmp_path / FAILED_DOWNLOAD).unlink()
+    assert prepare_data(tmp_path) == "mnist"
+
+
+def test_packed_files_need_no_download_after_one_that_failed(packed_mnist, digits_dir):
+    assert prepare_data(digits_dir) == "digits"
+    raw = digits_dir / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, content in packed_mnist.items():
+        (raw / name).write_bytes(content)
+    assert prepare_data(digits_dir) == "mnist"
+    assert not (digits_dir / FAILED_DOWNLOAD).exists()
+
+
+# ---------------------------------------------------------------- without a network, on purpose
+
+
+@pytest.mark.parametrize("value, expected", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_what_asks_for_the_digits(value, expected, monkeypatch):
+    monkeypatch.delenv("FSDP_OFFLINE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FSDP_OFFLINE", value)
+    assert offline() is expected
+
+
+def test_offline_means_the_digits_and_no_download(empty_mirror, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_OFFLINE", "1")
+    folder = tmp_path / "data"
+    assert prepare_data(folder) == "digits"
+    assert load_data(folder).source == "digits"
+    assert empty_mirror.asked.total() == 0 and not folder.exists()
+    assert "because FSDP_OFFLINE is set. To use MNIST, unset it." in describe_source("digits", folder)
+
+
+def test_offline_means_the_digits_also_where_mnist_is(small_mnist, monkeypatch):
+    assert (prepare_data(small_mnist), load_data(small_mnist).source) == ("mnist", "mnist")
+    monkeypatch.setenv("FSDP_OFFLINE", "1")
+    assert (prepare_data(small_mnist), load_data(small_mnist).source) == ("digits", "digits")
+
+
 # ---------------------------------------------------------------- what is on disk
+
+
+def test_contents_are_hashed_once_and_not_by_every_rank(small_mnist, monkeypatch):
+    hashed = []
+    md5 = data_module._md5
+    monkeypatch.setattr(data_module, "_md5", lambda path: hashed.append(path.name) or md5(path))
+    assert prepare_data(small_mnist) == "mnist"
+    assert sorted(hashed) == sorted(MNIST_FILES)
+    for _ in range(3):  # as three ranks do
+        assert len(load_data(small_mnist).train) == 8
+    assert len(hashed) == 4
+
+
+def test_loading_checks_sizes(small_mnist):
+    labels = small_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:-1])
+    # 4 labels behind a header of 8 bytes, and one of them is gone
+    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte is damaged: 11 bytes instead of 12"):
+        load_data(small_mnist)
 
 
 @pytest.mark.parametrize("name", ["t10k-labels-idx1-ubyte", SMALL])
@@ -159,15 +272,13 @@ def test_truncated_file_is_named(name, packed_mnist, tmp_path):
     assert (raw / name).exists()  # the reader deletes it, nobody else
 
 
-def test_changed_file_of_the_right_size_is_named(packed_mnist, tmp_path):
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    content = bytearray(gzip.decompress(packed_mnist[SMALL]))
+def test_changed_file_of_the_right_size_is_named(small_mnist):
+    labels = small_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    content = bytearray(labels.read_bytes())
     content[-1] ^= 1
-    (raw / Path(SMALL).stem).write_bytes(content)
-    for read in (prepare_data, load_data):
-        with pytest.raises(DataError, match="is damaged: its checksum is wrong"):
-            read(tmp_path)
+    labels.write_bytes(content)
+    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte is damaged: its checksum is wrong"):
+        prepare_data(small_mnist)
 
 
 def test_read_only_folder_without_mnist(tmp_path):
