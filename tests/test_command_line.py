@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import workers_for_tests as workers
-from runs import OFFLINE, check_json, main_in_process, train
+from runs import OFFLINE, check_json, main_in_process, mostly_long, train
 
 from fsdp_helpers.ranks.launch import launch
 
@@ -127,14 +127,14 @@ def test_all_test_images_are_counted_once(mnist_dir):
     assert seven.epochs[0].test_correct == pytest.approx(one.epochs[0].test_correct, abs=3)
 
 
-@pytest.mark.parametrize("test_images, world_size", [(1, 2), (7, 3), (101, 2)])
+@pytest.mark.parametrize("test_images, world_size", mostly_long([(1, 2), (7, 3), (101, 2)], telling=(1,)))
 def test_odd_numbers_of_test_images(test_images, world_size, digits_dir):
     settings = {"model": "simple", "max_steps": 1, "global_batch_size": 6, "data_dir": str(digits_dir)}
     record = train("ddp", world_size, test_images=test_images, **settings)[0]
     assert record.epochs[0].test_images == test_images
 
 
-@pytest.mark.parametrize("model", ["vit", "simple"])
+@pytest.mark.parametrize("model", mostly_long(["vit", "simple"]))
 def test_other_models_train_too(model, digits_dir):
     settings = {"model": model, "max_steps": 2, "global_batch_size": 8, "test_images": 9, "dropout": False}
     local = train("local", 1, data_dir=str(digits_dir), **settings)[0]
@@ -174,6 +174,7 @@ def test_torchrun_gives_the_very_same_losses(run_cli, torchrun, digits_dir, tmp_
     assert by_torchrun.stdout.count("epoch 1:") == 1  # one rank speaks
 
 
+@pytest.mark.long
 def test_torchrun_gives_the_very_same_losses_sharded(run_cli, torchrun, digits_dir, tmp_path):
     arguments = ["train", "--strategy", "fsdp", "--max-steps", 4, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
     by_launch = run_cli(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json", offline=True)
