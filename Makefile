@@ -43,6 +43,7 @@ test: $(INSTALLED)
 	$(MAKE) test-notebooks
 
 test-notebooks: $(INSTALLED)
+	@mkdir -p $(CACHE)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=600 --timeout=1200 notebooks
 
 # The long evidence alone: the whole grids of which `make test` runs one telling case each.
@@ -60,6 +61,7 @@ test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -m "not long" tests
 
 run: $(INSTALLED)
+	@mkdir -p $(CACHE)
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 clean:
