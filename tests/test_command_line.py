@@ -113,6 +113,7 @@ def test_ranks_draw_their_own_dropout_masks(digits_dir):
     assert with_dropout == train("ddp", 2, **settings)[0].step_losses  # but the same ones each time
 
 
+@pytest.mark.long
 def test_all_test_images_are_counted_once(mnist_dir):
     settings = {
         "model": "simple",
@@ -151,6 +152,7 @@ def read_json(path: Path) -> dict:
     return content
 
 
+@pytest.mark.long
 def test_torchrun_gives_the_very_same_losses(run_cli, torchrun, digits_dir, tmp_path):
     """`--world-size 2`, `torchrun --nproc-per-node 2`, and two torchrun agents on one host: to the last digit."""
     arguments = ["train", "--strategy", "ddp", "--max-steps", 6, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
@@ -174,7 +176,6 @@ def test_torchrun_gives_the_very_same_losses(run_cli, torchrun, digits_dir, tmp_
     assert by_torchrun.stdout.count("epoch 1:") == 1  # one rank speaks
 
 
-@pytest.mark.long
 def test_torchrun_gives_the_very_same_losses_sharded(run_cli, torchrun, digits_dir, tmp_path):
     arguments = ["train", "--strategy", "fsdp", "--max-steps", 4, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
     by_launch = run_cli(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json", offline=True)

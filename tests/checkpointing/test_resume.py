@@ -74,7 +74,7 @@ def unfinished(folder: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("strategy, api, world_size", mostly_long(RUNS, telling=(0, 3, 6)))
+@pytest.mark.parametrize("strategy, api, world_size", mostly_long(RUNS, telling=(3, 6)))
 def test_ten_steps_and_ten_more_are_twenty(strategy, api, world_size, no_mnist, tmp_path):
     """With dropout on, to the last bit: the losses, the evaluations and the state in the end."""
     settings = {"api": api, "data_dir": no_mnist} | SETTINGS
@@ -196,9 +196,7 @@ def test_a_finished_run_trains_nothing_and_evaluates(no_mnist, tmp_path, capfd):
     assert "after the first 8 of an earlier run" in output and "train loss" not in output
 
 
-@pytest.mark.parametrize(
-    "epochs, max_steps, first_step", mostly_long([(1, None, 5), (2, 5, 5), (2, 4, 4)], telling=(0, 2))
-)
+@pytest.mark.parametrize("epochs, max_steps, first_step", mostly_long([(1, None, 5), (2, 5, 5), (2, 4, 4)]))
 def test_steps_and_epochs_count_from_the_beginning_of_the_run(epochs, max_steps, first_step, no_mnist, tmp_path):
     """5 steps an epoch: a run that ends with an epoch, or within one, and is given more to do later."""
     settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)}
@@ -331,7 +329,7 @@ def wait_for_lock(folder: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("whole_group", [True, False])
+@pytest.mark.parametrize("whole_group", mostly_long([True, False], telling=(1,)))
 def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, capfd):
     """Killed with its ranks, or alone: then the ranks end by themselves. A second run keeps off until then."""
     folder = tmp_path / "run"

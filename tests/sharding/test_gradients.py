@@ -102,7 +102,7 @@ def test_add_up_gradients_returns_the_mean_loss():
 
 
 @pytest.mark.parametrize("world_size", mostly_long([2, 3]))
-@pytest.mark.parametrize("strategy, api", WAYS)
+@pytest.mark.parametrize("strategy, api", mostly_long(WAYS, telling=(0, 3, 4)))
 def test_the_norm_is_that_of_one_process(strategy, api, world_size, run):
     one = run("local", world_size=1, clip_norm=0.5)
     many = run(strategy, api, world_size, clip_norm=0.5)
@@ -139,7 +139,7 @@ def test_the_norm_of_large_tensors(strategy, api, run):
     assert many.gradient_norms == pytest.approx(one.gradient_norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy, api", WAYS[1:])
+@pytest.mark.parametrize("strategy, api", mostly_long(WAYS[1:], telling=(2, 3)))
 def test_the_norm_takes_one_number_over_the_ranks(strategy, api, run):
     seen = {count.op: (count.count, count.bytes) for count in run(strategy, api, clip_norm=0.5).ranks[0].collectives}
     assert seen["all_reduce"] == (1, 8)  # one fp64 value
@@ -180,7 +180,8 @@ def test_a_step_clips_before_the_update():
 # ---------------------------------------------------------------- bf16
 
 
-@pytest.mark.parametrize("strategy, api", mostly_long(SHARDED_UNITS, telling=(1,)))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy, api", SHARDED_UNITS)
 def test_bf16_learns_what_fp32_learns(strategy, api, run):
     settings = {"max_steps": 100, "epochs": 5, "global_batch_size": 32, "learning_rate": 3e-4, "test_images": 360}
     fp32, bf16 = run("ddp", **settings), run(strategy, api, precision="bf16", **settings)
