@@ -77,10 +77,34 @@ class Mirror:
         self._server.server_close()
 
 
+def md5_of(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def small_files() -> dict[str, bytes]:
+    """Four files in MNIST's format: 8 training and 4 test images."""
+    files = {}
+    for part, count in (("train", 8), ("t10k", 4)):
+        files[f"{part}-images-idx3-ubyte"] = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
+        files[f"{part}-labels-idx1-ubyte"] = struct.pack(">II", 0x801, count) + bytes(range(count))
+    return files
+
+
 @pytest.fixture
-def mirror(packed_mnist, monkeypatch):
-    """A mirror with the real files. A test may spoil its `files` before it asks for them."""
-    files = dict(packed_mnist)
+def small_packed(monkeypatch) -> dict[str, bytes]:
+    """The small files, packed, which pass for MNIST as long as the test runs: name -> content."""
+    files = small_files()
+    packed = {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in files.items()}
+    expected = {name: (len(content), md5_of(content)) for name, content in files.items()}
+    monkeypatch.setattr(data_module, "MNIST_FILES", expected)
+    monkeypatch.setattr(MNIST, "resources", [(name, md5_of(packed[name])) for name in NAMES])
+    return packed
+
+
+@pytest.fixture
+def mirror(small_packed, monkeypatch):
+    """A mirror with the small files. A test may spoil its `files` before it asks for them."""
+    files = dict(small_packed)
     with Mirror(files) as server:
         server.files = files
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
@@ -96,18 +120,12 @@ def empty_mirror(monkeypatch):
 
 
 @pytest.fixture
-def small_mnist(tmp_path, monkeypatch) -> Path:
-    """A data folder in MNIST's format with 8 training and 4 test images, which passes for the whole."""
+def small_mnist(small_packed, tmp_path) -> Path:
+    """A data folder with the small files, unpacked."""
     raw = tmp_path / "small" / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    files = {}
-    for part, count in (("train", 8), ("t10k", 4)):
-        images = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
-        labels = struct.pack(">II", 0x801, count) + bytes(range(count))
-        for name, content in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
-            (raw / name).write_bytes(content)
-            files[name] = (len(content), hashlib.md5(content, usedforsecurity=False).hexdigest())
-    monkeypatch.setattr(data_module, "MNIST_FILES", files)
+    for name, content in small_files().items():
+        (raw / name).write_bytes(content)
     return tmp_path / "small"
 
 
@@ -125,14 +143,14 @@ def test_downloaded_once(mirror, tmp_path):
     assert mirror.gets == {name: 1 for name in NAMES}
     assert left_over(tmp_path) == ["MNIST"]
     dataset = load_data(tmp_path)
-    assert (dataset.source, len(dataset.train), len(dataset.test)) == ("mnist", 60_000, 10_000)
-    assert dataset.test.labels[:5].tolist() == [7, 2, 1, 0, 4]  # as in every picture of MNIST
+    assert (dataset.source, len(dataset.train), dataset.test.labels.tolist()) == ("mnist", 8, [0, 1, 2, 3])
 
 
 def test_two_processes_starting_together_download_once(mirror, tmp_path):
     code = (
-        "from torchvision.datasets import MNIST; from fsdp_helpers.data import prepare_data; "
-        f"MNIST.mirrors = [{mirror.url!r}]; input(); print(prepare_data({str(tmp_path)!r}))"
+        "from torchvision.datasets import MNIST; from fsdp_helpers import data; "
+        f"MNIST.mirrors, MNIST.resources = [{mirror.url!r}], {MNIST.resources!r}; "
+        f"data.MNIST_FILES = {data_module.MNIST_FILES!r}; input(); print(data.prepare_data({str(tmp_path)!r}))"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
@@ -145,13 +163,18 @@ def test_two_processes_starting_together_download_once(mirror, tmp_path):
     assert left_over(tmp_path) == ["MNIST"]
 
 
-def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
-    # No mirror is in reach here; the four .gz files, put where the message says, are enough.
-    raw = tmp_path / "MNIST" / "raw"
+def put_packed(folder: Path, packed: dict[str, bytes]) -> None:
+    raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for name, content in packed_mnist.items():
+    for name, content in packed.items():
         (raw / name).write_bytes(content)
+
+
+def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
+    # No mirror is in reach here; the four .gz files of the real MNIST, put where the message says, are enough.
+    put_packed(tmp_path, packed_mnist)
     assert prepare_data(tmp_path) == "mnist"
+    assert load_data(tmp_path).test.labels[:5].tolist() == [7, 2, 1, 0, 4]  # as in every picture of MNIST
 
 
 def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
@@ -162,8 +185,8 @@ def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
 
 
 def test_download_cut_short(mirror, tmp_path):
-    mirror.files[NAMES[0]] = mirror.files[NAMES[0]][:1000]
-    with pytest.raises(DataError, match=rf"{NAMES[0]} arrived damaged \(1000 bytes"):
+    mirror.files[NAMES[0]] = mirror.files[NAMES[0]][:30]
+    with pytest.raises(DataError, match=rf"{NAMES[0]} arrived damaged \(30 bytes"):
         prepare_data(tmp_path)
     assert left_over(tmp_path) == []
 
@@ -203,12 +226,9 @@ def test_the_note_of_a_failed_download_can_be_deleted(mirror, tmp_path):
     assert prepare_data(tmp_path) == "mnist"
 
 
-def test_packed_files_need_no_download_after_one_that_failed(packed_mnist, digits_dir):
+def test_packed_files_need_no_download_after_one_that_failed(small_packed, digits_dir):
     assert prepare_data(digits_dir) == "digits"
-    raw = digits_dir / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, content in packed_mnist.items():
-        (raw / name).write_bytes(content)
+    put_packed(digits_dir, small_packed)
     assert prepare_data(digits_dir) == "mnist"
     assert not (digits_dir / FAILED_DOWNLOAD).exists()
 
@@ -262,10 +282,10 @@ def test_loading_checks_sizes(small_mnist):
 
 
 @pytest.mark.parametrize("name", ["t10k-labels-idx1-ubyte", SMALL])
-def test_truncated_file_is_named(name, packed_mnist, tmp_path):
+def test_truncated_file_is_named(name, small_packed, tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    whole = packed_mnist[SMALL]
+    whole = small_packed[SMALL]
     (raw / name).write_bytes((whole if name == SMALL else gzip.decompress(whole))[:-1])
     with pytest.raises(DataError, match=f"{name} is damaged: .*Delete it and run again"):
         prepare_data(tmp_path)
