@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from torch import Tensor
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, on a scale from 0 to 1
 DOWNLOAD_TIMEOUT_S = 15.0
+RETRY_AFTER_S = 3600.0  # a download that failed is tried again after this long, not on every run
+FAILED_DOWNLOAD = ".mnist-download-failed"  # the file in the data folder that remembers it
 NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
 
 # The unpacked files: size in bytes and MD5.
@@ -29,8 +32,9 @@ MNIST_FILES = {
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
 }
 HOW_TO_GET_MNIST = (
-    "To use MNIST, connect to the network and run again, or put its four .gz files "
-    "into the folder MNIST/raw of {folder}"
+    "To use MNIST, put its four .gz files into the folder MNIST/raw of {folder}, or connect to the network and run "
+    "again. The next download is tried an hour after the one that failed; to try at once, delete "
+    f"{{folder}}/{FAILED_DOWNLOAD}."
 )
 
 
@@ -71,17 +75,25 @@ def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
     return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "data"
 
 
+def offline() -> bool:
+    """Whether the variable FSDP_OFFLINE asks for the bundled digits: no download, and MNIST on disk is left alone."""
+    return os.environ.get("FSDP_OFFLINE", "") not in ("", "0")
+
+
 def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
     """Make sure that workers find their data, and say which: "mnist" or "digits".
 
     Called by one process before the workers start: MNIST is downloaded at most once, also when two notebooks
-    start together. Raises DataError for a damaged file, a damaged download, or a folder that cannot be written.
+    start together, and its checksums are computed here only. A download that failed is not tried again for an hour.
+    Raises DataError for a damaged file, a damaged download, or a folder that cannot be written.
     """
+    if offline():
+        return "digits"
     folder = find_data_dir(data_dir)
-    if _mnist_is_there(folder):
+    if _mnist_is_there(folder, checksums=True):
         return "mnist"
     with _one_process_at_a_time(folder):
-        if _mnist_is_there(folder) or _downloaded(folder):
+        if _mnist_is_there(folder, checksums=True) or _downloaded(folder):
             return "mnist"
     return "digits"
 
@@ -90,8 +102,10 @@ def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> s
     """One or two sentences: which data are in use and, for the digits, how to get MNIST."""
     if source == "mnist":
         return "Data: MNIST, 60,000 training and 10,000 test images."
+    if offline():
+        return "Data: scikit-learn's 1,797 bundled digits, because FSDP_OFFLINE is set. To use MNIST, unset it."
     remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name)
-    return f"Data: scikit-learn's 1,797 bundled digits, because MNIST could not be downloaded. {remedy}."
+    return f"Data: scikit-learn's 1,797 bundled digits, because MNIST could not be downloaded. {remedy}"
 
 
 def num_train_images(source: str) -> int:
@@ -109,10 +123,11 @@ def load_data(
 ) -> Dataset:
     """MNIST where the data folder holds it, else the bundled digits; the first so many images, or all.
 
-    Reads only: any number of ranks may call it at the same time.
+    Reads only: any number of ranks may call it at the same time. Sizes of files are checked, their contents were
+    by `prepare_data`.
     """
     folder = find_data_dir(data_dir)
-    source = "mnist" if _mnist_is_there(folder) else "digits"
+    source = "mnist" if not offline() and _mnist_is_there(folder) else "digits"
     train, test = _read_mnist(folder) if source == "mnist" else _read_digits()
     return Dataset(source=source, train=_split(*train, train_images), test=_split(*test, test_images))
 
@@ -181,21 +196,30 @@ def _read_digits() -> list[tuple[Tensor, Tensor]]:
     return [(pixels[:cut], labels[:cut]), (pixels[cut:], labels[cut:])]
 
 
-def _mnist_is_there(folder: Path) -> bool:
+def _mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
     """True where all four files are whole, False where any is absent; DataError where one is damaged."""
     paths = [folder / "MNIST" / "raw" / name for name in MNIST_FILES]
     present = [path for path in paths if path.exists()]
     for path in present:
-        _check_file(path, *MNIST_FILES[path.name])
+        num_bytes, md5 = MNIST_FILES[path.name]
+        _check_size(path, num_bytes)
+        if checksums:
+            _check_content(path, md5)
     return len(present) == len(paths)
 
 
-def _check_file(path: Path, num_bytes: int | None, md5: str) -> None:
-    found = path.read_bytes()
-    if num_bytes is not None and len(found) != num_bytes:
-        raise DataError(f"{path} is damaged: {len(found)} bytes instead of {num_bytes}. Delete it and run again.")
-    if hashlib.md5(found, usedforsecurity=False).hexdigest() != md5:
+def _check_size(path: Path, num_bytes: int) -> None:
+    if (found := path.stat().st_size) != num_bytes:
+        raise DataError(f"{path} is damaged: {found} bytes instead of {num_bytes}. Delete it and run again.")
+
+
+def _check_content(path: Path, md5: str) -> None:
+    if _md5(path) != md5:
         raise DataError(f"{path} is damaged: its checksum is wrong. Delete it and run again.")
+
+
+def _md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
 
 
 @contextmanager
@@ -214,7 +238,7 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _downloaded(folder: Path) -> bool:
-    """Download MNIST into `folder`; False where no mirror can be reached.
+    """Download MNIST into `folder`; False where no mirror can be reached, or none could within the last hour.
 
     The files arrive in a private folder beside their place and are moved when all four are whole, so an
     interrupted download leaves nothing behind. Packed files that are in place already are used, not fetched.
@@ -222,34 +246,52 @@ def _downloaded(folder: Path) -> bool:
     from torchvision.datasets import MNIST
 
     raw = folder / "MNIST" / "raw"
+    packed = {name: md5 for name, md5 in MNIST.resources if (raw / name).exists()}
+    if _failed_lately(folder) and len(packed) < len(MNIST.resources):
+        return False
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as private:
         private_raw = Path(private) / "MNIST" / "raw"
         private_raw.mkdir(parents=True)
-        for name, md5 in MNIST.resources:
-            if (raw / name).exists():
-                _check_file(raw / name, None, md5)
-                shutil.copy(raw / name, private_raw)
-        try:
-            with _socket_timeout(DOWNLOAD_TIMEOUT_S), redirect_stdout(io.StringIO()):
-                MNIST(private, download=True)
-        except (RuntimeError, OSError) as error:
-            for name, md5 in MNIST.resources:
-                if (private_raw / name).exists():
-                    _check_download(private_raw / name, md5, error)
+        for name, md5 in packed.items():
+            _check_content(raw / name, md5)
+            shutil.copy(raw / name, private_raw)
+        if not _fetched(private):
+            (folder / FAILED_DOWNLOAD).write_text("MNIST could not be downloaded. Delete this file to try at once.\n")
             return False
         raw.mkdir(parents=True, exist_ok=True)
         for name, (num_bytes, md5) in MNIST_FILES.items():
-            _check_file(private_raw / name, num_bytes, md5)
+            _check_size(private_raw / name, num_bytes)
+            _check_content(private_raw / name, md5)
             os.replace(private_raw / name, raw / name)
+    (folder / FAILED_DOWNLOAD).unlink(missing_ok=True)
     return True
 
 
-def _check_download(path: Path, md5: str, error: Exception) -> None:
-    if hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() != md5:
-        raise DataError(
-            f"{path.name} arrived damaged ({path.stat().st_size} bytes, wrong checksum), and nothing was kept. "
-            "Run again; if it happens again, the mirror is at fault."
-        ) from error
+def _failed_lately(folder: Path) -> bool:
+    try:
+        age_s = time.time() - (folder / FAILED_DOWNLOAD).stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return 0 <= age_s < RETRY_AFTER_S  # below zero the clock was set back: the age is not known
+
+
+def _fetched(folder: str) -> bool:
+    """Fetch into `folder` what is not there yet, and unpack; False where no mirror can be reached."""
+    from torchvision.datasets import MNIST
+
+    try:
+        with _socket_timeout(DOWNLOAD_TIMEOUT_S), redirect_stdout(io.StringIO()):
+            MNIST(folder, download=True)
+    except (RuntimeError, OSError) as error:
+        for name, md5 in MNIST.resources:
+            path = Path(folder, "MNIST", "raw", name)
+            if path.exists() and _md5(path) != md5:
+                raise DataError(
+                    f"{name} arrived damaged ({path.stat().st_size} bytes, wrong checksum), and nothing was kept. "
+                    "Run again; if it happens again, the mirror is at fault."
+                ) from error
+        return False
+    return True
 
 
 @contextmanager

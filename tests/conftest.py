@@ -4,6 +4,7 @@ import gzip
 import multiprocessing.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,34 +14,73 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from leftovers import PROJECT, SESSION_MARK, SESSION_VARIABLE, processes_of_this_session
+from leftovers import (
+    PROJECT,
+    SESSION_MARK,
+    SESSION_VARIABLE,
+    end_processes,
+    process_ids,
+    processes_of_this_session,
+)
 from torchvision.datasets import MNIST
 
+from fsdp_helpers.data import offline
+
 PACKED_MNIST = PROJECT.parent / "shared" / "mnist"  # where a workplace may keep the four packed files
+OFFLINE = offline()  # asked for once: the tests themselves start without the variable
+LONG_TIMEOUT_S = 1800  # of a test of the long evidence; pyproject.toml has that of all others
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.device_count() == 0:
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+    for item in items:
+        if "long" in item.keywords and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+        if "gpu" in item.keywords and torch.cuda.device_count() == 0:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+        if {"mnist_dir", "packed_mnist"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("mnist")
 
 
 # ---------------------------------------------------------------- nothing is left behind
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left(tmp_path_factory):
-    """After the last test: no process that a test started, and no file in the temporary folder."""
+def temporary_folder(tmp_path_factory):
+    """A folder for all temporary files of the session; every process that a test starts carries the session's mark."""
     tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is,
     multiprocessing.util.get_temp_dir()  # and so does multiprocessing's, which it needs until this process ends
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="t-") as folder:
         patch.setenv(SESSION_VARIABLE, SESSION_MARK)  # every process started from here on inherits it
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
-        yield
-        assert processes_of_this_session() == {}
-        assert os.listdir(folder) == [], "left in the temporary folder"
+        yield folder
+        assert os.listdir(folder) == [], "left in the temporary folder by a fixture that several tests share"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_arrive():
+    """Under nohup and in the background of a shell, SIGINT is ignored, also by all that a test starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(temporary_folder):
+    """After each test: no process that it started, and no file in the temporary folder.
+
+    The test that left something is the one that fails, and the processes are ended, whatever happened in it.
+    """
+    files_before, processes_before = set(os.listdir(temporary_folder)), process_ids()
+    yield
+    if process_ids() - processes_before:  # else it started none that still runs
+        processes = processes_of_this_session()
+        end_processes(set(processes))
+        assert processes == {}, "these processes were left, and are ended now"
+    files = set(os.listdir(temporary_folder)) - files_before
+    for path in (Path(temporary_folder, name) for name in files):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert files == set(), "these were left in the temporary folder, and are removed now"
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +102,23 @@ def no_network():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def digits_unless_asked():
+    """With FSDP_OFFLINE no test gets to see MNIST; a test of the variable itself sets it anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FSDP_OFFLINE", raising=False)
+        yield
+
+
+def skip_if_offline():
+    if OFFLINE:
+        pytest.skip("FSDP_OFFLINE asks for the digits, this one needs MNIST")
+
+
 @pytest.fixture(scope="session")
 def mnist_dir(tmp_path_factory) -> Path:
     """A data folder that holds the real MNIST."""
+    skip_if_offline()
     candidates = [Path(os.environ["FSDP_DATA_DIR"])] if os.environ.get("FSDP_DATA_DIR") else []
     for folder in [*candidates, PROJECT / "data"]:
         if all((folder / "MNIST" / "raw" / Path(name).stem).exists() for name, _ in MNIST.resources):
@@ -82,6 +136,7 @@ def mnist_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def packed_mnist(request) -> dict[str, bytes]:
     """The four packed files, as a mirror serves them: name -> content."""
+    skip_if_offline()
     folders = [PACKED_MNIST] if PACKED_MNIST.is_dir() else [request.getfixturevalue("mnist_dir") / "MNIST" / "raw"]
     names = [name for name, _ in MNIST.resources]
     if not all((folders[0] / name).exists() for name in names):

@@ -1,6 +1,7 @@
-"""What a test session leaves behind: its processes, found by a variable that each of them inherits."""
+"""What tests leave behind: their processes, found by a variable that each of them inherits."""
 
 import os
+import signal
 import time
 import uuid
 from pathlib import Path
@@ -8,6 +9,20 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 SESSION_VARIABLE, SESSION_MARK = "FSDP_TESTS_SESSION", uuid.uuid4().hex
 END_S = 10.0  # processes that are on their way out get this long
+
+
+def process_ids() -> set[int]:
+    """Every process of this machine, where /proc lists them."""
+    return {int(path.name) for path in Path("/proc").glob("[0-9]*")}
+
+
+def end_processes(pids: set[int]) -> None:
+    """Kill what a test left, so that no later test meets it."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it ended meanwhile
 
 
 def processes_of_this_session() -> dict[int, str]:

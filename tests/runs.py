@@ -1,6 +1,9 @@
 """Runs and records that several tests share."""
 
+from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
 
 from fsdp_helpers import __main__ as command_line
 from fsdp_helpers.config import TrainConfig
@@ -43,6 +46,15 @@ RANK_KEYS = {
     "num_units",
     "collectives",
 }
+
+
+def mostly_long(cases: Iterable, *, telling: tuple[int, ...] = (0,)) -> list:
+    """Cases for `parametrize`: those at the positions `telling` always run, the others are the long evidence."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*value, marks=() if position in telling else pytest.mark.long)
+        for position, value in enumerate(values)
+    ]
 
 
 def train(strategy: str, world_size: int, **settings):

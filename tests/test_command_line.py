@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import workers_for_tests as workers
 from leftovers import PROJECT
-from runs import OFFLINE, check_json, main_in_process, train
+from runs import OFFLINE, check_json, main_in_process, mostly_long, train
 
 from fsdp_helpers.__main__ import build_parser, flag_table, train_flags
 from fsdp_helpers.config import MODELS, STRATEGIES, TrainConfig, flags, is_sharded
@@ -120,6 +120,7 @@ def test_ranks_draw_their_own_dropout_masks(digits_dir):
     assert with_dropout == train("ddp", 2, **settings)[0].step_losses  # but the same ones each time
 
 
+@pytest.mark.long
 def test_all_test_images_are_counted_once(mnist_dir):
     settings = {
         "model": "simple",
@@ -134,14 +135,14 @@ def test_all_test_images_are_counted_once(mnist_dir):
     assert seven.epochs[0].test_correct == pytest.approx(one.epochs[0].test_correct, abs=3)
 
 
-@pytest.mark.parametrize("test_images, world_size", [(1, 2), (7, 3), (101, 2)])
+@pytest.mark.parametrize("test_images, world_size", mostly_long([(1, 2), (7, 3), (101, 2)], telling=(1,)))
 def test_odd_numbers_of_test_images(test_images, world_size, digits_dir):
     settings = {"model": "simple", "max_steps": 1, "global_batch_size": 6, "data_dir": str(digits_dir)}
     record = train("ddp", world_size, test_images=test_images, **settings)[0]
     assert record.epochs[0].test_images == test_images
 
 
-@pytest.mark.parametrize("model", ["vit", "simple"])
+@pytest.mark.parametrize("model", mostly_long(["vit", "simple"]))
 def test_other_models_train_too(model, digits_dir):
     settings = {"model": model, "max_steps": 2, "global_batch_size": 8, "test_images": 9, "dropout": False}
     local = train("local", 1, data_dir=str(digits_dir), **settings)[0]
@@ -158,6 +159,7 @@ def read_json(path: Path) -> dict:
     return content
 
 
+@pytest.mark.long
 def test_torchrun_gives_the_very_same_losses(run_cli, torchrun, digits_dir, tmp_path):
     """`--world-size 2`, `torchrun --nproc-per-node 2`, and two torchrun agents on one host: to the last digit."""
     arguments = ["train", "--strategy", "ddp", "--max-steps", 6, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]

@@ -1,9 +1,12 @@
 import gzip
+import hashlib
 import http.server
 import os
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +14,9 @@ import pytest
 import torch
 from torchvision.datasets import MNIST
 
+from fsdp_helpers import data as data_module
 from fsdp_helpers.data import (
+    FAILED_DOWNLOAD,
     MNIST_FILES,
     DataError,
     Split,
@@ -22,6 +27,7 @@ from fsdp_helpers.data import (
     load_data,
     normalise,
     num_train_images,
+    offline,
     prepare_data,
     rank_batches,
 )
@@ -37,14 +43,18 @@ def numbered(count: int) -> Split:
 
 
 class Mirror:
-    """A local HTTP server in the place of a mirror of MNIST; `gets` counts the requests for each file."""
+    """A local HTTP server in the place of a mirror of MNIST.
+
+    `gets` counts how often each file was fetched, `asked` counts all requests, also those that found nothing.
+    """
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        self.gets = gets = Counter()
+        self.gets, self.asked = gets, asked = Counter(), Counter()
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
                 name = self.path.removeprefix("/")
+                asked[name] += 1
                 self.send_response(200 if name in files else 404)
                 self.send_header("Content-Length", str(len(files.get(name, b""))))
                 self.end_headers()
@@ -67,19 +77,61 @@ class Mirror:
         self._server.server_close()
 
 
+def md5_of(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def small_files() -> dict[str, bytes]:
+    """Four files in MNIST's format: 8 training and 4 test images."""
+    files = {}
+    for part, count in (("train", 8), ("t10k", 4)):
+        files[f"{part}-images-idx3-ubyte"] = struct.pack(">IIII", 0x803, count, 28, 28) + bytes(count * 784)
+        files[f"{part}-labels-idx1-ubyte"] = struct.pack(">II", 0x801, count) + bytes(range(count))
+    return files
+
+
 @pytest.fixture
-def mirror(packed_mnist, monkeypatch):
-    """A mirror with the real files. A test may spoil its `files` before it asks for them."""
-    files = dict(packed_mnist)
+def small_packed(monkeypatch) -> dict[str, bytes]:
+    """The small files, packed, which pass for MNIST as long as the test runs: name -> content."""
+    files = small_files()
+    packed = {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in files.items()}
+    expected = {name: (len(content), md5_of(content)) for name, content in files.items()}
+    monkeypatch.setattr(data_module, "MNIST_FILES", expected)
+    monkeypatch.setattr(MNIST, "resources", [(name, md5_of(packed[name])) for name in NAMES])
+    return packed
+
+
+@pytest.fixture
+def mirror(small_packed, monkeypatch):
+    """A mirror with the small files. A test may spoil its `files` before it asks for them."""
+    files = dict(small_packed)
     with Mirror(files) as server:
         server.files = files
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         yield server
 
 
+@pytest.fixture
+def empty_mirror(monkeypatch):
+    """A mirror that answers, and has none of the files."""
+    with Mirror({}) as server:
+        monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        yield server
+
+
+@pytest.fixture
+def small_mnist(small_packed, tmp_path) -> Path:
+    """A data folder with the small files, unpacked."""
+    raw = tmp_path / "small" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, content in small_files().items():
+        (raw / name).write_bytes(content)
+    return tmp_path / "small"
+
+
 def left_over(folder: Path) -> list[str]:
-    """What a download leaves beside its lock file."""
-    return sorted(path.name for path in folder.iterdir() if path.name != ".mnist.lock")
+    """What a download leaves beside its lock file and the note that it failed."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in (".mnist.lock", FAILED_DOWNLOAD))
 
 
 # ---------------------------------------------------------------- the download
@@ -91,14 +143,14 @@ def test_downloaded_once(mirror, tmp_path):
     assert mirror.gets == {name: 1 for name in NAMES}
     assert left_over(tmp_path) == ["MNIST"]
     dataset = load_data(tmp_path)
-    assert (dataset.source, len(dataset.train), len(dataset.test)) == ("mnist", 60_000, 10_000)
-    assert dataset.test.labels[:5].tolist() == [7, 2, 1, 0, 4]  # as in every picture of MNIST
+    assert (dataset.source, len(dataset.train), dataset.test.labels.tolist()) == ("mnist", 8, [0, 1, 2, 3])
 
 
 def test_two_processes_starting_together_download_once(mirror, tmp_path):
     code = (
-        "from torchvision.datasets import MNIST; from fsdp_helpers.data import prepare_data; "
-        f"MNIST.mirrors = [{mirror.url!r}]; input(); print(prepare_data({str(tmp_path)!r}))"
+        "from torchvision.datasets import MNIST; from fsdp_helpers import data; "
+        f"MNIST.mirrors, MNIST.resources = [{mirror.url!r}], {MNIST.resources!r}; "
+        f"data.MNIST_FILES = {data_module.MNIST_FILES!r}; input(); print(data.prepare_data({str(tmp_path)!r}))"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
@@ -111,13 +163,18 @@ def test_two_processes_starting_together_download_once(mirror, tmp_path):
     assert left_over(tmp_path) == ["MNIST"]
 
 
-def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
-    # No mirror is in reach here; the four .gz files, put where the message says, are enough.
-    raw = tmp_path / "MNIST" / "raw"
+def put_packed(folder: Path, packed: dict[str, bytes]) -> None:
+    raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for name, content in packed_mnist.items():
+    for name, content in packed.items():
         (raw / name).write_bytes(content)
+
+
+def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
+    # No mirror is in reach here; the four .gz files of the real MNIST, put where the message says, are enough.
+    put_packed(tmp_path, packed_mnist)
     assert prepare_data(tmp_path) == "mnist"
+    assert load_data(tmp_path).test.labels[:5].tolist() == [7, 2, 1, 0, 4]  # as in every picture of MNIST
 
 
 def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
@@ -128,8 +185,8 @@ def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
 
 
 def test_download_cut_short(mirror, tmp_path):
-    mirror.files[NAMES[0]] = mirror.files[NAMES[0]][:1000]
-    with pytest.raises(DataError, match=rf"{NAMES[0]} arrived damaged \(1000 bytes"):
+    mirror.files[NAMES[0]] = mirror.files[NAMES[0]][:30]
+    with pytest.raises(DataError, match=rf"{NAMES[0]} arrived damaged \(30 bytes"):
         prepare_data(tmp_path)
     assert left_over(tmp_path) == []
 
@@ -145,29 +202,103 @@ def test_mirror_without_the_files_means_digits(mirror, tmp_path):
     assert left_over(tmp_path) == []
 
 
+def test_a_download_that_failed_is_not_tried_again_for_an_hour(empty_mirror, tmp_path):
+    asked = []
+    for age_s in (None, 0, 3500, 3700, -3700):  # the age of the note when the data are asked for once more
+        if age_s is not None:
+            when_s = time.time() - age_s
+            os.utime(tmp_path / FAILED_DOWNLOAD, (when_s, when_s))
+        before = empty_mirror.asked.total()
+        assert prepare_data(tmp_path) == "digits"
+        asked.append(empty_mirror.asked.total() > before)
+    # Tried at first, and after more than an hour; a note from the future says nothing.
+    assert asked == [True, False, False, True, True]
+
+
+def test_the_note_of_a_failed_download_can_be_deleted(mirror, tmp_path):
+    files = dict(mirror.files)
+    mirror.files.clear()
+    assert prepare_data(tmp_path) == "digits"
+    mirror.files.update(files)
+    assert prepare_data(tmp_path) == "digits"
+    assert f"to try at once, delete {tmp_path.name}/{FAILED_DOWNLOAD}." in describe_source("digits", tmp_path)
+    (tmp_path / FAILED_DOWNLOAD).unlink()
+    assert prepare_data(tmp_path) == "mnist"
+
+
+def test_packed_files_need_no_download_after_one_that_failed(small_packed, digits_dir):
+    assert prepare_data(digits_dir) == "digits"
+    put_packed(digits_dir, small_packed)
+    assert prepare_data(digits_dir) == "mnist"
+    assert not (digits_dir / FAILED_DOWNLOAD).exists()
+
+
+# ---------------------------------------------------------------- without a network, on purpose
+
+
+@pytest.mark.parametrize("value, expected", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_what_asks_for_the_digits(value, expected, monkeypatch):
+    monkeypatch.delenv("FSDP_OFFLINE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FSDP_OFFLINE", value)
+    assert offline() is expected
+
+
+def test_offline_means_the_digits_and_no_download(empty_mirror, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_OFFLINE", "1")
+    folder = tmp_path / "data"
+    assert prepare_data(folder) == "digits"
+    assert load_data(folder).source == "digits"
+    assert empty_mirror.asked.total() == 0 and not folder.exists()
+    assert "because FSDP_OFFLINE is set. To use MNIST, unset it." in describe_source("digits", folder)
+
+
+def test_offline_means_the_digits_also_where_mnist_is(small_mnist, monkeypatch):
+    assert (prepare_data(small_mnist), load_data(small_mnist).source) == ("mnist", "mnist")
+    monkeypatch.setenv("FSDP_OFFLINE", "1")
+    assert (prepare_data(small_mnist), load_data(small_mnist).source) == ("digits", "digits")
+
+
 # ---------------------------------------------------------------- what is on disk
 
 
+def test_contents_are_hashed_once_and_not_by_every_rank(small_mnist, monkeypatch):
+    hashed = []
+    md5 = data_module._md5
+    monkeypatch.setattr(data_module, "_md5", lambda path: hashed.append(path.name) or md5(path))
+    assert prepare_data(small_mnist) == "mnist"
+    assert sorted(hashed) == sorted(MNIST_FILES)
+    for _ in range(3):  # as three ranks do
+        assert len(load_data(small_mnist).train) == 8
+    assert len(hashed) == 4
+
+
+def test_loading_checks_sizes(small_mnist):
+    labels = small_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:-1])
+    # 4 labels behind a header of 8 bytes, and one of them is gone
+    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte is damaged: 11 bytes instead of 12"):
+        load_data(small_mnist)
+
+
 @pytest.mark.parametrize("name", ["t10k-labels-idx1-ubyte", SMALL])
-def test_truncated_file_is_named(name, packed_mnist, tmp_path):
+def test_truncated_file_is_named(name, small_packed, tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    whole = packed_mnist[SMALL]
+    whole = small_packed[SMALL]
     (raw / name).write_bytes((whole if name == SMALL else gzip.decompress(whole))[:-1])
     with pytest.raises(DataError, match=f"{name} is damaged: .*Delete it and run again"):
         prepare_data(tmp_path)
     assert (raw / name).exists()  # the reader deletes it, nobody else
 
 
-def test_changed_file_of_the_right_size_is_named(packed_mnist, tmp_path):
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    content = bytearray(gzip.decompress(packed_mnist[SMALL]))
+def test_changed_file_of_the_right_size_is_named(small_mnist):
+    labels = small_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    content = bytearray(labels.read_bytes())
     content[-1] ^= 1
-    (raw / Path(SMALL).stem).write_bytes(content)
-    for read in (prepare_data, load_data):
-        with pytest.raises(DataError, match="is damaged: its checksum is wrong"):
-            read(tmp_path)
+    labels.write_bytes(content)
+    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte is damaged: its checksum is wrong"):
+        prepare_data(small_mnist)
 
 
 def test_read_only_folder_without_mnist(tmp_path):

@@ -9,10 +9,20 @@ import pytest
 PROJECT = Path(__file__).resolve().parent.parent
 
 
-def versions_of_the_tested_set() -> dict[str, str]:
-    """What `pip install .[tested]` brings: name -> version."""
+def pinned_versions(extra: str) -> dict[str, str]:
+    """What `pip install .[extra]` brings: name -> version."""
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return dict(requirement.split("==") for requirement in extras["tested"])
+    return dict(requirement.split("==") for requirement in extras[extra])
+
+
+def versions_of_the_tested_set() -> dict[str, str]:
+    return pinned_versions("tested")
+
+
+def lowest_versions() -> dict[str, str]:
+    """The lower end of every range: name -> version."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    return dict(requirement.split(">=") for requirement in project["dependencies"])
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +50,12 @@ def test_every_dependency_says_what_it_is_for(dependency_lines):
     assert without == []
 
 
+def test_the_oldest_set_is_the_lower_end_of_every_range():
+    assert pinned_versions("oldest") == lowest_versions()
+
+
 def test_the_tested_set_is_within_the_range():
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    lowest = dict(requirement.split(">=") for requirement in project["dependencies"])
-    tested = versions_of_the_tested_set()
+    lowest, tested = lowest_versions(), versions_of_the_tested_set()
     assert set(lowest) == set(tested)
 
     def numbers(version):

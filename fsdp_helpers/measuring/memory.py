@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
@@ -65,7 +66,10 @@ class MemoryTrace:
     def start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on standard error otherwise
         self._stack = ExitStack()
-        self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        with warnings.catch_warnings():
+            # torch 2.11 warns about the cycles of a profile, also where there is only one
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+            self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         self._stack.enter_context(self._collectives)
         self._marks_s = []
         for _ in range(5):

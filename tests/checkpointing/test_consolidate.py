@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runs import main_in_process, train
+from runs import main_in_process, mostly_long, train
 
 from fsdp_helpers.checkpointing.consolidate import consolidate
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, commit
@@ -159,6 +159,7 @@ def large(tmp_path_factory) -> Path:
     shutil.rmtree(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", READERS)
 def test_memory_holds_one_tensor_at_a_time(suffix, large, tmp_path):
     out = tmp_path / f"model{suffix}"
@@ -184,7 +185,7 @@ def test_memory_holds_one_tensor_at_a_time(suffix, large, tmp_path):
 # ---------------------------------------------------------------- whole or not there
 
 
-@pytest.mark.parametrize("suffix", READERS)
+@pytest.mark.parametrize("suffix", mostly_long(READERS))
 def test_a_full_disk_leaves_what_was_there(suffix, runs, tmp_path):
     """The file may grow to 100,000 bytes, the model has 4 x 204,938 = 819,752: bad output, said in one line."""
     out = tmp_path / f"model{suffix}"

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from leftovers import END_S, PROJECT, processes_of_this_session
-from runs import FIXTURES, OFFLINE, main_in_process, train
+from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
 from fsdp_helpers.checkpointing.index import read_index
@@ -76,7 +76,7 @@ def unfinished(folder: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("strategy, api, world_size", RUNS)
+@pytest.mark.parametrize("strategy, api, world_size", mostly_long(RUNS, telling=(3, 6)))
 def test_ten_steps_and_ten_more_are_twenty(strategy, api, world_size, no_mnist, tmp_path):
     """With dropout on, to the last bit: the losses, the evaluations and the state in the end."""
     settings = {"api": api, "data_dir": no_mnist} | SETTINGS
@@ -106,7 +106,7 @@ def evaluation(epoch):
     return epoch.epoch, epoch.test_loss, epoch.test_correct
 
 
-@pytest.mark.parametrize("strategy, api, world_size", [RUNS[2], RUNS[4], RUNS[6]])
+@pytest.mark.parametrize("strategy, api, world_size", mostly_long([RUNS[2], RUNS[4], RUNS[6]], telling=(2,)))
 def test_saving_changes_no_number(strategy, api, world_size, no_mnist, tmp_path):
     settings = {"api": api, "data_dir": no_mnist, "max_steps": 10} | SETTINGS
     plain = train(strategy, world_size, **settings)[0]
@@ -117,7 +117,7 @@ def test_saving_changes_no_number(strategy, api, world_size, no_mnist, tmp_path)
         assert with_saving == without  # bytes held, the peak and the collectives of a step included
 
 
-@pytest.mark.parametrize("saver", [("ddp", "fsdp2", 2), ("fsdp-auto-wrap", "fsdp1", 3)])
+@pytest.mark.parametrize("saver", [pytest.param(RUNS[1], marks=pytest.mark.long), RUNS[4]])
 def test_a_run_goes_on_on_other_ranks_and_under_another_strategy(saver, no_mnist, tmp_path):
     settings = {"data_dir": no_mnist, "dropout": False, "max_steps": 20} | SETTINGS
     strategy, api, world_size = saver
@@ -160,7 +160,7 @@ def test_resuming_from_nothing_is_starting(no_mnist, tmp_path):
         assert find_steps(tmp_path / folder) == [3]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", mostly_long([1, 2], telling=(1,)))
 def test_as_many_checkpoints_are_kept_as_asked_for(count, no_mnist, tmp_path):
     settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)}
     train(world_size=2, checkpoint_every=3, keep_last=count, **settings)
@@ -207,7 +207,7 @@ def test_a_finished_run_trains_nothing_and_evaluates(no_mnist, tmp_path, capfd):
     assert "after the first 8 of an earlier run" in output and "train loss" not in output
 
 
-@pytest.mark.parametrize("epochs, max_steps, first_step", [(1, None, 5), (2, 5, 5), (2, 4, 4)])
+@pytest.mark.parametrize("epochs, max_steps, first_step", mostly_long([(1, None, 5), (2, 5, 5), (2, 4, 4)]))
 def test_steps_and_epochs_count_from_the_beginning_of_the_run(epochs, max_steps, first_step, no_mnist, tmp_path):
     """5 steps an epoch: a run that ends with an epoch, or within one, and is given more to do later."""
     settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)}
@@ -272,7 +272,7 @@ def test_there_are_many_moments_to_be_killed_at(moments):
     assert moments[0] > 60 and moments[1] > 24
 
 
-@pytest.mark.parametrize("part", range(13))
+@pytest.mark.parametrize("part", mostly_long(range(13), telling=(4, 9)))
 @pytest.mark.parametrize("everyone", [False, True])
 def test_killed_on_rank_0(everyone, part, moments, saving_config, undisturbed, tmp_path):
     """At 26 moments from the first to the last: rank 0 alone at every other one, all ranks at those in between."""
@@ -280,7 +280,7 @@ def test_killed_on_rank_0(everyone, part, moments, saving_config, undisturbed, t
     kill_and_check(0, moment, everyone, saving_config, undisturbed, tmp_path)
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", mostly_long(range(6), telling=(3,)))
 def test_killed_on_rank_1(part, moments, saving_config, undisturbed, tmp_path):
     moment = 1 + round(part / 5 * (moments[1] - 1))
     kill_and_check(1, moment, False, saving_config, undisturbed, tmp_path)
@@ -340,7 +340,7 @@ def wait_for_lock(folder: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("whole_group", [True, False])
+@pytest.mark.parametrize("whole_group", mostly_long([True, False], telling=(1,)))
 def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, capfd):
     """Killed with its ranks, or alone: then the ranks end by themselves. A second run keeps off until then."""
     folder = tmp_path / "run"

@@ -10,6 +10,7 @@ import checkpoint_workers as workers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from runs import mostly_long
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
@@ -70,21 +71,29 @@ def test_what_is_saved_is_worth_comparing(saved):
         assert {tensor.item() for key, tensor in expected.items() if key.endswith(".step")} == {3.0}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("loader", CONFIGS)
+@pytest.mark.parametrize(
+    "loader, world_size",
+    # under FSDP1 on two ranks and under FSDP2 on three, both wrapped
+    mostly_long([(loader, world_size) for loader in CONFIGS for world_size in (1, 2, 3)], telling=(7, 14)),
+)
 def test_slices_of_four_ranks_load_everywhere(loader, world_size, saved):
     found = on_ranks(workers.load_each, saved, [*CONFIGS], CONFIGS[loader], world_size=world_size)[0]
     assert found.keys() == CONFIGS.keys()
     check_loaded(found)
 
 
-@pytest.mark.parametrize("loader, world_size", [("hybrid fsdp1", 4), ("hybrid fsdp2", 4), ("offload fsdp2", 3)])
+@pytest.mark.parametrize(
+    "loader, world_size",
+    mostly_long([("hybrid fsdp1", 4), ("hybrid fsdp2", 4), ("offload fsdp2", 3)], telling=(1,)),
+)
 def test_slices_load_under_the_other_strategies(loader, world_size, saved):
     found = on_ranks(workers.load_each, saved, [*CONFIGS], SAVED[loader], world_size=world_size)[0]
     check_loaded(found)
 
 
-@pytest.mark.parametrize("loader, world_size", [("fsdp fsdp1", 2), ("fsdp-auto-wrap fsdp2", 3)])
+@pytest.mark.parametrize(
+    "loader, world_size", mostly_long([("fsdp fsdp1", 2), ("fsdp-auto-wrap fsdp2", 3)], telling=(1,))
+)
 def test_slices_of_the_other_strategies_load(loader, world_size, saved):
     others = [*(SAVED.keys() - CONFIGS.keys())]
     found = on_ranks(workers.load_each, saved, others, CONFIGS[loader], world_size=world_size)[0]
@@ -104,8 +113,11 @@ def test_a_parameter_with_fewer_rows_than_ranks(api, tmp_path):
         assert after == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("loader", ["ddp fsdp2", "fsdp fsdp1", "fsdp-auto-wrap fsdp1", "fsdp-auto-wrap fsdp2"])
+@pytest.mark.parametrize("world_size", mostly_long([1, 2], telling=(1,)))
+@pytest.mark.parametrize(
+    "loader",
+    mostly_long(["ddp fsdp2", "fsdp fsdp1", "fsdp-auto-wrap fsdp1", "fsdp-auto-wrap fsdp2"], telling=(2, 3)),
+)
 def test_the_one_file_of_four_ranks_loads_everywhere(loader, world_size, saved):
     found = on_ranks(workers.load_each, saved, [*CONFIGS], CONFIGS[loader], True, world_size=world_size)[0]
     check_loaded(found)

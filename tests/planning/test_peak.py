@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from runs import mostly_long
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model, count_params
@@ -42,7 +43,7 @@ def test_peak_of_two_units_hand_worked():
     assert peak_bytes("fsdp-auto-wrap", "fsdp2", workload, 2) == 1_480
 
 
-@pytest.mark.parametrize(("model", "batch"), [("shallow", 128), ("deep", 32)])
+@pytest.mark.parametrize(("model", "batch"), mostly_long([("shallow", 128), ("deep", 32)]))
 def test_formula_within_5_percent_of_measurement(model, batch):
     config = TrainConfig(model=model, strategy="ddp", global_batch_size=batch, max_steps=3, train_images=400)
     config = replace(config, test_images=1)

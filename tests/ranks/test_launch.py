@@ -347,6 +347,7 @@ def test_a_killed_parent_takes_its_ranks_along(tmp_path):
 # ---------------------------------------------------------------- side by side
 
 
+@pytest.mark.long
 def test_two_notebooks_launching_in_a_loop_never_collide():
     code = """
         from fsdp_helpers.ranks.launch import launch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import workers_for_tests as workers
-from runs import train
+from runs import mostly_long, train
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
@@ -43,7 +43,7 @@ def counts(record: RunRecord) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("strategy, api", WAYS)
+@pytest.mark.parametrize("strategy, api", mostly_long(WAYS, telling=(0, 3, 4)))
 def test_micro_batches_equal_one_large_batch(strategy, api, sync, run):
     one_batch = run(strategy, api)
     parts = run(strategy, api, micro_batches=4, sync_micro_batches=sync)
@@ -135,8 +135,8 @@ def test_add_up_gradients_returns_the_mean_loss():
 # ---------------------------------------------------------------- clipping
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("strategy, api", WAYS)
+@pytest.mark.parametrize("world_size", mostly_long([2, 3]))
+@pytest.mark.parametrize("strategy, api", mostly_long(WAYS, telling=(0, 3, 4)))
 def test_the_norm_is_that_of_one_process(strategy, api, world_size, run):
     one = run("local", world_size=1, clip_norm=0.5)
     many = run(strategy, api, world_size, clip_norm=0.5)
@@ -146,7 +146,7 @@ def test_the_norm_is_that_of_one_process(strategy, api, world_size, run):
     assert min(one.gradient_norms) > 0.5  # every step was clipped
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("api", mostly_long(["fsdp1", "fsdp2"], telling=(1,)))
 def test_the_norm_on_one_rank_and_in_two_groups(api, run):
     one = run("local", world_size=1, clip_norm=0.5).gradient_norms
     assert run("fsdp-auto-wrap", api, 1, clip_norm=0.5).gradient_norms == pytest.approx(one, rel=1e-5)
@@ -165,7 +165,7 @@ def test_clipping_and_micro_batches_together(run):
     assert parts.gradient_norms == pytest.approx(one, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy, api", WAYS)
+@pytest.mark.parametrize("strategy, api", mostly_long(WAYS, telling=(4,)))
 def test_the_norm_of_large_tensors(strategy, api, run):
     """ShallowNet's fc1 has a million values: squares summed in fp32 would miss the fifth digit."""
     settings = {"model": "shallow", "min_num_params": 20_000, "clip_norm": 0.5, "max_steps": 2}
@@ -173,7 +173,7 @@ def test_the_norm_of_large_tensors(strategy, api, run):
     assert many.gradient_norms == pytest.approx(one.gradient_norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy, api", WAYS[1:])
+@pytest.mark.parametrize("strategy, api", mostly_long(WAYS[1:], telling=(2, 3)))
 def test_the_norm_takes_one_number_over_the_ranks(strategy, api, run):
     seen = {count.op: (count.count, count.bytes) for count in run(strategy, api, clip_norm=0.5).ranks[0].collectives}
     assert seen["all_reduce"] == (1, 8)  # one fp64 value
@@ -214,6 +214,7 @@ def test_a_step_clips_before_the_update():
 # ---------------------------------------------------------------- bf16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy, api", SHARDED_UNITS)
 def test_bf16_learns_what_fp32_learns(strategy, api, run):
     settings = {"max_steps": 100, "epochs": 5, "global_batch_size": 32, "learning_rate": 3e-4, "test_images": 360}

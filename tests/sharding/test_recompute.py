@@ -3,7 +3,7 @@
 import pytest
 import torch
 import workers_for_tests as workers
-from runs import train
+from runs import mostly_long, train
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
@@ -49,7 +49,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["units", "selective"])
-@pytest.mark.parametrize("strategy, api", WAYS)
+@pytest.mark.parametrize("strategy, api", mostly_long(WAYS, telling=(0, 4, 5)))
 def test_the_same_losses_bit_for_bit_with_dropout(strategy, api, kind, run):
     plain, checkpointed = run(strategy, api), run(strategy, api, activation_checkpointing=kind)
     assert len(plain.step_losses) == 4
@@ -58,7 +58,7 @@ def test_the_same_losses_bit_for_bit_with_dropout(strategy, api, kind, run):
     assert checkpointed.ranks[0].peak_bytes < plain.ranks[0].peak_bytes
 
 
-@pytest.mark.parametrize("strategy, api", SHARDED_UNITS)
+@pytest.mark.parametrize("strategy, api", mostly_long(SHARDED_UNITS, telling=(0, 1)))
 def test_the_same_units_and_the_same_collectives(strategy, api, run):
     """Checkpointed first, sharded second: a unit is gathered once in backward, for recomputing and for gradients."""
     plain, checkpointed = (run(strategy, api, activation_checkpointing=kind).ranks[0] for kind in ("none", "units"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers_for_tests as workers
-from runs import train
+from runs import mostly_long, train
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -68,8 +68,11 @@ def peak(record: RunRecord) -> int:
 # ---------------------------------------------------------------- the same losses, the same parameters
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("strategy, api", SHARDED)
+@pytest.mark.parametrize(
+    "strategy, api, world_size",
+    [(*which, 2) for which in SHARDED]
+    + mostly_long([(*which, world_size) for world_size in (3, 4) for which in SHARDED], telling=(3,)),
+)
 def test_equals_ddp_step_by_step(strategy, api, world_size, run):
     ddp, sharded = run("ddp", world_size=world_size), run(strategy, api, world_size)
     assert len(sharded.step_losses) == 20
@@ -77,7 +80,7 @@ def test_equals_ddp_step_by_step(strategy, api, world_size, run):
     assert sharded.epochs[0].test_loss == pytest.approx(ddp.epochs[0].test_loss, abs=1e-4)
 
 
-@pytest.mark.parametrize("strategy, api", SHARDED)
+@pytest.mark.parametrize("strategy, api", mostly_long(SHARDED, telling=(2, 3)))
 def test_equals_local_without_dropout(strategy, api, run):
     local = run("local", world_size=1, dropout=False)
     sharded = run(strategy, api, dropout=False)
@@ -85,12 +88,13 @@ def test_equals_local_without_dropout(strategy, api, run):
     assert local.step_losses[-1] < 0.5 * local.step_losses[0]  # it learns
 
 
-@pytest.mark.parametrize("strategy, api", ONE_UNIT + AUTO_WRAP)
+@pytest.mark.parametrize("strategy, api", mostly_long(ONE_UNIT + AUTO_WRAP, telling=(3,)))
 def test_deep_equals_ddp(strategy, api, run_deep):
     assert run_deep(strategy, api).step_losses == pytest.approx(run_deep("ddp").step_losses, abs=1e-5)
 
 
-def test_whole_parameters_after_training(digits_dir):
+@pytest.mark.parametrize("ways", mostly_long([AUTO_WRAP, SHARDED]), ids=["auto-wrap", "all"])
+def test_whole_parameters_after_training(ways, digits_dir):
     """On three ranks, which divide neither ShallowNet's parameters nor its rows."""
     settings = {"max_steps": 5, "global_batch_size": 24, "data_dir": str(digits_dir)}
     found = {
@@ -100,7 +104,7 @@ def test_whole_parameters_after_training(digits_dir):
             world_size=3,
             device="cpu",
         )[0]
-        for strategy, api in [("ddp", "fsdp2"), *SHARDED]
+        for strategy, api in [("ddp", "fsdp2"), *ways]
     }
     expected = found.pop(("ddp", "fsdp2"))
     assert sum(tensor.numel() for tensor in expected.values()) == P_SHALLOW
@@ -123,7 +127,7 @@ def test_two_ranks_keep_half_each(strategy, api, run):
         assert (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes) == (2_399_764, 2_399_764, 4_799_528)
 
 
-@pytest.mark.parametrize("strategy, api", SHARDED)
+@pytest.mark.parametrize("strategy, api", mostly_long(SHARDED, telling=(3,)))
 def test_three_ranks_together_keep_the_whole(strategy, api, run):
     ranks = run(strategy, api, 3).ranks
     assert sum(rank.parameter_bytes for rank in ranks) == 4 * P_SHALLOW
@@ -138,7 +142,7 @@ def test_held_is_16_bytes_a_parameter_over_the_ranks(strategy, api, run):
         assert rank.held_bytes == pytest.approx(9_599_056, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy, api", ONE_UNIT + AUTO_WRAP)
+@pytest.mark.parametrize("strategy, api", mostly_long(ONE_UNIT + AUTO_WRAP, telling=(1, 3)))
 def test_deep_holds_16_bytes_a_parameter_over_the_ranks(strategy, api, run_deep):
     for rank in run_deep(strategy, api).ranks:
         assert rank.held_bytes == pytest.approx(16 * P_DEEP / 2, rel=1e-3)
@@ -152,12 +156,12 @@ def test_peaks_are_in_order(api, run):
     assert peak(run("fsdp-auto-wrap", api)) < peak(run("fsdp", api)) < peak(run("ddp"))
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", mostly_long(APIS, telling=(1,)))
 def test_peaks_of_deep_are_in_order(api, run_deep):
     assert peak(run_deep("fsdp-auto-wrap", api)) < peak(run_deep("fsdp", api)) < peak(run_deep("ddp"))
 
 
-@pytest.mark.parametrize("strategy, api", [("fsdp", "fsdp1"), *AUTO_WRAP])
+@pytest.mark.parametrize("strategy, api", mostly_long([("fsdp", "fsdp1"), *AUTO_WRAP], telling=(2,)))
 def test_a_measurement_repeats_to_the_byte(strategy, api, run):
     first, again = run(strategy, api), run(strategy, api, max_steps=4, seed=1)
     assert [(rank.held_bytes, rank.peak_bytes) for rank in first.ranks] == [
@@ -184,7 +188,7 @@ def test_auto_wrap_gathers_every_unit_but_the_root_twice(strategy, api, run):
         assert moved(rank) == {"all_gather": (3, 9_518_632), "reduce_scatter": (2, 4_799_528)}
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", mostly_long(APIS, telling=(1,)))
 def test_collectives_of_deep(api, run_deep):
     for rank in run_deep("fsdp", api).ranks:
         assert moved(rank) == {"all_gather": (1, 376_416_936), "reduce_scatter": (1, 376_416_936)}
@@ -279,7 +283,7 @@ def test_units_inside_a_transformer_layer_are_evaluated_too(api, run):
     assert sharded.epochs[0].test_loss == pytest.approx(ddp.epochs[0].test_loss, abs=1e-5)
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", mostly_long(APIS, telling=(1,)))
 def test_hybrid_shards_within_groups_and_copies_across(api, run):
     ddp, hybrid = run("ddp", world_size=4), run("fsdp-auto-wrap", api, 4, sharding="hybrid")
     assert hybrid.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
@@ -297,7 +301,7 @@ def test_no_sharding_is_ddp(run):
         assert (rank.parameter_bytes, moved(rank)) == (4 * P_SHALLOW, {"all_reduce": (1, 4 * P_SHALLOW)})
 
 
-@pytest.mark.parametrize("prefetch", ["post", "none"])
+@pytest.mark.parametrize("prefetch", mostly_long(["post", "none"]))
 def test_prefetching_changes_no_number(prefetch, run):
     settings = {"model": "vit", "max_steps": 4, "global_batch_size": 4}
     usual, other = (run("fsdp-auto-wrap", "fsdp1", backward_prefetch=p, **settings) for p in ("pre", prefetch))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from runs import train
+from runs import mostly_long, train
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
@@ -19,7 +19,7 @@ def settings(data_dir) -> dict:
     return {"max_steps": 6, "global_batch_size": 24, "test_images": 12, "data_dir": str(data_dir)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", mostly_long([2, 3], telling=(1,)))
 def test_by_hand_equals_the_real_ones(world_size, digits_dir):
     config = TrainConfig(**settings(digits_dir))
     ddp = train("ddp", world_size, **settings(digits_dir))[0].step_losses
@@ -57,7 +57,7 @@ def test_no_padding_where_the_ranks_divide():
     assert [by_hand.FlatUnit(nn.Linear(2, 3), 0, world_size=count).padding for count in (3, 1)] == [0, 0]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", mostly_long([2, 3], telling=(1,)))
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(world_size):
     # 1,200 values of 4 bytes each; of 4,800 bytes a rank sends a half or two thirds in either half of the all-reduce
     half = {2: 2400, 3: 3200}[world_size]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from runs import mostly_long
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
@@ -22,7 +23,10 @@ def config(digits_dir) -> TrainConfig:
     )
 
 
-@pytest.mark.parametrize("strategy, api", [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")])
+@pytest.mark.parametrize(
+    "strategy, api",
+    mostly_long([("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")], telling=(0, 2)),
+)
 def test_every_way_writes_the_state_once(strategy, api, config, tmp_path):
     chosen = replace(config, strategy=strategy, api=api)
     for records in launch(lessons.save_every_way, chosen, str(tmp_path), world_size=2, device="cpu"):

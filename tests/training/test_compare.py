@@ -157,6 +157,7 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.long
 def test_more_steps_than_an_epoch_has(digits_dir, tmp_path, capfd):
     # 1,437 digits in batches of 512 are 2 steps an epoch: the fourth step is in the second epoch
     arguments = ["compare", "--models", "simple", "--steps", 4, "--global-batch-size", 512, "--device", "cpu"]

@@ -1,0 +1,78 @@
+"""What a person gets: a wheel that holds every room, and a README whose tree is that of the folders."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from leftovers import PROJECT
+
+NEEDED_FOR_A_WHEEL = ("pyproject.toml", "README.md", "LICENSE")
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+def modules() -> set[str]:
+    """Every file of the package, as a path from the project's root."""
+    return {path.relative_to(PROJECT).as_posix() for path in (PROJECT / "fsdp_helpers").rglob("*.py")}
+
+
+def test_a_wheel_holds_every_room(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")  # as the build asks for in pyproject.toml
+    for name in NEEDED_FOR_A_WHEEL:
+        shutil.copy(PROJECT / name, tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PROJECT / "fsdp_helpers", tmp_path / "fsdp_helpers", ignore=ignored)
+    (tmp_path / "notebooks").mkdir()  # a folder beside the package, which a wheel leaves out
+    command = [sys.executable, "-c", BUILD, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == modules()
+
+
+def tree_of(text: str) -> list[str]:
+    """The paths that a tree names: two spaces a level, the name first, folders with a slash at the end."""
+    paths, folders = [], []
+    for line in text.splitlines():
+        spaces, name = re.match(r"( *)(\S+)", line).groups()
+        folders[len(spaces) // 2 :] = [name]
+        paths.append("".join(folders))
+    return paths
+
+
+def test_a_tree_hand_worked():
+    assert tree_of("a/   one\n  b/   two\n    c.py   three\n  d.py   four\ne") == [
+        "a/",
+        "a/b/",
+        "a/b/c.py",
+        "a/d.py",
+        "e",
+    ]
+
+
+@pytest.fixture(scope="module")
+def files_block() -> str:
+    """The tree of README's section on the files."""
+    section = (PROJECT / "README.md").read_text().partition("\n## The files\n")[2]
+    return section.split("```\n")[1]
+
+
+def test_the_tree_of_the_readme_is_that_of_the_folders(files_block):
+    named = tree_of(files_block)
+    assert len(set(named)) == len(named)
+    assert [path for path in named if not (PROJECT / path).exists()] == []
+    in_package = {path for path in named if path.startswith("fsdp_helpers/") and path.endswith(".py")}
+    # A room's __init__.py holds its docstring, which is the room's own line.
+    assert in_package == {path for path in modules() if not path.endswith("__init__.py")}
+    rooms = {f"{Path(path).parent.as_posix()}/" for path in modules()}
+    assert {path for path in named if path.startswith("fsdp_helpers/") and path.endswith("/")} == rooms
+
+
+def test_every_line_of_the_tree_says_what_it_is(files_block):
+    lines = files_block.splitlines()
+    assert [line for line in lines if not re.match(r" *\S+ {2,}\S", line)] == []
+    assert {re.match(r" *\S+ +", line).end() for line in lines} == {25}  # aligned
