@@ -5,46 +5,37 @@ torch loaded already (`forkserver`), so a launch takes a fraction of a second af
 third-party modules only: an edit to `fsdp_helpers` or to your own module counts from the next launch on.
 """
 
-import inspect
+import math
 import multiprocessing.connection
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import os
 import pickle
-import re
 import signal
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing
-
-from fsdp_helpers.ranks import process as rank_process
-from fsdp_helpers.ranks import progress as progress_reports
-from fsdp_helpers.ranks.allocator import malloc_tunables
+from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.group import choose_device
+from fsdp_helpers.ranks.keeper import TERM_S, end_group
+from fsdp_helpers.ranks.pickling import check_worker, pickle_job
 from fsdp_helpers.ranks.process import Failure, Job, run_rank
+from fsdp_helpers.ranks.progress import ProgressBar
+from fsdp_helpers.ranks.start import (
+    NO_MAIN_GUARD,
+    RANK_NAME,
+    check_importing,
+    choose_start_method,
+    interrupts_wait,
+    main_guard_advice,
+    ready_to_start,
+)
 
-PRELOADED = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "torch.profiler",
-    "torch.utils.data",
-    "torch._dynamo",
-    "torchvision.datasets",
-    "sklearn.datasets",
-    "filelock",
-    "tqdm",
-]
 GRACE_S = 0.5  # after a failure: wait this long for the failure that caused it
-END_S = 3.0  # after SIGTERM: wait this long before SIGKILL
+END_S = 3.0  # after its result: a rank has this long to end by itself
+KILL_S = TERM_S + 5.0  # after SIGTERM: wait this long for keepers, which send SIGKILL themselves, before SIGKILL
+LONGEST_WAIT_S = 3600.0  # in one go; the system knows no wait of years
 
 
 class RankError(RuntimeError):
@@ -66,51 +57,67 @@ def launch(
     device: str = "auto",
     timeout_s: float | None = None,
     progress: bool = True,
+    start_method: str | None = None,
+    name_ranks: bool = True,
 ) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
     Each worker finds itself in a process group: gloo on the CPU, nccl with one device a rank on CUDA. The ranks meet
     through a file in a private folder, so no port is taken that another program could want. What a worker
-    prints arrives here line by line.
+    prints arrives here line by line; where there are several ranks, each line says which one printed it, unless
+    `name_ranks` is False. `start_method` is "forkserver" where the system has it, else "spawn", which loads torch
+    anew in every rank.
 
-    Raises ValueError before anything starts (a worker that cannot be imported, zero ranks, more ranks than CUDA
-    devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds. No process outlives the call.
+    Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
+    ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds,
+    RuntimeError in a script without a main guard. No process outlives the call, nor does one that a worker started.
     """
+    check_importing()
     check_worker(worker)
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
+    _check_numbers(world_size, timeout_s)
     device = choose_device(device, world_size)
-    payload = pickle.dumps((worker, args))
+    start_method = choose_start_method(start_method)
+    payload = pickle_job(worker, args)
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
         job = Job(payload=payload, world_size=world_size, device=device, folder=folder)
+        output = _Output(ProgressBar(), draws=progress, names=name_ranks and world_size > 1)
         ranks: list[_Rank] = []
-        bar = progress_reports.ProgressBar()
         try:
-            _start_server()
-            for rank in range(world_size):
-                ranks.append(_start_rank(rank, job))
-            return _collect(ranks, job, bar if progress else None, timeout_s)
+            with interrupts_wait(), ready_to_start(start_method) as context:
+                for rank in range(world_size):
+                    ranks.append(_start_rank(rank, job, context))
+            return _collect(ranks, job, output, timeout_s)
         finally:
-            bar.close()
-            _stop(ranks)
+            output.bar.close()
+            with interrupts_wait():
+                _stop(ranks)
 
 
-def check_worker(worker: Callable) -> None:
-    """Raise ValueError for a worker that another process cannot import."""
-    if not inspect.isfunction(worker):
-        raise ValueError(f"a worker must be a function, this is {type(worker).__name__!r}: {worker!r}")
-    if worker.__module__ == "__main__" and not os.path.exists(worker.__code__.co_filename):
+def _check_numbers(world_size: int, timeout_s: float | None) -> None:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
         raise ValueError(
-            f"{worker.__name__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
-            "and imports its worker by name, and it cannot import a cell. Two ways out: put the function into a module "
-            f"(a .py file), or begin its cell with '%%writefile my_worker.py' and then 'from my_worker import "
-            f"{worker.__name__}'."
+            f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0, or None to wait for ever"
         )
-    if "<" in worker.__qualname__:
-        raise ValueError(
-            f"{worker.__qualname__!r} is a lambda or is defined inside another function, so a new process cannot "
-            "import it by name. Define it with 'def' at the top level of a module."
-        )
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where the ranks' lines and reports go."""
+
+    bar: ProgressBar
+    draws: bool
+    names: bool
+
+    def line(self, rank: int, stream: str, text: str) -> None:
+        name = f"[rank {rank}] " if self.names else ""
+        self.bar.print((name + text).rstrip() if not text else name + text, getattr(sys, stream))
+
+    def report(self, *report: Any) -> None:
+        if self.draws:
+            self.bar.update(*report)
 
 
 @dataclass
@@ -128,39 +135,23 @@ class _Rank:
         return self.connection.closed
 
 
-def _start_rank(rank: int, job: Job) -> _Rank:
-    context = torch.multiprocessing.get_context("forkserver")
+def _start_rank(rank: int, job: Job, context: Any) -> _Rank:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_rank, args=(rank, job, sender), name=f"rank {rank}")
+    process = context.Process(target=run_rank, args=(rank, job, sender), name=f"{RANK_NAME}{rank}")
     process.start()
-    sender.close()  # the rank holds the only copy now: when it ends, the receiver sees the end of the stream
+    sender.close()  # rank and keeper hold the only copies now: when they end, the receiver sees the end of the stream
     return _Rank(rank, process, receiver)
 
 
-def _start_server() -> None:
-    """Start the server, if it is not running, with interrupts held back for good.
-
-    Jupyter interrupts a kernel's whole process group, and the server would die of it while it still loads torch.
-    """
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    multiprocessing.resource_tracker.ensure_running()  # first: starting it lets interrupts through again
-    signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with malloc_tunables():
-            multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
-
-
-def _collect(ranks: list[_Rank], job: Job, bar: progress_reports.ProgressBar | None, timeout_s: float | None) -> list:
+def _collect(ranks: list[_Rank], job: Job, output: _Output, timeout_s: float | None) -> list:
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while waiting := [rank for rank in ranks if not rank.ended]:
-        left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        left_s = None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), LONGEST_WAIT_S)
         ready = multiprocessing.connection.wait([rank.connection for rank in waiting], left_s)
         failed_before = any(rank.failure for rank in ranks)
         for rank in waiting:
             if rank.connection in ready:
-                _receive(rank, bar)
+                _receive(rank, output)
         if not failed_before and any(rank.failure for rank in ranks):
             deadline_s = time.monotonic() + GRACE_S
         elif deadline_s is not None and time.monotonic() >= deadline_s:  # also where a rank never stops sending
@@ -172,10 +163,18 @@ def _collect(ranks: list[_Rank], job: Job, bar: progress_reports.ProgressBar | N
     if failures:
         first = min(failures, key=lambda failure: failure.when_s)
         raise RankError(first.rank, job.world_size, first.summary, first.details)
-    return [pickle.loads(rank.result) for rank in ranks]
+    return [_unpickle(rank, job) for rank in ranks]
 
 
-def _receive(rank: _Rank, bar: progress_reports.ProgressBar | None) -> None:
+def _unpickle(rank: _Rank, job: Job) -> Any:
+    try:
+        return pickle.loads(rank.result)
+    except Exception as error:
+        summary = f"its result arrived and cannot be read: {type(error).__name__}: {error}"
+        raise RankError(rank.rank, job.world_size, summary) from error
+
+
+def _receive(rank: _Rank, output: _Output) -> None:
     try:
         kind, content = rank.connection.recv()
     except (EOFError, ConnectionResetError):
@@ -188,48 +187,31 @@ def _receive(rank: _Rank, bar: progress_reports.ProgressBar | None) -> None:
     elif kind == "failure":
         rank.failure = rank.failure or content
     elif kind == "line":
-        stream, text = content
-        (bar or progress_reports.ProgressBar()).print(text, getattr(sys, stream))
-    elif bar is not None:
-        bar.update(*content)
+        output.line(rank.rank, *content)
+    else:
+        output.report(*content)
 
 
 def _death(rank: _Rank) -> Failure:
     """A rank that ended without a word is the cause of whatever the others report."""
     rank.process.join(END_S)
     code = rank.process.exitcode
+    if code == NO_MAIN_GUARD:
+        raise RuntimeError(main_guard_advice())
     if code is not None and code < 0:
-        name = signal.Signals(-code).name
+        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = " (often the system, out of memory)" if name == "SIGKILL" else ""
         return Failure(rank.rank, float("-inf"), f"the process was ended by {name}{hint}")
     return Failure(rank.rank, float("-inf"), f"the process left with exit status {code} before its worker returned")
 
 
 def _where_ranks_stand(waiting: list[_Rank], job: Job, timeout_s: float) -> str:
-    for rank in waiting:
-        if rank.process.is_alive():
-            os.kill(rank.process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    lines = [f"rank {rank.rank} {_describe_stack(job.stack_file(rank.rank))}" for rank in waiting]
+    stacks.ask([rank.process.pid for rank in waiting if rank.process.is_alive()])
+    lines = [f"rank {rank.rank} {stacks.describe(job.stack_file(rank.rank))}" for rank in waiting]
     done = job.world_size - len(waiting)
     return f"after {timeout_s} s, {len(waiting)} of {job.world_size} ranks had not finished ({done} had)\n" + "\n".join(
         lines
     )
-
-
-def _describe_stack(stack_file: Path) -> str:
-    """The innermost line outside the libraries, and the library function it was waiting in."""
-    text = stack_file.read_text() if stack_file.exists() else ""
-    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
-    called = None
-    for path, line, function in frames:  # innermost first
-        if not path.startswith(libraries) and not path.startswith(rank_process.__file__):
-            where = f"{os.path.basename(path)} line {line}, in {function}"
-            return f"was waiting in {called}(), called from {where}" if called else f"was at {where}"
-        if function != "wrapper":
-            called = function
-    return "was still starting" if not called else f"was waiting in {called}()"
 
 
 def _stop(ranks: list[_Rank]) -> None:
@@ -238,8 +220,10 @@ def _stop(ranks: list[_Rank]) -> None:
             rank.process.terminate()
     for rank in ranks:
         rank.process.join(END_S)
-        if rank.process.is_alive():
-            rank.process.kill()
-            rank.process.join()
+        for end in (rank.process.terminate, rank.process.kill):
+            if rank.process.is_alive():
+                end()
+                rank.process.join(KILL_S)
+        end_group(rank.process.pid)
         rank.connection.close()
         rank.process.close()

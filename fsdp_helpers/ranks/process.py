@@ -1,12 +1,10 @@
 """The process of one rank: everything between its first moment and its worker, and after it."""
 
-import faulthandler
-import io
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
@@ -16,10 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from fsdp_helpers.ranks import progress
 from fsdp_helpers.ranks.group import process_group
+from fsdp_helpers.ranks.keeper import start_keeper
+from fsdp_helpers.ranks.pickling import pickle_result
+from fsdp_helpers.ranks.progress import send_reports_to
+from fsdp_helpers.ranks.stacks import written_on_request
+from fsdp_helpers.ranks.streams import LineSender
+
+STREAMS = ("stdout", "stderr")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Job:
 
     def stack_file(self, rank: int) -> Path:
         return Path(self.folder, f"stack-{rank}.txt")
+
+    @property
+    def meeting_point(self) -> str:
+        return "file:///" + Path(self.folder, "meeting-point").as_posix().lstrip("/")
 
 
 @dataclass(frozen=True)
@@ -48,41 +56,47 @@ def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; it stops the ranks
     if not os.path.isdir(job.folder):
         return  # the launch was interrupted before this process began
-    _end_with_parent(job.folder)
+    start_keeper(job.folder)
     _import_from_source(job.folder)
     send = _Sender(sender)
-    sys.stdout, sys.stderr = _LineSender(send, "stdout"), _LineSender(send, "stderr")
+    streams = [LineSender(lambda line, name=name: send("line", (name, line))) for name in STREAMS]
+    sys.stdout, sys.stderr = streams
     if rank == 0:
-        progress.send_reports_to(lambda *report: send("progress", report))
-    with open(job.stack_file(rank), "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-        try:
-            with _failures_sent(send, rank):
-                _set_rank_variables(rank, job.world_size)
-                worker, args = pickle.loads(job.payload)
-                meeting_point = f"file://{job.folder}/meeting-point"
-                with (
-                    process_group(rank, job.world_size, device=job.device, init_method=meeting_point),
-                    _failures_sent(send, rank),  # at once: when the group ends, the other ranks fail too
-                ):
-                    result = worker(rank, job.world_size, *args)
-                send("result", pickle.dumps(result))
-        finally:
-            sys.stdout.send_rest()
-            sys.stderr.send_rest()
-            faulthandler.unregister(signal.SIGUSR1)
+        send_reports_to(lambda *report: send("progress", report))
+    status = 1
+    try:
+        with written_on_request(job.stack_file(rank)), _failures_sent(send, rank):
+            _work(rank, job, send)
+        status = 0
+    finally:
+        _leave(status, streams)
 
 
-def _end_with_parent(folder: str) -> None:
-    """If the parent is killed (a kernel restart), end at once and remove the private folder."""
-    parent = multiprocessing.parent_process().sentinel
+def _work(rank: int, job: Job, send: "_Sender") -> None:
+    _set_rank_variables(rank, job.world_size)
+    worker, args = pickle.loads(job.payload)
+    with (
+        process_group(rank, job.world_size, device=job.device, init_method=job.meeting_point),
+        _failures_sent(send, rank),  # at once: when the group ends, the other ranks fail too
+    ):
+        result = worker(rank, job.world_size, *args)
+    send("result", pickle_result(worker, result))
 
-    def watch() -> None:
-        multiprocessing.connection.wait([parent])
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
 
-    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+def _leave(status: int, streams: list[LineSender]) -> NoReturn:
+    """End without Python's clean-up, but with multiprocessing's, and after the threads that do not give up.
+
+    gloo's threads outlive their group, and one that lets go of a tensor while Python is ending aborts the process.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    multiprocessing.util._exit_function()  # removes its temporary files
+    for stream in streams:
+        stream.send_rest()
+    os._exit(status)
 
 
 def _import_from_source(folder: str) -> None:
@@ -99,8 +113,9 @@ def _set_rank_variables(rank: int, world_size: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 @contextmanager
@@ -131,26 +146,3 @@ class _Sender:
     def __call__(self, kind: str, content: Any) -> None:
         with self._lock:
             self._connection.send((kind, content))
-
-
-class _LineSender(io.TextIOBase):
-    """A stream that sends whole lines to the parent, so that the ranks' lines never mix."""
-
-    def __init__(self, send: _Sender, stream: str) -> None:
-        self._send, self._stream, self._line = send, stream, ""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            self._send("line", (self._stream, line))
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing to do: a line travels when it is complete."""
-
-    def send_rest(self) -> None:
-        if self._line:
-            self.write("\n")

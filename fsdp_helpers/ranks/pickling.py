@@ -1,0 +1,106 @@
+"""What can travel to a rank and back: it is pickled, and what cannot be is named."""
+
+import inspect
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+ADVICE = (
+    "Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), or what it takes to "
+    "make it on the other side, such as the path of a file."
+)
+
+
+def check_worker(worker: Callable) -> None:
+    """Raise ValueError for a worker that another process cannot import."""
+    if not inspect.isfunction(worker):
+        raise ValueError(f"a worker must be a function, this is {type(worker).__name__!r}: {worker!r}")
+    if worker.__module__ == "__main__" and not os.path.exists(worker.__code__.co_filename):
+        raise ValueError(
+            f"{worker.__name__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
+            "and imports its worker by name, and it cannot import a cell. Two ways out: put the function into a module "
+            f"(a .py file), or begin its cell with '%%writefile my_worker.py' and then 'from my_worker import "
+            f"{worker.__name__}'."
+        )
+    if "<" in worker.__qualname__:
+        raise ValueError(
+            f"{worker.__qualname__!r} is a lambda or is defined inside another function, so a new process cannot "
+            "import it by name. Define it with 'def' at the top level of a module."
+        )
+
+
+def pickle_job(worker: Callable, args: tuple) -> bytes:
+    """The worker and its arguments as bytes; ValueError names the argument that cannot travel."""
+    try:
+        return _dumps((worker, args))
+    except Exception:
+        names = list(inspect.signature(worker).parameters)[2:]
+        for position, value in enumerate(args):
+            name = names[position] if position < len(names) else f"number {position + 1}"
+            _check(value, f"argument {name!r} of {worker.__name__!r}")
+        raise
+
+
+def pickle_result(worker: Callable, result: Any) -> bytes:
+    """A rank's result as bytes; ValueError names what in it cannot travel."""
+    try:
+        return _dumps(result)
+    except Exception:
+        _check(result, f"the result of {worker.__name__!r}")
+        raise
+
+
+def _check(value: Any, name: str) -> None:
+    """Raise ValueError for the innermost part of `value` that cannot travel, if there is one."""
+    try:
+        _dumps(value)
+    except Exception as error:
+        for part_name, part in _parts(value, name):
+            _check(part, part_name)
+        raise ValueError(
+            f"{name} is of type {type(value).__module__}.{type(value).__qualname__} and cannot be sent to another "
+            f"process: {error}. {ADVICE}"
+        ) from None
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What a container holds, each with the expression that leads to it."""
+    if isinstance(value, dict):
+        yield from ((f"{name}, under {key!r}", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}, at {position}", part) for position, part in enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((f"{name}, in its field {field.name!r}", getattr(value, field.name)) for field in fields(value))
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses what can be pickled here and not be read there: classes and functions of a notebook cell."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if inspect.isclass(value) or inspect.isfunction(value):
+            if value.__module__ == "__main__" and not _can_import_main():
+                raise pickle.PicklingError(
+                    f"{value.__qualname__!r} is defined in a notebook cell or an interactive session, and another "
+                    "process cannot import it from there; put it into a module (a .py file, or a cell that begins "
+                    "with '%%writefile my_module.py')"
+                )
+        return NotImplemented
+
+
+def _can_import_main() -> bool:
+    """Whether a new process imports this program's main module: a script is, and so is `python -m module`."""
+    main = sys.modules["__main__"]
+    name = getattr(main.__spec__, "name", None)
+    if name is not None:
+        return not name.endswith("__main__")
+    return os.path.exists(getattr(main, "__file__", None) or "")

@@ -1,0 +1,107 @@
+"""How the processes of ranks come to life: forked from a server that has torch loaded, or started from nothing."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext
+
+from fsdp_helpers.ranks.allocator import malloc_tunables
+
+START_METHODS = ("forkserver", "spawn")
+NO_MAIN_GUARD = 113  # exit status of a rank whose import of the script came to `launch` again
+RANK_NAME = "rank "  # and its number: the name of its process
+PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.profiler",
+    "torch.utils.data",
+    "torch._dynamo",
+    "torchvision.datasets",
+    "sklearn.datasets",
+    "filelock",
+    "tqdm",
+]
+
+
+def choose_start_method(start_method: str | None) -> str:
+    """`forkserver` where the system has it (not on Windows), else `spawn`; ValueError for any other word."""
+    available = [name for name in START_METHODS if name in multiprocessing.get_all_start_methods()]
+    if start_method is None:
+        return available[0]
+    if start_method not in available:
+        raise ValueError(f"unknown start method {start_method!r}; choose one of {', '.join(available)}")
+    return start_method
+
+
+@contextmanager
+def ready_to_start(start_method: str) -> Iterator[BaseContext]:
+    """Processes that are started within the block, with the context that it gets, become ranks.
+
+    They have interrupts held back for good. Jupyter interrupts a kernel's whole process group, and the server, or a
+    spawned rank, would die of it while it still loads torch.
+    """
+    context = multiprocessing.get_context(start_method)
+    if not hasattr(signal, "pthread_sigmask"):
+        with malloc_tunables():
+            yield context
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # first: starting it lets interrupts through again
+    signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with malloc_tunables():
+            if start_method == "forkserver":
+                _start_server()
+            yield context
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
+
+
+def _start_server() -> None:
+    from multiprocessing import forkserver  # not on Windows
+
+    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """An interrupt that comes within the block counts after it: ranks are started, and stopped, all or none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # interrupts are the main thread's alone
+        return
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if seen:
+            signal.raise_signal(signal.SIGINT)
+
+
+def check_importing() -> None:
+    """Called by `launch`: end a rank, or refuse, where the program that launches is only being imported by a process.
+
+    A rank imports the program's script. Without a main guard the script launches in there too.
+    """
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):  # as multiprocessing itself asks
+        if process.name.startswith(RANK_NAME):
+            os._exit(NO_MAIN_GUARD)
+        raise RuntimeError(main_guard_advice())
+
+
+def main_guard_advice() -> str:
+    script = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "the script")
+    return (
+        f"{script} has no main guard: every rank imports the script, and would launch ranks of its own; "
+        'put what starts them under `if __name__ == "__main__":`'
+    )
