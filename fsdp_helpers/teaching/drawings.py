@@ -1,0 +1,124 @@
+"""The mechanism, drawn: what each rank has at each moment of a step. Nothing here is measured.
+
+Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from fsdp_helpers.teaching.style import FRAME_COLOUR, STATE_COLOURS, TEXT_COLOUR, figure_style
+
+WHOLE, SLICE, NOTHING, OWN = "whole", "slice", "nothing", "own"
+ROWS = ("parameters", "gradients", "optimiser")
+KEY = "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One moment of a step: how much of the parameters, gradients and optimiser state every rank has then.
+
+    "own" are whole gradients of the rank's own images, not yet averaged with those of the other ranks.
+    """
+
+    title: str
+    parameters: str
+    gradients: str
+    optimiser: str
+    leads_to: str = ""  # what happens between this moment and the next
+
+
+FSDP_STEP = (
+    Moment(title="between steps", parameters=SLICE, gradients=SLICE, optimiser=SLICE, leads_to="all-gather"),
+    Moment(title="forward", parameters=WHOLE, gradients=NOTHING, optimiser=SLICE, leads_to="backward"),
+    Moment(title="end of backward", parameters=WHOLE, gradients=OWN, optimiser=SLICE, leads_to="reduce-\nscatter"),
+    Moment(title="optimiser's step", parameters=SLICE, gradients=SLICE, optimiser=SLICE),
+)
+DDP_STEP = (
+    Moment(title="between steps", parameters=WHOLE, gradients=WHOLE, optimiser=WHOLE, leads_to="zero_grad"),
+    Moment(title="forward", parameters=WHOLE, gradients=NOTHING, optimiser=WHOLE, leads_to="backward"),
+    Moment(title="end of backward", parameters=WHOLE, gradients=OWN, optimiser=WHOLE, leads_to="all-reduce"),
+    Moment(title="optimiser's step", parameters=WHOLE, gradients=WHOLE, optimiser=WHOLE),
+)
+
+
+def draw_step(moments: Sequence[Moment], num_ranks: int = 2) -> tuple[Figure, Axes]:
+    """What each rank has at each moment of a step: one box per rank and moment, one bar per kind of state."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 1.15 * num_ranks), layout="constrained")
+        for column, moment in enumerate(moments):
+            ax.text(column + 0.36, -0.08, f"{column + 1}  {moment.title}", ha="center", va="bottom", weight="bold")
+            for rank in range(num_ranks):
+                _draw_rank(ax, column, rank, moment, num_ranks)
+            if moment.leads_to:
+                _draw_arrow(ax, column + 0.75, num_ranks / 2 - 0.05, moment.leads_to)
+        for rank in range(num_ranks):
+            ax.text(-0.30, rank + 0.42, f"rank {rank}", ha="right", va="center", weight="bold")
+            for row, name in enumerate(ROWS):
+                ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", fontsize=7, color=TEXT_COLOUR)
+        ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=7, color=TEXT_COLOUR)
+        ax.set(xlim=(-0.62, len(moments) - 0.25), ylim=(num_ranks + 0.25, -0.28))
+        ax.axis("off")
+    return fig, ax
+
+
+def _draw_rank(ax: Axes, column: int, rank: int, moment: Moment, num_ranks: int) -> None:
+    for row, name in enumerate(ROWS):
+        has = getattr(moment, name)
+        for part in range(num_ranks):
+            left, width = column + 0.72 * part / num_ranks, 0.72 / num_ranks
+            filled = has in (WHOLE, OWN) or (has == SLICE and part == rank)
+            box = Rectangle((left, rank + _top_of(row)), width, 0.2, facecolor=STATE_COLOURS[name], linewidth=0)
+            if has == OWN:
+                box.set(hatch="////", edgecolor="white")
+            if filled:
+                ax.add_patch(box)
+            frame = Rectangle((left, rank + _top_of(row)), width, 0.2, fill=False, edgecolor=FRAME_COLOUR, linewidth=0.8)
+            ax.add_patch(frame)
+
+
+def _top_of(row: int) -> float:
+    return 0.06 + 0.26 * row
+
+
+def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
+    ax.annotate("", (left + 0.22, middle), (left, middle), arrowprops={"arrowstyle": "-|>", "color": TEXT_COLOUR})
+    ax.text(left + 0.11, middle - 0.05, label, ha="center", va="bottom", fontsize=7, color=TEXT_COLOUR)
+
+
+def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
+    """One rank, one step, one row per FSDP unit (the root first): when its parameters and its gradients are whole.
+
+    Time runs to the right: forward through the units, then backward through them in reverse. The root stays whole
+    from its first gather to the end of backward; every other unit is gathered twice.
+    """
+    root, *below = units
+    forward, backward = len(below) + 0.25, 2 * len(below) + 0.5
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.42 * len(units)), layout="constrained")
+        _draw_stretch(ax, 0, 0, backward, "whole from forward to backward")
+        _draw_stretch(ax, 0, backward, backward + 1, "gradients", gradients=True)
+        for row, _ in enumerate(below, start=1):
+            _draw_stretch(ax, row, row - 1, row, "whole")
+            again = backward - row
+            _draw_stretch(ax, row, again, again + 0.5, "whole")
+            _draw_stretch(ax, row, again + 0.5, again + 1, "grad.", gradients=True)
+        ax.axvline(forward, color=TEXT_COLOUR, linestyle=":", linewidth=1)
+        for middle, label in ((forward / 2, "forward"), ((forward + backward) / 2, "backward")):
+            ax.text(middle, -0.62, label, ha="center", va="bottom", weight="bold")
+        ax.set_yticks(range(len(units)), [f"{root} (root)", *below])
+        ax.set_xticks([])
+        ax.spines[:].set_visible(False)
+        ax.tick_params(length=0)
+        ax.set(xlim=(-0.05, backward + 1.05), ylim=(len(units) - 0.4, -0.7), xlabel="time in the step →")
+    return fig, ax
+
+
+def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, gradients: bool = False) -> None:
+    colour = STATE_COLOURS["gradients" if gradients else "parameters"]
+    ax.barh(row, end - start, left=start, height=0.62, color=colour, edgecolor="white")
+    ax.text((start + end) / 2, row, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white")
