@@ -1,21 +1,25 @@
-"""The mechanism, drawn: what each rank has at each moment of a step. Nothing here is measured.
+"""What lies where, drawn: in a step, in a model that is cut, in a checkpoint. Nothing here is measured.
 
 Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
+from torch import nn
 
+from fsdp_helpers.checkpointing.index import TensorEntry
 from fsdp_helpers.teaching.style import FRAME_COLOUR, STATE_COLOURS, TEXT_COLOUR, figure_style
 
 WHOLE, SLICE, NOTHING, OWN = "whole", "slice", "nothing", "own"
 ROWS = ("parameters", "gradients", "optimiser")
-KEY = "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
+KEY = (
+    "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,9 @@ def _draw_rank(ax: Axes, column: int, rank: int, moment: Moment, num_ranks: int)
                 box.set(hatch="////", edgecolor="white")
             if filled:
                 ax.add_patch(box)
-            frame = Rectangle((left, rank + _top_of(row)), width, 0.2, fill=False, edgecolor=FRAME_COLOUR, linewidth=0.8)
+            frame = Rectangle(
+                (left, rank + _top_of(row)), width, 0.2, fill=False, edgecolor=FRAME_COLOUR, linewidth=0.8
+            )
             ax.add_patch(frame)
 
 
@@ -121,4 +127,56 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
 def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, gradients: bool = False) -> None:
     colour = STATE_COLOURS["gradients" if gradients else "parameters"]
     ax.barh(row, end - start, left=start, height=0.62, color=colour, edgecolor="white")
-    ax.text((start + end) / 2, row, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white")
+    ax.text(
+        (start + end) / 2, row, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white"
+    )
+
+
+def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
+    """The model as a tree of modules with parameters; one column a choice, one colour a unit, grey for the root."""
+    leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
+        for column, units in enumerate(choices.values()):
+            for row, leaf in enumerate(leaves):
+                owner = _owner(leaf, units)
+                colour = "#e5e7eb" if owner == "root" else plt.get_cmap("Set2")(list(units).index(owner) % 8)
+                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colour))
+                ax.text(column, row, owner, ha="center", va="center")
+        sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
+        labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
+        ax.set_yticks(range(len(leaves)), labels, family="monospace")
+        ax.set_xticks(range(len(choices)), [f"{name}\n{len(units) + 1} units" for name, units in choices.items()])
+        ax.xaxis.tick_top()
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set(xlim=(-0.5, len(choices) - 0.5), ylim=(len(leaves) - 0.5, -0.5))
+    return fig, ax
+
+
+def _owner(leaf: str, units: Sequence[str]) -> str:
+    """The innermost unit around a module."""
+    around = [unit for unit in units if leaf == unit or leaf.startswith(f"{unit}.")]
+    return max(around, key=len, default="root")
+
+
+def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
+    """Who wrote what: one row a tensor, from its first value to its last, coloured by the rank that wrote the slice."""
+    ranks = sorted({part.rank for entry in entries for part in entry.slices})
+    colours = dict(zip(ranks, plt.get_cmap("Set2").colors, strict=False))
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.3 * len(entries)), layout="constrained")
+        for row, entry in enumerate(entries):
+            first_size = entry.shape[0] if entry.shape else 1
+            for part in entry.slices:
+                width = (part.sizes[0] if part.sizes else 1) / first_size
+                left = (part.offsets[0] if part.offsets else 0) / first_size
+                ax.barh(row, width, left=left, color=colours[part.rank], edgecolor="white", height=0.8)
+                if entry.shape:
+                    ax.text(left + width / 2, row, part.sizes[0], ha="center", va="center", fontsize=7)
+        ax.set_yticks(range(len(entries)), [f"{entry.name}  {list(entry.shape)}" for entry in entries])
+        ax.invert_yaxis()
+        ax.set(xlim=(0, 1), xlabel="along the first dimension (fraction of the tensor); numbers are rows")
+        handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
+        fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
+    return fig, ax

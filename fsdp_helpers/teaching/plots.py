@@ -1,17 +1,16 @@
 """One function a figure: each takes records, draws, and returns `fig, ax`."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
-from torch import Tensor, nn
+from matplotlib.patches import Patch
+from torch import Tensor
 
-from fsdp_helpers.checkpointing.index import TensorEntry
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.records import ComparisonRow, EpochRecord, MemoryCurve, RankRecord, Rung, SavingRecord, StepTrace
+from fsdp_helpers.teaching.style import STATE_COLOURS, figure_style
 
 STRATEGY_COLOURS = {
     "local": "#6b7280",
@@ -20,24 +19,14 @@ STRATEGY_COLOURS = {
     "fsdp-auto-wrap": "#059669",
     "fsdp-offload": "#7c3aed",
 }
-STATE_COLOURS = {"parameters": "#1d4ed8", "gradients": "#60a5fa", "optimiser": "#bfdbfe", "other": "#d1d5db"}
 SAVING_COLOURS = {"full": "#d97706", "sharded": "#059669", "asynchronous": "#2563eb"}
 PHASE_COLOURS = {"forward": "#dcfce7", "backward": "#fee2e2", "step": "#fef9c3"}
 OP_COLOURS = {"all_gather": "#059669", "reduce_scatter": "#dc2626", "all_reduce": "#2563eb", "broadcast": "#d97706"}
-STYLE = {
-    "figure.dpi": 110,
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
 
 
 def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
     """Test loss and test accuracy after each epoch, one line a run."""
-    with _style():
+    with figure_style():
         fig, (loss_ax, accuracy_ax) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
         for name, epochs in runs.items():
             numbers = range(1, len(epochs) + 1)
@@ -53,7 +42,7 @@ def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequ
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
     """Training loss of each step, one line a run; thin lines on thick ones show which runs coincide."""
-    with _style():
+    with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, (name, losses) in enumerate(runs.items()):
             width = 1 + 2.5 * (len(runs) - 1 - depth)
@@ -65,7 +54,7 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
 
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
     """A row of digits, images (N, 1, 28, 28), titled with the label or, in red where wrong, the prediction."""
-    with _style():
+    with figure_style():
         size = (0.75 * len(images), 1.1)
         fig, axes = plt.subplots(1, len(images), figsize=size, layout="constrained", squeeze=False)
         for index, ax in enumerate(axes[0]):
@@ -78,7 +67,7 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
 
 def plot_memory_curve(curve: MemoryCurve, title: str) -> tuple[Figure, Axes]:
     """Bytes allocated over one step, with its phases shaded and its peak marked."""
-    with _style():
+    with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         _draw_memory_curve(ax, curve)
         ax.set(title=title)
@@ -100,7 +89,7 @@ def _draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
 
 def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
     """One bar a rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
-    with _style():
+    with figure_style():
         fig, ax = plt.subplots(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
         for row, record in enumerate(ranks.values()):
             parts = [record.parameter_bytes, record.gradient_bytes, record.optimizer_bytes]
@@ -122,7 +111,7 @@ def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
 
 def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[Figure, Axes]:
     """Images a second against the number of ranks, beside what perfect scaling from one rank would give."""
-    with _style():
+    with figure_style():
         fig, ax = plt.subplots(figsize=(5, 2.8), layout="constrained")
         ranks = sorted(images_per_s)
         ax.bar(ranks, [images_per_s[count] for count in ranks], color=STRATEGY_COLOURS[strategy], width=0.5)
@@ -136,7 +125,7 @@ def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[F
 
 def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Axes]:
     """The collectives of one step on a time line, one row per rank, each with the MB that the rank sends."""
-    with _style():
+    with figure_style():
         fig, ax = plt.subplots(figsize=(8, 0.9 + 0.5 * len(traces)), layout="constrained")
         _draw_collectives(ax, traces)
         ax.set(title=title)
@@ -165,39 +154,11 @@ def _draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
     ax.set(xlabel="time in the step (ms); numbers in the bars are the MB that the rank sends", xlim=(0, length_ms))
 
 
-def plot_units(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """The model as a tree of modules with parameters; one column a choice, one colour a unit, grey for the root."""
-    leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-    with _style():
-        fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
-        for column, units in enumerate(choices.values()):
-            for row, leaf in enumerate(leaves):
-                owner = _owner(leaf, units)
-                colour = "#e5e7eb" if owner == "root" else plt.get_cmap("Set2")(list(units).index(owner) % 8)
-                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colour))
-                ax.text(column, row, owner, ha="center", va="center")
-        sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
-        labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
-        ax.set_yticks(range(len(leaves)), labels, family="monospace")
-        ax.set_xticks(range(len(choices)), [f"{name}\n{len(units) + 1} units" for name, units in choices.items()])
-        ax.xaxis.tick_top()
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
-        ax.set(xlim=(-0.5, len(choices) - 0.5), ylim=(len(leaves) - 0.5, -0.5))
-    return fig, ax
-
-
-def _owner(leaf: str, units: Sequence[str]) -> str:
-    """The innermost unit around a module."""
-    around = [unit for unit in units if leaf == unit or leaf.startswith(f"{unit}.")]
-    return max(around, key=len, default="root")
-
-
 def plot_peak_against_units(
     runs: Mapping[str, Sequence[RankRecord]], limit_bytes: int, limit_name: str
 ) -> tuple[Figure, Axes]:
     """Peak against the number of units, one line an API, beside the peak of something else as a dashed line."""
-    with _style():
+    with figure_style():
         fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
         for (name, ranks), style in zip(runs.items(), ("-", "--"), strict=False):
             ordered = sorted(ranks, key=lambda rank: rank.num_units)
@@ -213,7 +174,7 @@ def plot_peak_against_units(
 
 def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, Axes]:
     """Peak bytes against the number of ranks, one line per name: a strategy, or one with a variant ("ddp, lean")."""
-    with _style():
+    with figure_style():
         fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
         strategies = [name.partition(",")[0] for name in peaks]
         for place, (name, by_ranks) in enumerate(peaks.items()):
@@ -228,7 +189,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
     """One bar a rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
-    with _style():
+    with figure_style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
         places = range(len(rungs))
@@ -261,7 +222,7 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
 def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axes]]:
     """For each model: bytes held (solid) and peak (light) of every strategy, and its step time."""
     models = list(dict.fromkeys(row.model for row in rows))
-    with _style():
+    with figure_style():
         fig, axes = plt.subplots(len(models), 2, figsize=(9, 0.6 + 2.2 * len(models)), layout="constrained")
         for (memory_ax, time_ax), model in zip(axes.reshape(-1, 2), models, strict=True):
             chosen = [row for row in rows if row.model == model]
@@ -282,7 +243,7 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
 def plot_savings(savings: Mapping[str, Sequence[SavingRecord]]) -> tuple[Figure, Sequence[Axes]]:
     """For each strategy and way of saving: seconds (solid: training waits), memory meanwhile, bytes on disk."""
     bars = [(f"{strategy}, {record.way}", record) for strategy, records in savings.items() for record in records]
-    with _style():
+    with figure_style():
         size = (9, 0.8 + 0.28 * len(bars))
         fig, axes = plt.subplots(1, 3, figsize=size, layout="constrained", sharey=True)
         time_ax, memory_ax, disk_ax = axes
@@ -298,31 +259,3 @@ def plot_savings(savings: Mapping[str, Sequence[SavingRecord]]) -> tuple[Figure,
         time_ax.set_yticks(places, [name for name, _ in bars])
         time_ax.invert_yaxis()
     return fig, axes
-
-
-def plot_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
-    """Who wrote what: one row a tensor, from its first value to its last, coloured by the rank that wrote the slice."""
-    ranks = sorted({part.rank for entry in entries for part in entry.slices})
-    colours = dict(zip(ranks, plt.get_cmap("Set2").colors, strict=False))
-    with _style():
-        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.3 * len(entries)), layout="constrained")
-        for row, entry in enumerate(entries):
-            first_size = entry.shape[0] if entry.shape else 1
-            for part in entry.slices:
-                width = (part.sizes[0] if part.sizes else 1) / first_size
-                left = (part.offsets[0] if part.offsets else 0) / first_size
-                ax.barh(row, width, left=left, color=colours[part.rank], edgecolor="white", height=0.8)
-                if entry.shape:
-                    ax.text(left + width / 2, row, part.sizes[0], ha="center", va="center", fontsize=7)
-        ax.set_yticks(range(len(entries)), [f"{entry.name}  {list(entry.shape)}" for entry in entries])
-        ax.invert_yaxis()
-        ax.set(xlim=(0, 1), xlabel="along the first dimension (fraction of the tensor); numbers are rows")
-        handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
-        fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
-    return fig, ax
-
-
-def _style() -> AbstractContextManager:
-    """The look of all figures. The backend is loaded first: what it sets while loading must outlive the style."""
-    plt.switch_backend(plt.get_backend())
-    return plt.rc_context(STYLE)

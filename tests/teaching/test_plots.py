@@ -11,8 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import tiny_record
 
-from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
-from fsdp_helpers.models import build_model
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
@@ -60,29 +58,12 @@ def saving(way: str) -> SavingRecord:
     return SavingRecord(way=way, waiting_s=0.01, total_s=0.02, disk_bytes=12 * MB, extra_bytes=3 * MB)
 
 
-def entry(name: str, *sizes: int) -> TensorEntry:
-    """A tensor of so many rows a rank, each row with 4 values."""
-    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    slices = tuple(
-        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
-        for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
-    )
-    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), slices=slices)
-
-
-ONE_NUMBER = TensorEntry(
-    name="step",
-    dtype=torch.float32,
-    shape=(),
-    slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
-)
 WAYS = [saving("full"), saving("sharded"), saving("asynchronous")]
 PHASES = ("forward", "backward", "step")
 RUNGS = [rung("DDP", 40 * MB), rung("+ a lever", 30 * MB), rung("+ another", 32 * MB)]
 EPOCHS = {"local": tiny_record().epochs * 2, "ddp": tiny_record().epochs}
 IMAGES, LABELS = torch.zeros(3, 1, 28, 28), torch.tensor([1, 2, 3])
 ROWS = [row("shallow", "ddp", None), row("shallow", "fsdp", "fsdp1"), row("deep", "ddp", None)]
-CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
 FIGURES = {
     "plot_epochs": (EPOCHS,),
     "plot_step_losses": ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]},),
@@ -91,11 +72,9 @@ FIGURES = {
     "plot_held_and_peak": ({"ddp": rank_record(), "fsdp": rank_record()},),
     "plot_throughput": ({1: 100.0, 2: 180.0, 4: 190.0}, "ddp"),
     "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
-    "plot_units": (build_model("shallow"), CHOICES),
     "plot_peak_against_units": ({"fsdp1": [rank_record(1), rank_record(6)]}, 50 * MB, "DDP"),
     "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}},),
     "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
-    "plot_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
     "plot_ladder": (RUNGS,),
     "plot_comparison": (ROWS,),
 }
@@ -136,7 +115,6 @@ def test_every_figure_is_in_the_table():
         ("plot_collectives", ([step_trace()], "a step without phases")),
         ("plot_memory_curve", (step_trace().curve, "a step without phases")),
         ("plot_savings", ({"DDP": WAYS[:1]},)),
-        ("plot_slices", ([ONE_NUMBER],)),
         ("plot_ladder", (RUNGS[:1],)),
         ("plot_comparison", (ROWS[:1],)),
     ],
@@ -186,15 +164,6 @@ def test_the_comparison_draws_held_in_front_of_peak():
     assert [tick.get_text() for tick in memory_ax.get_yticklabels()] == ["ddp", "fsdp (fsdp1)"]
 
 
-def test_slices_lie_where_their_rows_are():
-    ax = plots.plot_slices([entry("weight", 3, 3, 2)])[1]
-    # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
-    assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
-    assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
-    assert [text.get_text() for text in ax.texts] == ["3", "3", "2"]
-    assert len({bar.get_facecolor() for bar in ax.patches}) == 3
-
-
 def test_a_saving_says_how_long_training_waits():
     time_ax, memory_ax, disk_ax = plots.plot_savings({"DDP": WAYS[:1]})[1]
     assert [bar.get_width() for bar in time_ax.patches] == [20, 10]
@@ -205,18 +174,6 @@ def test_wrong_predictions_are_red():
     axes = plots.plot_digits(IMAGES, LABELS, torch.tensor([1, 7, 3]))[1]
     assert [ax.title.get_color() == "black" for ax in axes] == [True, False, True]
     assert [ax.get_title() for ax in axes] == ["1", "7", "3"]
-
-
-def test_the_innermost_unit_owns_a_layer():
-    ax = plots.plot_units(build_model("shallow"), CHOICES)[1]
-    # layers features.0, features.2, fc1, fc2, one column a choice
-    assert [text.get_text() for text in ax.texts] == [
-        *["root", "root", "root", "root"],
-        *["root", "root", "fc1", "root"],
-        *["features.0", "features", "root", "root"],
-    ]
-    # the root is a unit too
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["none\n1 units", "one\n2 units", "nested\n3 units"]
 
 
 def test_the_style_stays_within_the_figure():

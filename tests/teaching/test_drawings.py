@@ -1,0 +1,106 @@
+import inspect
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
+from fsdp_helpers.models import build_model
+from fsdp_helpers.teaching import drawings
+from fsdp_helpers.teaching.style import STATE_COLOURS
+
+
+def entry(name: str, *sizes: int) -> TensorEntry:
+    """A tensor of so many rows a rank, each row with 4 values."""
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    slices = tuple(
+        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
+        for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    )
+    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), slices=slices)
+
+
+ONE_NUMBER = TensorEntry(
+    name="step",
+    dtype=torch.float32,
+    shape=(),
+    slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
+)
+CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
+DRAWINGS = {
+    "draw_step": (drawings.FSDP_STEP,),
+    "draw_units": (["net", "first", "second"],),
+    "draw_cut": (build_model("shallow"), CHOICES),
+    "draw_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_window():
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_every_drawing(name):
+    fig, ax = getattr(drawings, name)(*DRAWINGS[name])
+    assert isinstance(fig, Figure) and isinstance(ax, Axes)
+    fig.canvas.draw()  # labels that do not fit, glyphs that are missing: this is where they are noticed
+
+
+def test_every_drawing_is_in_the_table():
+    names = {name for name, value in vars(drawings).items() if name.startswith("draw_") and inspect.isfunction(value)}
+    assert names == set(DRAWINGS)
+
+
+def filled(ax: Axes, kind: str) -> int:
+    """How many slices of one kind of state are filled in a drawing."""
+    return sum(to_hex(box.get_facecolor()) == STATE_COLOURS[kind] and box.get_fill() for box in ax.patches)
+
+
+def test_a_step_of_fsdp_fills_what_each_rank_has():
+    ax = drawings.draw_step(drawings.FSDP_STEP, num_ranks=2)[1]
+    # Two ranks, two slices each: parameters are a slice, whole, whole, a slice
+    assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
+    assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
+    assert filled(ax, "optimiser") == 2 * (1 + 1 + 1 + 1)
+    assert sum(bool(box.get_hatch()) for box in ax.patches) == 2 * 2  # before the reduce-scatter, each rank its own
+
+
+def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
+    ax = drawings.draw_step(drawings.DDP_STEP, num_ranks=3)[1]
+    assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimiser")] == [36, 27, 36]
+
+
+def test_units_are_whole_twice_and_the_root_once():
+    ax = drawings.draw_units(["net", "first", "second"])[1]
+    rows = [round(bar.get_y() + bar.get_height() / 2) for bar in ax.patches]
+    whole = [to_hex(bar.get_facecolor()) == STATE_COLOURS["parameters"] for bar in ax.patches]
+    counts = [sum(is_whole for row, is_whole in zip(rows, whole, strict=True) if row == unit) for unit in range(3)]
+    assert counts == [1, 2, 2]
+
+
+def test_slices_lie_where_their_rows_are():
+    ax = drawings.draw_slices([entry("weight", 3, 3, 2)])[1]
+    # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
+    assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
+    assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
+    assert [text.get_text() for text in ax.texts] == ["3", "3", "2"]
+    assert len({bar.get_facecolor() for bar in ax.patches}) == 3
+
+
+def test_the_innermost_unit_owns_a_layer():
+    ax = drawings.draw_cut(build_model("shallow"), CHOICES)[1]
+    # layers features.0, features.2, fc1, fc2, one column a choice
+    assert [text.get_text() for text in ax.texts] == [
+        *["root", "root", "root", "root"],
+        *["root", "root", "fc1", "root"],
+        *["features.0", "features", "root", "root"],
+    ]
+    # the root is a unit too
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["none\n1 units", "one\n2 units", "nested\n3 units"]
