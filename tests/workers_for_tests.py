@@ -1,8 +1,10 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
+import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -30,17 +32,19 @@ def return_rank(rank, world_size):
     return rank, world_size
 
 
-def return_pid(rank, world_size):
-    return os.getpid()
-
-
-def return_tensor(rank, world_size):
-    return torch.full((2,), float(rank))
-
-
-def return_variables(rank, world_size):
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    return [int(os.environ[name]) for name in names], dist.get_backend(), torch.get_num_threads()
+def describe_itself(rank, world_size):
+    """Everything that a rank can say of where it finds itself."""
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    return {
+        "rank": (rank, world_size),
+        "pid": os.getpid(),
+        "tensor": torch.full((2,), float(rank)),
+        "sum": total.item(),
+        "variables": [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")],
+        "backend": dist.get_backend(),
+        "num_threads": torch.get_num_threads(),
+    }
 
 
 def return_tunables(rank, world_size):
@@ -79,6 +83,8 @@ def print_lines(rank, world_size, count):
         print(f"rank {rank}", end=" ")
         print(f"line {number}")
     print("to stderr", rank, file=sys.stderr)
+    sys.stdout.buffer.write("bytes: ü\n".encode())
+    subprocess.run(["sh", "-c", "echo by a process; printf 'and its rest'"], stdout=sys.stdout, check=True)
     print("no newline at the end", end="")
 
 
@@ -139,10 +145,62 @@ def return_unpicklable(rank, world_size):
     return threading.Lock()
 
 
-def write_pid_and_hang(rank, world_size, folder):
-    with open(os.path.join(folder, f"pid-{rank}"), "w") as file:
-        file.write(str(os.getpid()))
-    sleep_for_ever()
+def return_what_cannot_be_read(rank, world_size):
+    return ReadsOnlyInRanks()
+
+
+class ReadsOnlyInRanks:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+# ---------------------------------------------------------------- processes that a worker starts
+
+SLEEPER = ["sleep", "600"]
+
+
+def start_processes():
+    """One process of each kind that could outlive its rank; their ids."""
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:  # a daemon: neither a child of the rank, nor of its session, nor started with its environment
+        os.setsid()
+        if (daemon := os.fork()) == 0:
+            sleep_for_ever()
+        os.write(write_end, str(daemon).encode())
+        os._exit(0)
+    in_background = subprocess.run(["sh", "-c", "sleep 600 >&2 & echo $!"], stdout=subprocess.PIPE, check=True)
+    return [
+        int(os.read(read_end, 20)),
+        int(in_background.stdout),
+        subprocess.Popen(SLEEPER).pid,
+        subprocess.Popen(SLEEPER, start_new_session=True, env={}).pid,
+        start_forked_child().pid,
+    ]
+
+
+def start_forked_child():
+    child = multiprocessing.get_context("fork").Process(target=sleep_for_ever)
+    child.start()
+    return child
+
+
+def describe_and_leave_processes(rank, world_size):
+    return describe_itself(rank, world_size), start_processes()
+
+
+def leave_processes(rank, world_size, folder, end):
+    """Start processes, write their ids and this rank's, and end as `end` says."""
+    pids = [os.getpid(), *start_processes()]
+    path = os.path.join(folder, f"pids-{rank}")
+    with open(f"{path}.part", "w") as file:
+        file.write(" ".join(map(str, pids)))
+    os.rename(f"{path}.part", path)
+    if end == "failure":
+        raise ZeroDivisionError("on purpose")
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end != "success":
+        sleep_for_ever()
 
 
 # ---------------------------------------------------------------- memory and collectives

@@ -25,7 +25,7 @@ from fsdp_helpers.ranks.progress import ProgressBar
 from fsdp_helpers.ranks.start import (
     NO_MAIN_GUARD,
     RANK_NAME,
-    check_importing,
+    check_not_imported,
     choose_start_method,
     interrupts_wait,
     main_guard_advice,
@@ -72,7 +72,7 @@ def launch(
     ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds,
     RuntimeError in a script without a main guard. No process outlives the call, nor does one that a worker started.
     """
-    check_importing()
+    check_not_imported()
     check_worker(worker)
     _check_numbers(world_size, timeout_s)
     device = choose_device(device, world_size)

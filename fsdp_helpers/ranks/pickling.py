@@ -40,8 +40,8 @@ def pickle_job(worker: Callable, args: tuple) -> bytes:
     except Exception:
         names = list(inspect.signature(worker).parameters)[2:]
         for position, value in enumerate(args):
-            name = names[position] if position < len(names) else f"number {position + 1}"
-            _check(value, f"argument {name!r} of {worker.__name__!r}")
+            name = repr(names[position]) if position < len(names) else f"number {position + 1}"
+            _check(value, f"argument {name} of {worker.__name__!r}")
         raise
 
 

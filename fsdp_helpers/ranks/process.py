@@ -21,6 +21,7 @@ from fsdp_helpers.ranks.keeper import start_keeper
 from fsdp_helpers.ranks.pickling import pickle_result
 from fsdp_helpers.ranks.progress import send_reports_to
 from fsdp_helpers.ranks.stacks import written_on_request
+from fsdp_helpers.ranks.start import loading_worker
 from fsdp_helpers.ranks.streams import LineSender
 
 STREAMS = ("stdout", "stderr")
@@ -74,7 +75,8 @@ def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection)
 
 def _work(rank: int, job: Job, send: "_Sender") -> None:
     _set_rank_variables(rank, job.world_size)
-    worker, args = pickle.loads(job.payload)
+    with loading_worker():
+        worker, args = pickle.loads(job.payload)
     with (
         process_group(rank, job.world_size, device=job.device, init_method=job.meeting_point),
         _failures_sent(send, rank),  # at once: when the group ends, the other ranks fail too

@@ -57,6 +57,7 @@ class ProgressBar:
     """
 
     def __init__(self) -> None:
+        tqdm.get_lock()  # made now: tqdm would fail where an interrupt comes while it makes it
         self._in_notebook = _is_notebook()
         self._title = None
         self._started_s = self._last_line_s = 0.0

@@ -14,6 +14,7 @@ from fsdp_helpers.ranks.allocator import malloc_tunables
 START_METHODS = ("forkserver", "spawn")
 NO_MAIN_GUARD = 113  # exit status of a rank whose import of the script came to `launch` again
 RANK_NAME = "rank "  # and its number: the name of its process
+_loads_worker = False
 PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
@@ -87,11 +88,28 @@ def interrupts_wait() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def check_importing() -> None:
-    """Called by `launch`: end a rank, or refuse, where the program that launches is only being imported by a process.
+@contextmanager
+def loading_worker() -> Iterator[None]:
+    """Within the block, this rank imports its worker's module, and `launch` refuses."""
+    global _loads_worker
+    _loads_worker = True
+    try:
+        yield
+    finally:
+        _loads_worker = False
 
-    A rank imports the program's script. Without a main guard the script launches in there too.
+
+def check_not_imported() -> None:
+    """Called by `launch`: end, or refuse, where a rank only imports what launches, else ranks would launch ranks.
+
+    A rank imports the program's script, which comes to `launch` again where it has no main guard, and its worker's
+    module.
     """
+    if _loads_worker:
+        raise RuntimeError(
+            "the worker's module calls launch while a rank imports it; put the call under "
+            '`if __name__ == "__main__":`, or into a function'
+        )
     process = multiprocessing.current_process()
     if getattr(process, "_inheriting", False):  # as multiprocessing itself asks
         if process.name.startswith(RANK_NAME):

@@ -1,119 +1,74 @@
 import os
-import platform
 import py_compile
 import re
 import signal
-import subprocess
-import sys
 import tempfile
-import textwrap
+import threading
 import time
-import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import workers_for_tests as workers
+from programs import is_running, running_python, wait_until
 
-from fsdp_helpers.ranks.launch import RankError, RankTimeout, check_worker, launch
-
-TESTS = Path(__file__).resolve().parent.parent
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def wait_until(condition, timeout_s: float = 20.0) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return bool(condition())
-
-
-def start_python(code: str, variables: dict[str, str] | None = None, **settings) -> subprocess.Popen:
-    """A Python of its own that can import the workers; in a session of its own, as a kernel is."""
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", **(variables or {})}
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **settings,
-    )
-
+from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
 
 # ---------------------------------------------------------------- results
 
 
-def test_results_in_rank_order():
-    assert launch(workers.return_rank, world_size=3, device="cpu") == [(0, 3), (1, 3), (2, 3)]
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    """What each of three ranks says of itself."""
+    return launch(workers.describe_itself, world_size=3, device="cpu")
+
+
+def test_results_in_rank_order(ranks):
+    assert [rank["rank"] for rank in ranks] == [(0, 3), (1, 3), (2, 3)]
+    assert [rank["tensor"].tolist() for rank in ranks] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def test_ranks_talk(ranks):
+    assert [rank["sum"] for rank in ranks] == [6.0] * 3  # 1 + 2 + 3 on every rank
+    assert {rank["backend"] for rank in ranks} == {"gloo"}
 
 
 def test_one_rank_is_a_group_too():
     assert launch(workers.all_reduce_rank, world_size=1, device="cpu") == [1.0]
 
 
-def test_ranks_talk():
-    # 1 + 2 + 3 = 6 on every rank
-    assert launch(workers.all_reduce_rank, world_size=3, device="cpu") == [6.0, 6.0, 6.0]
+def test_every_rank_is_a_process_that_ends(ranks):
+    pids = [rank["pid"] for rank in ranks]
+    assert len({*pids, os.getpid()}) == 4
+    assert not any(is_running(pid) for pid in pids)
 
 
-def test_tensor_results():
-    results = launch(workers.return_tensor, world_size=2, device="cpu")
-    assert [result.tolist() for result in results] == [[0.0, 0.0], [1.0, 1.0]]
-
-
-def test_every_rank_is_a_process_that_ends():
-    pids = launch(workers.return_pid, world_size=2, device="cpu")
-    assert len({*pids, os.getpid()}) == 3
-    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
-
-
-def test_variables_as_under_torchrun_and_a_share_of_the_cores():
-    results = launch(workers.return_variables, world_size=2, device="cpu")
+def test_variables_as_under_torchrun_and_a_share_of_the_cores(ranks):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert results == [([rank, rank, 2, 2], "gloo", max(1, cores // 2)) for rank in range(2)]
+    assert [rank["variables"] for rank in ranks] == [[number, number, 3, 3] for number in range(3)]
+    assert [rank["num_threads"] for rank in ranks] == [max(1, cores // 3)] * 3
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
-def test_freed_memory_is_used_again():
-    faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
-    assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
-    assert max(faults[2:]) < 100
-
-
-def test_the_allocator_settings_end_with_the_server():
-    """A Python that launches has the reader's own setting again, also for what it starts itself."""
-    code = """
-        import os, workers_for_tests as workers
-        from fsdp_helpers.ranks.launch import launch
-        launch(workers.return_rank, world_size=1, device="cpu")
-        print(launch(workers.return_tunables, world_size=1, device="cpu")[0], os.environ.get("GLIBC_TUNABLES"))
-    """
-    settings = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
-    with start_python(code, settings) as process:
-        in_rank, in_parent = process.communicate(timeout=60)[0].split()
-    assert in_rank.endswith(":glibc.malloc.perturb=0") and "tcache_count=0" in in_rank
-    assert in_parent == "glibc.malloc.perturb=0"
-
-
-def test_prints_arrive_as_whole_lines(capsys):
+def test_prints_arrive_as_whole_lines_and_say_who_printed_them(capsys):
     launch(workers.print_lines, 50, world_size=2, device="cpu")
     output = capsys.readouterr()
     lines = output.out.splitlines()
     for rank in range(2):
-        numbers = [line for line in lines if re.fullmatch(rf"rank {rank} line \d+", line)]
-        assert numbers == [f"rank {rank} line {number}" for number in range(50)]
-    assert lines.count("no newline at the end") == 2
-    assert len(lines) == 2 * 50 + 2
-    assert sorted(output.err.splitlines()) == ["to stderr 0", "to stderr 1"]
+        own = [line.removeprefix(f"[rank {rank}] ") for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert own[:50] == [f"rank {rank} line {number}" for number in range(50)]
+        assert sorted(own[50:]) == ["and its rest", "by a process", "bytes: ü", "no newline at the end"]
+    assert len(lines) == 2 * 54
+    assert sorted(output.err.splitlines()) == ["[rank 0] to stderr 0", "[rank 1] to stderr 1"]
+
+
+@pytest.mark.parametrize("settings", [{"world_size": 2, "name_ranks": False}, {"world_size": 1}])
+def test_lines_without_names(settings, capsys):
+    launch(workers.print_lines, 1, device="cpu", **settings)
+    output = capsys.readouterr()
+    assert output.out.splitlines().count("no newline at the end") == settings["world_size"]
+    assert "[rank" not in output.out + output.err
 
 
 # ---------------------------------------------------------------- failures
@@ -149,9 +104,11 @@ def test_a_rank_that_leaves():
         launch(workers.leave_at_once, 7, world_size=1, device="cpu")
 
 
-def test_a_result_that_cannot_be_pickled():
-    with pytest.raises(RankError, match="rank [01] of 2 failed: TypeError: cannot pickle"):
+def test_a_result_that_cannot_travel():
+    with pytest.raises(RankError, match="rank [01] of 2 failed: ValueError: the result of 'return_unpicklable' is of"):
         launch(workers.return_unpicklable, world_size=2, device="cpu")
+    with pytest.raises(RankError, match="rank 0 of 1 failed: its result arrived and cannot be read: ValueError: inv"):
+        launch(workers.return_what_cannot_be_read, world_size=1, device="cpu")
 
 
 def test_a_rank_that_hangs():
@@ -189,56 +146,41 @@ def test_a_rank_that_never_stops_printing_is_ended_like_any_other():
         outcome(raise_while_another_prints)
         outcome(print_for_ever)
     """
-    process = start_python(code)
-    try:
+    with running_python(code) as process:
         output, _ = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
     assert output.split() == ["RankError", "RankTimeout"]
 
 
 # ---------------------------------------------------------------- refused before anything starts
 
 
-def notebook_function():
-    """A function as a notebook cell defines it: in __main__, with a file name that is no file."""
-    cell = compile("def train(rank, world_size):\n    return rank\n", "<ipython-input-1>", "exec")
-    code = next(constant for constant in cell.co_consts if isinstance(constant, types.CodeType))
-    return types.FunctionType(code, {"__name__": "__main__"})
-
-
-def nested_function():
-    def worker(rank, world_size):
-        return rank
-
-    return worker
-
-
-@pytest.mark.parametrize(
-    "worker, reason",
-    [
-        (notebook_function(), r"(?s)'train' is defined in a notebook cell.*module.*%%writefile my_worker.py"),
-        (lambda rank, world_size: rank, "is a lambda or is defined inside another function"),
-        (nested_function(), "is a lambda or is defined inside another function"),
-        (print, "a worker must be a function"),
-        ("train", "a worker must be a function, this is 'str'"),
-    ],
-)
-def test_workers_that_cannot_be_imported(worker, reason, monkeypatch):
+@pytest.fixture
+def nothing_starts(monkeypatch):
     monkeypatch.setattr("fsdp_helpers.ranks.launch._start_rank", lambda *args: pytest.fail("a rank was started"))
-    with pytest.raises(ValueError, match=reason):
-        launch(worker, world_size=2)
 
 
-def test_a_module_function_is_accepted():
-    check_worker(workers.return_rank)
+def test_a_worker_that_cannot_be_imported(nothing_starts):
+    with pytest.raises(ValueError, match="is a lambda or is defined inside another function"):
+        launch(lambda rank, world_size: rank, world_size=2)
 
 
-@pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
-def test_numbers_of_ranks_that_cannot_be(world_size):
+def test_an_argument_that_cannot_travel(nothing_starts):
+    with pytest.raises(ValueError, match="argument 'bad_rank' of 'raise_on' is of type _thread.lock"):
+        launch(workers.raise_on, threading.Lock(), world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, "2", True])
+def test_numbers_of_ranks_that_cannot_be(world_size, nothing_starts):
     with pytest.raises(ValueError, match=f"world_size is {world_size!r}; it must be a whole number, 1 or more"):
         launch(workers.return_rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 0.0, float("nan"), float("inf"), True, "5"])
+def test_times_that_cannot_be(timeout_s, nothing_starts):
+    with pytest.raises(
+        ValueError, match=f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0"
+    ):
+        launch(workers.return_rank, world_size=1, timeout_s=timeout_s)
 
 
 def test_more_ranks_than_cuda_devices():
@@ -279,34 +221,37 @@ def test_a_module_written_beside_the_notebook(tmp_path):
         from my_worker import work
         print(launch(work, world_size=2, device="cpu"))
     """
-    output, errors = start_python(code, cwd=tmp_path).communicate(timeout=90)
+    with running_python(code, cwd=tmp_path) as process:
+        output, errors = process.communicate(timeout=90)
     assert output == "[0, 10]\n", errors
 
 
 # ---------------------------------------------------------------- interrupts and kills
 
 
-def start_hanging_launch(folder: Path) -> subprocess.Popen:
+@contextmanager
+def hanging_launch(folder: Path) -> Iterator:
     (folder / "tmp").mkdir()
     code = f"""
         import tempfile
         tempfile.tempdir = {str(folder / "tmp")!r}
         from fsdp_helpers.ranks.launch import launch
-        from workers_for_tests import return_rank, write_pid_and_hang
+        from workers_for_tests import return_rank, leave_processes
         print("starting", flush=True)
         try:
-            launch(write_pid_and_hang, {str(folder)!r}, world_size=2, device="cpu")
+            launch(leave_processes, {str(folder)!r}, "interrupt", world_size=2, device="cpu")
         except KeyboardInterrupt:
             print("interrupted", launch(return_rank, world_size=2, device="cpu"), flush=True)
     """
-    return start_python(code)
+    with running_python(code) as process:
+        yield process
 
 
-def rank_pids(folder: Path) -> list[int]:
-    """The ranks' process ids, once both have written them."""
-    files = [folder / f"pid-{rank}" for rank in range(2)]
-    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60)
-    return [int(file.read_text()) for file in files]
+def written_pids(folder: Path) -> list[int]:
+    """The process ids of both ranks and of all that they started, once they are written."""
+    files = [folder / f"pids-{rank}" for rank in range(2)]
+    assert wait_until(lambda: all(file.exists() for file in files), 60)
+    return [int(pid) for file in files for pid in file.read_text().split()]
 
 
 def launch_folders(folder: Path) -> list[str]:
@@ -314,34 +259,35 @@ def launch_folders(folder: Path) -> list[str]:
 
 
 def test_interrupt_ends_the_ranks_and_the_next_launch_works(tmp_path):
-    process = start_hanging_launch(tmp_path)
-    pids = rank_pids(tmp_path)
-    os.killpg(process.pid, signal.SIGINT)  # as Jupyter interrupts a kernel: the whole process group
-    output, errors = process.communicate(timeout=60)
+    with hanging_launch(tmp_path) as process:
+        pids = written_pids(tmp_path)
+        os.killpg(process.pid, signal.SIGINT)  # as Jupyter interrupts a kernel: the whole process group
+        output, errors = process.communicate(timeout=60)
     assert output.splitlines()[1:] == ["interrupted [(0, 2), (1, 2)]"], errors
     assert errors == ""
-    assert not any(is_running(pid) for pid in pids)
+    assert len(pids) == 12 and not any(is_running(pid) for pid in pids)
     assert launch_folders(tmp_path) == []
 
 
 def test_interrupt_while_the_first_ranks_are_starting(tmp_path):
-    process = start_hanging_launch(tmp_path)
-    assert process.stdout.readline() == "starting\n"
-    time.sleep(0.5)  # torch is being loaded for the ranks, which takes seconds
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    with hanging_launch(tmp_path) as process:
+        assert process.stdout.readline() == "starting\n"
+        time.sleep(0.5)  # torch is being loaded for the ranks, which takes seconds
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
     assert output == "interrupted [(0, 2), (1, 2)]\n", errors
+    assert errors == ""
     assert launch_folders(tmp_path) == []
 
 
 def test_a_killed_parent_takes_its_ranks_along(tmp_path):
-    process = start_hanging_launch(tmp_path)
-    pids = rank_pids(tmp_path)
-    assert launch_folders(tmp_path) != []
-    process.kill()
-    process.communicate(timeout=30)
-    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
-    assert wait_until(lambda: launch_folders(tmp_path) == [])
+    with hanging_launch(tmp_path) as process:
+        pids = written_pids(tmp_path)
+        assert launch_folders(tmp_path) != []
+        process.kill()
+        process.communicate(timeout=30)
+        assert len(pids) == 12 and wait_until(lambda: not any(is_running(pid) for pid in pids))
+        assert wait_until(lambda: launch_folders(tmp_path) == [])
 
 
 # ---------------------------------------------------------------- side by side
@@ -354,7 +300,8 @@ def test_two_notebooks_launching_in_a_loop_never_collide():
         from workers_for_tests import all_reduce_rank
         print([launch(all_reduce_rank, world_size=2, device="cpu") for _ in range(10)])
     """
-    outputs = [process.communicate(timeout=120) for process in [start_python(code) for _ in range(2)]]
+    with running_python(code) as one, running_python(code) as other:
+        outputs = [process.communicate(timeout=120) for process in (one, other)]
     # 1 + 2 = 3 on both ranks, ten times, in both
     assert [output for output, _ in outputs] == [f"{[[3.0, 3.0]] * 10}\n"] * 2, outputs
 

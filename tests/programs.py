@@ -1,0 +1,52 @@
+"""Programs that tests start: each in a process group of its own, and ended with all that belongs to it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+# Where the tests run under `nohup ... &`, interrupts are ignored, and every process inherits that.
+RESTORE_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@contextmanager
+def running_python(
+    code: str, *, prelude: str = RESTORE_INTERRUPTS, variables: dict[str, str] | None = None, **settings
+) -> Iterator[subprocess.Popen]:
+    """A Python that can import the workers, in a session of its own, as a kernel is; ended with the block."""
+    with running([sys.executable, "-c", prelude + textwrap.dedent(code)], variables=variables, **settings) as process:
+        yield process
+
+
+@contextmanager
+def running(command: list[str], *, variables: dict[str, str] | None = None, **settings) -> Iterator[subprocess.Popen]:
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", **(variables or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes, **settings)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)

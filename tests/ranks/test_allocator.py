@@ -1,0 +1,42 @@
+import os
+import platform
+
+import pytest
+import workers_for_tests as workers
+from programs import running_python
+
+from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES, malloc_tunables
+from fsdp_helpers.ranks.launch import launch
+
+OWN = "glibc.malloc.perturb=0"  # a setting of the reader's
+
+
+@pytest.mark.parametrize("before, within", [(None, MALLOC_TUNABLES), (OWN, f"{MALLOC_TUNABLES}:{OWN}")])
+def test_settings_hold_within_the_block(before, within, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if before:
+        monkeypatch.setenv("GLIBC_TUNABLES", before)
+    with pytest.raises(ZeroDivisionError), malloc_tunables():  # also where starting a process fails
+        assert os.environ["GLIBC_TUNABLES"] == within
+        raise ZeroDivisionError
+    assert os.environ.get("GLIBC_TUNABLES") == before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
+def test_freed_memory_is_used_again():
+    faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
+    assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
+    assert max(faults[2:]) < 100
+
+
+def test_the_allocator_settings_end_with_the_start():
+    """A Python that launches has the reader's own setting again, also for what it starts itself."""
+    code = """
+        import os, workers_for_tests as workers
+        from fsdp_helpers.ranks.launch import launch
+        launch(workers.return_rank, world_size=1, device="cpu")
+        print(launch(workers.return_tunables, world_size=1, device="cpu")[0], os.environ.get("GLIBC_TUNABLES"))
+    """
+    with running_python(code, variables={"GLIBC_TUNABLES": OWN}) as process:
+        output, errors = process.communicate(timeout=60)
+    assert output.split() == [f"{MALLOC_TUNABLES}:{OWN}", OWN], errors

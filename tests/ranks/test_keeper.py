@@ -1,0 +1,77 @@
+"""Nothing that a worker starts outlives its launch, however the launch ends (interrupts: see test_launch)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import workers_for_tests as workers
+from programs import is_running, running_python
+
+from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="keepers adopt orphans on Linux alone")
+
+RAISED = {"success": None, "failure": RankError, "kill": RankError, "time-out": RankTimeout}
+LONG_ROUNDS = 50
+
+
+def pids_of(folder: Path) -> list[int]:
+    """The ids of the rank and of what it started."""
+    return list(map(int, (folder / "pids-0").read_text().split()))
+
+
+def end_a_launch(end: str, folder: Path) -> list[int]:
+    """Launch a rank that leaves processes behind, and check how the launch ends; the ids of all of them."""
+    (folder / "pids-0").unlink(missing_ok=True)
+    settings = {"world_size": 1, "device": "cpu", "timeout_s": 4 if end == "time-out" else None}
+    if RAISED[end] is None:
+        launch(workers.leave_processes, str(folder), end, **settings)
+    else:
+        with pytest.raises(RAISED[end]):
+            launch(workers.leave_processes, str(folder), end, **settings)
+    return pids_of(folder)
+
+
+@pytest.mark.parametrize("end", RAISED)
+def test_what_a_worker_started_ends_with_the_launch(end, tmp_path):
+    pids = end_a_launch(end, tmp_path)
+    assert len(pids) == 6
+    assert not any(is_running(pid) for pid in pids)  # at once, without a moment's grace
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("end", RAISED)
+def test_fifty_launches_leave_no_process(end, tmp_path):
+    for _ in range(LONG_ROUNDS):
+        assert not any(is_running(pid) for pid in end_a_launch(end, tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_fifty_interrupted_launches_leave_no_process(tmp_path):
+    code = f"""
+        import os, signal, threading, time
+        from pathlib import Path
+        from fsdp_helpers.ranks.launch import launch
+        from workers_for_tests import leave_processes
+
+        written = Path({str(tmp_path)!r}, "pids-0")
+
+        def interrupt():
+            while not written.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        for _ in range({LONG_ROUNDS}):
+            threading.Thread(target=interrupt).start()
+            try:
+                launch(leave_processes, {str(tmp_path)!r}, "interrupt", world_size=1, device="cpu")
+            except KeyboardInterrupt:
+                pids = written.read_text().split()
+                written.unlink()
+                print(len(pids), [pid for pid in pids if Path("/proc", pid).exists()], flush=True)
+    """
+    with running_python(code) as process:
+        output, errors = process.communicate(timeout=1200)
+    assert output == "6 []\n" * LONG_ROUNDS, errors

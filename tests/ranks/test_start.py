@@ -1,0 +1,126 @@
+"""How ranks are started: forked or spawned, with and without a main guard, where signals are missing or ignored."""
+
+import multiprocessing
+import sys
+from pathlib import Path
+
+import pytest
+import workers_for_tests as workers
+from programs import running, running_python
+
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.start import choose_start_method
+
+
+def test_a_server_where_there_can_be_one(monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["fork", "spawn", "forkserver"])
+    assert [choose_start_method(name) for name in (None, "forkserver", "spawn")] == [
+        "forkserver",
+        "forkserver",
+        "spawn",
+    ]
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert choose_start_method(None) == "spawn"
+    with pytest.raises(ValueError, match="unknown start method 'forkserver'; choose one of spawn"):
+        choose_start_method("forkserver")
+
+
+@pytest.mark.parametrize("name", ["fork", "thread", 3])
+def test_other_start_methods_are_refused(name):
+    with pytest.raises(ValueError, match=f"unknown start method {name!r}; choose one of forkserver, spawn"):
+        launch(workers.return_rank, world_size=1, start_method=name)
+
+
+def test_spawned_ranks_keep_every_promise():
+    """Results, talk, settings, and nothing left of what they start."""
+    found = launch(workers.describe_and_leave_processes, world_size=2, device="cpu", start_method="spawn")
+    assert [rank["rank"] for rank, _ in found] == [(0, 2), (1, 2)]
+    assert [rank["sum"] for rank, _ in found] == [3.0, 3.0]  # 1 + 2
+    assert not [pid for _, pids in found for pid in pids if Path("/proc", str(pid)).exists()]
+
+
+# What Windows lacks, taken away at the top of a script: a spawned rank imports the script, and lacks it too.
+WITHOUT = """
+import faulthandler, multiprocessing, os, signal, sys, tempfile
+
+multiprocessing.get_all_start_methods = lambda: ["spawn"]
+for module, names in {
+    signal: ("SIGUSR1", "SIGALRM", "SIGKILL", "alarm", "pthread_sigmask"),
+    faulthandler: ("register", "unregister"),
+    os: ("fork", "setsid", "killpg"),
+}.items():
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+
+if __name__ == "__main__":
+    from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
+    from workers_for_tests import hang_on, raise_on, return_rank
+
+    print(launch(return_rank, world_size=2, device="cpu"))
+    for worker, timeout_s in ((raise_on, None), (hang_on, 8)):
+        try:
+            launch(worker, 1, world_size=2, device="cpu", timeout_s=timeout_s)
+        except (RankError, RankTimeout) as error:
+            print(str(error).splitlines()[0:2])
+"""
+
+
+def test_a_system_without_a_server_and_without_signals(tmp_path):
+    script = tmp_path / "without.py"
+    script.write_text(WITHOUT)
+    with running([sys.executable, str(script)]) as process:
+        output, errors = process.communicate(timeout=240)
+    assert output.splitlines() == [
+        "[(0, 2), (1, 2)]",
+        "['rank 1 of 2 failed: ZeroDivisionError: on purpose, on rank 1', '']",
+        "['after 8 s, 2 of 2 ranks had not finished (0 had)', 'rank 0 was running; this system cannot ask it where']",
+    ], errors
+
+
+UNGUARDED = """
+from fsdp_helpers.ranks.launch import launch
+from workers_for_tests import return_rank
+
+print(launch(return_rank, world_size=2, device="cpu", start_method={start_method!r}))
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
+    script = tmp_path / "my_script.py"
+    script.write_text(UNGUARDED.format(start_method=start_method))
+    with running([sys.executable, str(script)]) as process:
+        output, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and output == ""
+    assert errors.count("main guard") == errors.count("Traceback") == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith("RuntimeError: my_script.py has no main guard: ") and '`if __name__ == "__main__":`' in last
+
+
+def test_a_module_that_launches_while_ranks_import_it_does_not_go_on_for_ever(tmp_path):
+    (tmp_path / "my_module.py").write_text(
+        "from fsdp_helpers.ranks.launch import launch\n"
+        "def work(rank, world_size): return rank\n"
+        "print(launch(work, world_size=2, device='cpu'))\n"
+    )
+    with running_python("import my_module", cwd=tmp_path) as process:
+        output, errors = process.communicate(timeout=120)
+    assert output == ""
+    assert "RankError: rank" in errors and "calls launch while a rank imports it" in errors.splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_launch_where_interrupts_are_ignored():
+    """As under `nohup ... &`: the ranks start, talk and end, and interrupts stay ignored."""
+    code = """
+        import os, signal
+        from fsdp_helpers.ranks.launch import launch
+        from workers_for_tests import all_reduce_rank
+        os.kill(os.getpid(), signal.SIGINT)
+        print(launch(all_reduce_rank, world_size=2, device="cpu"), signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
+    """
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    with running_python(code, prelude=ignoring) as process:
+        output, errors = process.communicate(timeout=90)
+    assert output == "[3.0, 3.0] True\n", errors
