@@ -42,10 +42,10 @@ def test_what_a_module_defines_itself_is_imported_from_it_unless_it_is_shown():
     assert of_module not in show.needed_imports(by_hand.train_fsdp_by_hand, FlatUnit)
     # a constant, and an alias of a type
     assert "loop import Batches\n" in show.needed_imports(loop.evaluate)
-    assert show.needed_imports(np_free) == ""
+    assert show.needed_imports(needs_nothing) == ""
 
 
-def np_free(value):
+def needs_nothing(value):
     """Needs nothing: a name inside a comprehension is its own."""
     return sum(value * part for part in range(3))
 
