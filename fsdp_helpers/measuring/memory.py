@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.measuring.collectives import CollectiveTrace
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.records import Collective, MemoryCurve, Phase, StateBytes, StepTrace
+from fsdp_helpers.records import MemoryCurve, Phase, StateBytes, StepTrace
 
 STEP_PHASES = ("forward", "backward", "step")
 CHROME_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # how a profiler trace numbers devices
@@ -134,7 +135,7 @@ class MemoryTrace:
                 ),
             ),
             collectives=tuple(
-                Collective(op=seen.op, bytes=seen.bytes, start_s=seen.start_s - start_s, end_s=seen.end_s - start_s)
+                replace(seen, start_s=seen.start_s - start_s, end_s=seen.end_s - start_s)
                 for seen in self._collectives.events
                 if start_s <= seen.start_s <= end_s
             ),
