@@ -321,7 +321,7 @@ def test_a_failing_rank_is_exit_status_one(digits_dir, monkeypatch, capfd):
     def launch_a_worker_that_fails(worker, config, **settings):
         return launch(workers.raise_on, 1, **settings)
 
-    monkeypatch.setattr("fsdp_helpers.ranks.launch.launch", launch_a_worker_that_fails)
+    monkeypatch.setattr("fsdp_helpers.training.run.launch", launch_a_worker_that_fails)
     arguments = ["train", "--strategy", "ddp", "--device", "cpu", "--data-dir", digits_dir]
     assert main_in_process(*arguments) == 1
     errors = capfd.readouterr().err
@@ -339,7 +339,7 @@ def test_under_torchrun_a_failing_rank_is_no_bad_input(digits_dir, monkeypatch, 
     ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("fsdp_helpers.training.worker.train_worker", fail)
+    monkeypatch.setattr("fsdp_helpers.training.run.train_worker", fail)
     assert main_in_process("train", "--device", "cpu", "--data-dir", digits_dir) == 1
     errors = capfd.readouterr().err
     assert "rank 0 of 1 failed: ValueError: on purpose" in errors
