@@ -48,7 +48,8 @@ def ignore_interrupts():
 
 def test_the_untidy_are_blamed_and_nobody_else(tmp_path):
     (tmp_path / "test_untidy.py").write_text(UNTIDY)
-    options = ["-p", "conftest", "-c", PROJECT / "pyproject.toml", "-p", "no:cacheprovider", "-rA", "-v", "-s"]
+    options = ["-p", "conftest", "-c", PROJECT / "pyproject.toml", "-p", "no:cacheprovider", "-rA", "-s"]
+    options += ["--basetemp", tmp_path / "inner"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, tmp_path / "test_untidy.py"],
         env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{PROJECT}"},
@@ -56,7 +57,7 @@ def test_the_untidy_are_blamed_and_nobody_else(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=250,
     )
     lines = done.stdout.splitlines()
     outcomes = {re.search(r"::(\w+)", line)[1]: line.split()[0] for line in lines if re.match("[A-Z]+ .*::", line)}
