@@ -47,6 +47,10 @@ def describe_itself(rank, world_size):
     }
 
 
+def return_environment(rank, world_size):
+    return dict(os.environ)
+
+
 def return_tunables(rank, world_size):
     return os.environ.get("GLIBC_TUNABLES")
 

@@ -7,6 +7,7 @@ third-party modules only: an edit to `fsdp_helpers` or to your own module counts
 
 import math
 import multiprocessing.connection
+import os
 import pickle
 import signal
 import sys
@@ -79,7 +80,7 @@ def launch(
     start_method = choose_start_method(start_method)
     payload = pickle_job(worker, args)
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
-        job = Job(payload=payload, world_size=world_size, device=device, folder=folder)
+        job = Job(payload=payload, world_size=world_size, device=device, folder=folder, environment=dict(os.environ))
         output = _Output(ProgressBar(), draws=progress, names=name_ranks and world_size > 1)
         ranks: list[_Rank] = []
         try:

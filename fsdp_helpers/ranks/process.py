@@ -35,6 +35,7 @@ class Job:
     world_size: int
     device: str
     folder: str
+    environment: dict[str, str]  # of the parent at the launch; the server that forks ranks may be older than it
 
     def stack_file(self, rank: int) -> Path:
         return Path(self.folder, f"stack-{rank}.txt")
@@ -74,6 +75,7 @@ def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection)
 
 
 def _work(rank: int, job: Job, send: "_Sender") -> None:
+    _take_environment(job.environment)
     _set_rank_variables(rank, job.world_size)
     with loading_worker():
         worker, args = pickle.loads(job.payload)
@@ -108,6 +110,13 @@ def _import_from_source(folder: str) -> None:
     """
     sys.pycache_prefix = folder
     sys.dont_write_bytecode = True
+
+
+def _take_environment(environment: dict[str, str]) -> None:
+    """What the parent set or removed since its first launch counts here too; what glibc was told at the start stays."""
+    tunables = {name: value for name, value in os.environ.items() if name == "GLIBC_TUNABLES"}
+    os.environ.clear()
+    os.environ.update(environment | tunables)
 
 
 def _set_rank_variables(rank: int, world_size: int) -> None:

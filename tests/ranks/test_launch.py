@@ -177,9 +177,7 @@ def test_numbers_of_ranks_that_cannot_be(world_size, nothing_starts):
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 0.0, float("nan"), float("inf"), True, "5"])
 def test_times_that_cannot_be(timeout_s, nothing_starts):
-    with pytest.raises(
-        ValueError, match=f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0"
-    ):
+    with pytest.raises(ValueError, match=f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0"):
         launch(workers.return_rank, world_size=1, timeout_s=timeout_s)
 
 
@@ -312,3 +310,18 @@ def test_a_launch_leaves_no_folder():
     with pytest.raises(RankError):
         launch(workers.leave_at_once, 1, world_size=1, device="cpu")
     assert set(os.listdir(tempfile.gettempdir())) == before
+
+
+# ---------------------------------------------------------------- the environment
+
+
+def test_ranks_have_the_environment_of_their_launch(monkeypatch):
+    """Also where the server that forks them is older than a change."""
+    launch(workers.return_rank, world_size=1, device="cpu")
+    monkeypatch.setenv("SET_AFTER_THE_FIRST_LAUNCH", "yes")
+    with_it = launch(workers.return_environment, world_size=1, device="cpu")[0]
+    monkeypatch.delenv("SET_AFTER_THE_FIRST_LAUNCH")
+    without = launch(workers.return_environment, world_size=1, device="cpu")[0]
+    assert with_it["SET_AFTER_THE_FIRST_LAUNCH"] == "yes"
+    assert "SET_AFTER_THE_FIRST_LAUNCH" not in without
+    assert without["WORLD_SIZE"] == "1"
