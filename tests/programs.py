@@ -49,4 +49,4 @@ def running(command: list[str], *, variables: dict[str, str] | None = None, **se
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)

@@ -38,5 +38,5 @@ def test_the_allocator_settings_end_with_the_start():
         print(launch(workers.return_tunables, world_size=1, device="cpu")[0], os.environ.get("GLIBC_TUNABLES"))
     """
     with running_python(code, variables={"GLIBC_TUNABLES": OWN}) as process:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=200)
     assert output.split() == [f"{MALLOC_TUNABLES}:{OWN}", OWN], errors

@@ -147,7 +147,7 @@ def test_a_rank_that_never_stops_printing_is_ended_like_any_other():
         outcome(print_for_ever)
     """
     with running_python(code) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=200)
     assert output.split() == ["RankError", "RankTimeout"]
 
 
@@ -248,7 +248,7 @@ def hanging_launch(folder: Path) -> Iterator:
 def written_pids(folder: Path) -> list[int]:
     """The process ids of both ranks and of all that they started, once they are written."""
     files = [folder / f"pids-{rank}" for rank in range(2)]
-    assert wait_until(lambda: all(file.exists() for file in files), 60)
+    assert wait_until(lambda: all(file.exists() for file in files), 200)
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
@@ -260,7 +260,7 @@ def test_interrupt_ends_the_ranks_and_the_next_launch_works(tmp_path):
     with hanging_launch(tmp_path) as process:
         pids = written_pids(tmp_path)
         os.killpg(process.pid, signal.SIGINT)  # as Jupyter interrupts a kernel: the whole process group
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=200)
     assert output.splitlines()[1:] == ["interrupted [(0, 2), (1, 2)]"], errors
     assert errors == ""
     assert len(pids) == 12 and not any(is_running(pid) for pid in pids)
@@ -272,7 +272,7 @@ def test_interrupt_while_the_first_ranks_are_starting(tmp_path):
         assert process.stdout.readline() == "starting\n"
         time.sleep(0.5)  # torch is being loaded for the ranks, which takes seconds
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=200)
     assert output == "interrupted [(0, 2), (1, 2)]\n", errors
     assert errors == ""
     assert launch_folders(tmp_path) == []
@@ -283,7 +283,7 @@ def test_a_killed_parent_takes_its_ranks_along(tmp_path):
         pids = written_pids(tmp_path)
         assert launch_folders(tmp_path) != []
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
         assert len(pids) == 12 and wait_until(lambda: not any(is_running(pid) for pid in pids))
         assert wait_until(lambda: launch_folders(tmp_path) == [])
 
