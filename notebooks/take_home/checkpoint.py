@@ -67,4 +67,4 @@ def main(folder: Path, last_step: int) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]))
-    os._exit(0)  # without Python's clean-up, in which a late thread of gloo can abort the process
+    os._exit(0)  # without Python's clean-up and flush, in which a late thread of gloo can abort the process

@@ -52,4 +52,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # without Python's clean-up, in which a late thread of gloo can abort the process
+    os._exit(0)  # without Python's clean-up and flush, in which a late thread of gloo can abort the process
