@@ -14,6 +14,22 @@ from fsdp_helpers.training.watch import StepWatch
 NO_IMAGES = Split(images=torch.empty(0, 1, 28, 28), labels=torch.empty(0, dtype=torch.int64))
 
 
+class NoTrace:
+    """Memory that is not looked at."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def last(self, name: str, **settings) -> None:
+        return None
+
+
 @pytest.fixture
 def reports(monkeypatch):
     """All reports of this process: none is held back because the last one was a moment ago."""
@@ -31,7 +47,8 @@ def half_second_clock(monkeypatch):
     monkeypatch.setattr("fsdp_helpers.training.watch.time.perf_counter", lambda: next(readings))
 
 
-def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock):
+def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock, monkeypatch):
+    monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
     model = nn.Linear(1, 1)
     config = TrainConfig(global_batch_size=64, epochs=2)
     dataset = Dataset(source="digits", train=NO_IMAGES, test=NO_IMAGES)
