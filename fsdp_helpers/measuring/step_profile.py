@@ -3,8 +3,10 @@
 What `planning.peak` makes of it holds for any number of ranks.
 """
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,7 @@ def measure_step(model: nn.Module, compute_loss: Callable[[], Tensor]) -> StepPr
     """
     compute_loss().backward()  # what only a first step allocates does not count
     model.zero_grad()
+    gc.collect()  # what is freed within the trace should have been allocated in it
     marks = StepMarks()
     with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
         compute_loss().backward()
@@ -100,7 +103,7 @@ class StepMarks:
             found.append(
                 Moment(event=event, name=name, activation_bytes=now - other_bytes, highest_bytes=highest - other_bytes)
             )
-        return tuple(found)
+        return settle(found)
 
     def _note(self, event: str, name: str, gradient_bytes: int = 0) -> None:
         self._in_backward = self._in_backward or "forward" not in event
@@ -128,6 +131,33 @@ class StepMarks:
 
     def _finished(self, name: str) -> Callable:
         return lambda parameter: self._note("gradient", name, parameter.grad.nbytes)
+
+
+def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    """In backward, at one tensor, modules are left before others are entered, and inner ones are left first.
+
+    One module's output is the next one's input, and its hooks are called in the order in which forward came by.
+    """
+    settled: list[Moment] = []
+    at_tensor: list[Moment] = []
+    for moment in moments:
+        if at_tensor and not _is_at_the_same_tensor(at_tensor[-1], moment):
+            settled += _left_first(at_tensor)
+            at_tensor = []
+        (at_tensor if "_backward" in moment.event else settled).append(moment)
+    return (*settled, *_left_first(at_tensor))
+
+
+def _is_at_the_same_tensor(before: Moment, moment: Moment) -> bool:
+    """Where nothing was allocated or freed in between."""
+    return "_backward" in moment.event and before.activation_bytes == before.highest_bytes == moment.activation_bytes
+
+
+def _left_first(moments: list[Moment]) -> list[Moment]:
+    left = [moment for moment in reversed(moments) if moment.event == "leave_backward"]
+    entered = [moment for moment in moments if moment.event == "enter_backward"]
+    sizes = [moment.highest_bytes for moment in moments]  # all the same but the last
+    return [replace(moment, highest_bytes=size) for moment, size in zip(left + entered, sizes, strict=True)]
 
 
 def _with_gradient(values: object) -> list[Tensor]:
