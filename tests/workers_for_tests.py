@@ -1,5 +1,6 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -25,7 +26,7 @@ from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import STRATEGIES, shard, unit_names
 from fsdp_helpers.training.loop import train_step
-from fsdp_helpers.training.worker import config_batches, load_rank_data
+from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
 
 
 def return_rank(rank, world_size):
@@ -284,3 +285,15 @@ def gradients_held_back(rank, world_size):
     own = model.module.weight.grad.item()
     model(inputs).sum().backward()
     return own, model.module.weight.grad.item()
+
+
+# ---------------------------------------------------------------- many runs, one launch
+
+
+def train_each(rank, world_size, configs):
+    """Train each of `configs`, one after the other; this rank's record of each."""
+    records = []
+    for config in configs:
+        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
+        records.append(train_worker(rank, world_size, config).ranks[rank])
+    return records

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_helpers.planning.levers import BlockBytes, transformer_working_bytes
+from fsdp_helpers.planning.transformer import BlockBytes, transformer_working_bytes
 from fsdp_helpers.sharding.recompute import MATRIX_PRODUCTS
 
 

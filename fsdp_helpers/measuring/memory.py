@@ -120,6 +120,19 @@ class MemoryTrace:
         """Everything from start() to stop()."""
         return self._between(self._marks_s[0], float("inf"), 0)
 
+    def between_marks(self, name: str) -> list[tuple[int, int]]:
+        """For each stretch called `name`: the bytes allocated when it began, and the most until the next one begins.
+
+        After the last of them the trace is read to its end. Take `record_function(name)` around nothing for a mark.
+        """
+        starts = [phase.start_s for phase in self._phases if phase.name == name]
+        found = []
+        for start_s, end_s in zip(starts, [*starts[1:], float("inf")], strict=True):
+            before = [size for time_s, size in self._points if time_s < start_s]
+            at_start = before[-1] if before else 0
+            found.append((at_start, max([at_start, *(s for t, s in self._points if start_s <= t < end_s)])))
+        return found
+
     def _between(self, start_s: float, end_s: float, uncounted_bytes: int) -> StepTrace:
         before = [size for time_s, size in self._points if time_s < start_s]
         within = [(time_s, size) for time_s, size in self._points if start_s <= time_s <= end_s]

@@ -1,69 +1,64 @@
-"""What a rank holds, from arithmetic alone: fp32 parameters and Adam, no torch import.
+"""The highest point of a step on one rank, from arithmetic: a walk through forward and backward. No torch.
 
-P parameters cost 4P bytes; so do their gradients, and each of Adam's two moments. N is the number of ranks. The state
-and its division follow Rajbhandari et al. 2020, arXiv:1910.02054; what FSDP holds within a step follows the order in
-which FSDP1 and FSDP2 allocate, as their traces in notebooks 03 and 04 show it. Padding is left aside.
+A `StepProfile` says what one process does with one rank's images; the strategy says what is gathered, reduced and freed
+at each event. fp32 parameters and Adam; padding counts. Of a rank on the CPU: host and device are one there, so that
+offloading moves nothing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from fsdp_helpers.config import is_sharded
-from fsdp_helpers.planning.state import FP32_BYTES, WITHOUT_GRADIENT_BYTES, held_bytes
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.planning.fsdp1 import FlatParameters
+from fsdp_helpers.planning.fsdp2 import FullyShard
+from fsdp_helpers.planning.ledger import Ledger, Peak
+from fsdp_helpers.planning.profile import StepProfile
+from fsdp_helpers.planning.state import num_shards
+from fsdp_helpers.planning.whole import WholeModel
+
+WHEN = {
+    "enter_forward": "forward, in {}",
+    "leave_forward": "forward, after {}",
+    "enter_backward": "backward, in {}",
+    "gradient": "backward, with the gradient of {}",
+    "leave_backward": "backward, after {}",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A model, how it is cut, and what one rank's images need.
+def peak_of_step(
+    profile: StepProfile, config: TrainConfig, world_size: int, units: Sequence[str] = (), *, backend: str = "gloo"
+) -> Peak:
+    """The highest point of a steady step of `config`, on the rank with the largest slices.
 
-    `activation_bytes` is what one process needs at its peak beyond its 16 P bytes of state, with one rank's images:
-    measure it once, on one process.
+    `profile` is of the images of one micro-batch; `units` names the FSDP units below the root, none is one unit.
+    With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with any other none.
+    Raises ValueError for a unit that is no module of the model.
     """
-
-    num_params: int  # P
-    unit_params: tuple[int, ...] = ()  # parameters of each FSDP unit below the root; none: one unit
-    activation_bytes: int = 0
-
-    @property
-    def root_params(self) -> int:
-        return self.num_params - sum(self.unit_params)
-
-    @property
-    def largest_unit(self) -> int:
-        return max(self.unit_params, default=self.num_params)
+    ledger = Ledger()
+    rank = _rank(profile, config, world_size, units, backend, ledger)
+    for part in range(config.micro_batches):
+        is_last = part == config.micro_batches - 1
+        rank.begin_part(reduces=is_last or config.sync_micro_batches, is_last=is_last)
+        _walk(profile, rank, ledger)
+    return ledger.peak
 
 
-def peak_bytes(strategy: str, api: str, workload: Workload, world_size: int) -> int:
-    """The highest point of a step: with the activations, or where the largest unit's gradients are reduced."""
-    if not is_sharded(strategy):
-        return held_bytes(strategy, workload.num_params, world_size) + workload.activation_bytes
-    return max(_peak_with_activations(api, workload, world_size), _peak_in_reduction(api, workload, world_size))
+def _rank(
+    profile: StepProfile, config: TrainConfig, world_size: int, units: Sequence[str], backend: str, ledger: Ledger
+) -> WholeModel | FlatParameters | FullyShard:
+    if config.strategy in ("local", "ddp"):
+        return WholeModel(profile, config, ledger)
+    shard = FlatParameters if config.api == "fsdp1" else FullyShard
+    return shard(profile, config, num_shards(config.sharding, world_size), units, backend, ledger)
 
 
-def _peak_with_activations(api: str, workload: Workload, world_size: int) -> int:
-    """Late in backward: the root whole in parameters and gradients, all other gradients reduced to slices.
-
-    FSDP2 keeps what went into a reduce-scatter until the next one, so the last unit's whole gradients are there too.
-    """
-    kept_input = max(workload.unit_params, default=0) if api == "fsdp2" else 0
-    return (
-        WITHOUT_GRADIENT_BYTES * workload.num_params // world_size
-        + FP32_BYTES * sum(workload.unit_params) // world_size
-        + FP32_BYTES * (2 * workload.root_params + kept_input)
-        + workload.activation_bytes
-    )
-
-
-def _peak_in_reduction(api: str, workload: Workload, world_size: int) -> int:
-    """The largest unit's reduce-scatter: its gradients, and the same laid out for sending, are both whole.
-
-    FSDP1 still has the unit's gathered parameters; FSDP2 has freed them, and takes a new slice for the result.
-    """
-    unit = workload.largest_unit
-    of_unit = 3 * unit if api == "fsdp1" else 2 * unit + unit // world_size
-    others = workload.num_params - unit - workload.root_params if workload.unit_params else 0
-    gathered_root = workload.root_params if workload.unit_params else 0
-    return (
-        WITHOUT_GRADIENT_BYTES * workload.num_params // world_size
-        + FP32_BYTES * others // world_size
-        + FP32_BYTES * (gathered_root + of_unit)
-    )
+def _walk(profile: StepProfile, rank: WholeModel | FlatParameters | FullyShard, ledger: Ledger) -> None:
+    """One forward and one backward."""
+    for moment in profile.moments:
+        ledger.when = WHEN[moment.event].format(moment.name or "the root")
+        ledger.set_activations(moment.activation_bytes)
+        if moment.event == "gradient" or moment.name in rank.units:
+            getattr(rank, moment.event)(moment.name)
+        ledger.set_activations(moment.highest_bytes)
+    ledger.when = "the end of backward"
+    ledger.set_activations(profile.moments[-1].activation_bytes if profile.moments else 0)
+    rank.end_backward()

@@ -8,18 +8,23 @@ from fsdp_helpers.config import is_sharded
 
 FP32_BYTES = 4
 STATE_BYTES = 4 * FP32_BYTES  # parameter, gradient, two moments
-WITHOUT_GRADIENT_BYTES = 3 * FP32_BYTES
 WHOLE_BYTES = {
     "local": STATE_BYTES,
     "ddp": STATE_BYTES + FP32_BYTES,
 }  # a parameter: DDP has each gradient in a bucket too
 
 
-def held_bytes(strategy: str, num_params: int, world_size: int) -> int:
+def held_bytes(strategy: str, num_params: int, world_size: int, *, bucket_view: bool = False) -> int:
     """Bytes between two steps: 16 P in one process, 4 P more in DDP's buckets, 16 P / N under FSDP.
 
-    Raises ValueError for an unknown strategy.
+    With `bucket_view` DDP's gradients lie in its buckets, and there are no 4 P more. Raises ValueError for an unknown
+    strategy.
     """
     if is_sharded(strategy):
         return STATE_BYTES * num_params // world_size
-    return WHOLE_BYTES[strategy] * num_params
+    return (STATE_BYTES if bucket_view else WHOLE_BYTES[strategy]) * num_params
+
+
+def num_shards(sharding: str, world_size: int) -> int:
+    """The ranks that share one copy of the state: all of them, half of them with "hybrid", one with "none"."""
+    return {"hybrid": world_size // 2, "none": 1}.get(sharding, world_size)

@@ -38,7 +38,7 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
 
 
 def unit_sizes(model: nn.Module, policy: Policy | None) -> tuple[int, ...]:
-    """The parameters of each unit that `policy` chooses below the root, as `planner.Workload` wants them."""
+    """The parameters of each unit that `policy` chooses below the root."""
     sizes, taken = [], set()
     for name in choose_units(model, policy):  # inner units first: what they took is not in an outer one
         own = set(model.get_submodule(name).parameters()) - taken

@@ -1,63 +1,236 @@
-"""The formulas: worked by hand, and held against real runs."""
+"""The highest point of a step, worked by hand. Runs hold it against measurement in `test_peak_measured.py`."""
 
 from dataclasses import replace
 
 import pytest
-from runs import mostly_long
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model, count_params
-from fsdp_helpers.planning.peak import Workload, peak_bytes
-from fsdp_helpers.planning.state import held_bytes
-from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.sharding.wrapping import size_policy, unit_sizes
-from fsdp_helpers.training.worker import train_worker
+from fsdp_helpers.planning.ledger import KINDS, Ledger, Term
+from fsdp_helpers.planning.peak import peak_of_step
+from fsdp_helpers.planning.profile import Moment, StepProfile
+from fsdp_helpers.planning.units import cut
 
-FSDP_RUNS = [(strategy, api) for strategy in ("fsdp", "fsdp-auto-wrap") for api in ("fsdp1", "fsdp2")]
+UNITS = ("a", "b")
 
 
-def test_held_bytes_hand_worked():
-    # 1,000,000 parameters: 16 MB of state; DDP's buckets 4 MB more; over 4 ranks 16 / 4 = 4 MB
-    assert held_bytes("local", 1_000_000, 1) == 16_000_000
-    assert held_bytes("ddp", 1_000_000, 4) == 20_000_000
-    assert held_bytes("fsdp", 1_000_000, 4) == 4_000_000
+def two_layers(values: int = 160, kept: int = 0, working: int = 0) -> StepProfile:
+    """Layers a and b, one parameter each; each keeps `kept` bytes, and has `working` more in flight in backward.
+
+    Nothing else: no root parameters, and what a layer kept is freed with its gradient.
+    """
+    walk = [
+        ("enter_forward", "", 0, 0),
+        ("enter_forward", "a", 0, kept),
+        ("leave_forward", "a", kept, kept),
+        ("enter_forward", "b", kept, 2 * kept),
+        ("leave_forward", "b", 2 * kept, 2 * kept),
+        ("leave_forward", "", 2 * kept, 2 * kept),
+        ("enter_backward", "", 2 * kept, 2 * kept),
+        ("enter_backward", "b", 2 * kept, 2 * kept + working),
+        ("gradient", "b.weight", kept, kept),
+        ("leave_backward", "b", kept, kept),
+        ("enter_backward", "a", kept, kept + working),
+        ("gradient", "a.weight", 0, 0),
+        ("leave_backward", "a", 0, 0),
+    ]
+    names = ("event", "name", "activation_bytes", "highest_bytes")
+    moments = tuple(Moment(**dict(zip(names, line, strict=True))) for line in walk)
+    return StepProfile(shapes={"a.weight": (values,), "b.weight": (values,)}, moments=moments)
 
 
-def test_peak_of_one_unit_hand_worked():
-    # P = 100, N = 2, no activations; parameter slice and moments: 12 * 100 / 2 = 600
-    # FSDP1 in the reduction: + gathered 400 + gradients 400 + their copy 400 = 1,800
-    # FSDP2: gathered is freed, the slice of the result is new: 600 + 400 + 400 + 200 = 1,600
-    workload = Workload(num_params=100)
-    assert peak_bytes("fsdp", "fsdp1", workload, 2) == 1_800
-    assert peak_bytes("fsdp", "fsdp2", workload, 2) == 1_600
-    # with activations of 5,000: 600 + gathered 400 + gradients 400 + 5,000
-    assert peak_bytes("fsdp", "fsdp1", replace(workload, activation_bytes=5_000), 2) == 6_400
+def peak(profile: StepProfile, world_size: int, units=(), backend="gloo", **settings):
+    return peak_of_step(profile, TrainConfig(**settings), world_size, units, backend=backend)
 
 
-def test_peak_of_two_units_hand_worked():
-    # P = 100, one unit of 80, root of 20, N = 2: 600 for parameter slices and moments
-    # FSDP1, reduction of the unit: root gathered 80, unit 3 * 320 = 960 -> 1,640
-    # FSDP2: 80 + 2 * 320 + 160 = 880 -> 1,480
-    workload = Workload(num_params=100, unit_params=(80,))
-    assert peak_bytes("fsdp-auto-wrap", "fsdp1", workload, 2) == 1_640
-    assert peak_bytes("fsdp-auto-wrap", "fsdp2", workload, 2) == 1_480
+# ---------------------------------------------------------------- whole models
 
 
-@pytest.mark.parametrize(("model", "batch"), mostly_long([("shallow", 128), ("deep", 32)]))
-def test_formula_within_5_percent_of_measurement(model, batch):
-    config = TrainConfig(model=model, strategy="ddp", global_batch_size=batch, max_steps=3, train_images=400)
-    config = replace(config, test_images=1)
-    network = build_model(model)
-    num_params = count_params(network)
-    one_process = replace(config, strategy="local", global_batch_size=batch // 2)
-    local = launch(train_worker, one_process, world_size=1, device="cpu")[0].ranks[0]
-    activation_bytes = local.peak_bytes - held_bytes("local", num_params, 1)
-    for strategy, api in [("ddp", "fsdp2"), *FSDP_RUNS]:
-        policy = size_policy(20_000) if strategy == "fsdp-auto-wrap" else None
-        workload = Workload(
-            num_params=num_params, unit_params=unit_sizes(network, policy), activation_bytes=activation_bytes
-        )
-        rank = launch(train_worker, replace(config, strategy=strategy, api=api), world_size=2, device="cpu")[0].ranks[0]
-        predicted = peak_bytes(strategy, api, workload, 2)
-        assert abs(predicted / rank.peak_bytes - 1) < 0.05, f"{strategy} {api}: {predicted} and {rank.peak_bytes}"
-        assert abs(held_bytes(strategy, num_params, 2) / rank.held_bytes - 1) < 0.001
+def test_early_in_backward_there_are_no_gradients_yet():
+    # P = 320: parameters and moments 12 P = 3,840. In b: 2 x 5,000 kept and 600 in flight, no gradient: 14,440.
+    profile = two_layers(kept=5_000, working=600)
+    assert peak(profile, 1, strategy="local").bytes == 3_840 + 10_600
+    # DDP's buckets are always there: 4 P = 1,280; where they are the gradients too
+    for bucket_view in (False, True):
+        assert peak(profile, 2, strategy="ddp", bucket_view=bucket_view).bytes == 3_840 + 10_600 + 1_280
+
+
+def test_late_in_backward_all_gradients_are_there():
+    # No activations: 16 P = 5,120 at the end, 20 P with buckets, 16 P again where these are the gradients
+    profile = two_layers()
+    assert peak(profile, 1, strategy="local").bytes == 5_120
+    assert peak(profile, 2, strategy="ddp").bytes == 6_400
+    assert peak(profile, 2, strategy="ddp", bucket_view=True).bytes == 5_120
+
+
+# ---------------------------------------------------------------- one unit
+
+
+def test_one_unit_on_two_ranks():
+    # Slices of parameters and moments: 12 x 320 / 2 = 1,920. One unit has 1,280 bytes of parameters.
+    # FSDP1, the end of backward: gathered, gradients, and the same joined in a flat tensor: 3 x 1,280
+    fsdp1 = peak(two_layers(), 2, strategy="fsdp", api="fsdp1")
+    assert (fsdp1.bytes, fsdp1.when) == (1_920 + 3 * 1_280, "the end of backward")
+    # FSDP2, the reduction: laid out for sending, gloo's copy, and a slice, 640. NCCL needs no copy: the all-gather's
+    # buffer and the parameters copied out of it are as much as the gradients and their layout, 2 x 1,280.
+    assert peak(two_layers(), 2, strategy="fsdp").bytes == 1_920 + 2 * 1_280 + 640
+    assert peak(two_layers(), 2, strategy="fsdp", backend="nccl").bytes == 1_920 + 2 * 1_280
+
+
+def test_activations_beside_one_unit():
+    # FSDP2 keeps the all-gather's buffer through forward: 1,920 + 2 x 1,280 + 2 x 5,000 at its end
+    fsdp2 = peak(two_layers(kept=5_000), 2, strategy="fsdp")
+    assert (fsdp2.bytes, fsdp2.when) == (1_920 + 2 * 1_280 + 10_000, "forward, in b")
+    # FSDP1 gathers in place: 1,920 + 1,280 + 10,000
+    assert peak(two_layers(kept=5_000), 2, strategy="fsdp", api="fsdp1").bytes == 1_920 + 1_280 + 10_000
+
+
+def test_one_rank():
+    # FSDP1 shards nothing: 12 x 320 = 3,840, gradients, and the same joined: 20 P
+    assert peak(two_layers(), 1, strategy="fsdp", api="fsdp1").bytes == 3_840 + 2 * 1_280
+    # FSDP2 copies its parameters; then gradients and their layout, then layout and slice, now the whole: 20 P too
+    assert peak(two_layers(), 1, strategy="fsdp").bytes == 3_840 + 2 * 1_280
+    # and "none" is what FSDP1 does on one rank, on any number
+    assert peak(two_layers(), 8, strategy="fsdp", api="fsdp1", sharding="none").bytes == 3_840 + 2 * 1_280
+
+
+# ---------------------------------------------------------------- two units
+
+
+def test_two_units_on_sixteen_ranks_gathering():
+    # 16 ranks: slices 12 x 320 / 16 = 240; a unit is 640. Backward enters b with 2 x 5,000 kept:
+    # b gathered, the buffer into which a is gathered, and gloo's copy of that: 3 x 640
+    profile = two_layers(kept=5_000)
+    cut = peak(profile, 16, UNITS, strategy="fsdp-auto-wrap")
+    assert (cut.bytes, cut.when) == (240 + 3 * 640 + 10_000, "backward, in b")
+    # with 100 in flight in b gloo's copy is gone by then, 640 less: it is still the gathering
+    assert peak(two_layers(kept=5_000, working=100), 16, UNITS, strategy="fsdp-auto-wrap").bytes == cut.bytes
+    assert peak(two_layers(kept=5_000, working=700), 16, UNITS, strategy="fsdp-auto-wrap").bytes == cut.bytes + 60
+    # NCCL: no copy
+    assert peak(profile, 16, UNITS, "nccl", strategy="fsdp-auto-wrap").bytes == 240 + 2 * 640 + 10_000
+    # FSDP1 gathers b and a in place, beside one copy of gloo's; without prefetching it does not gather a yet
+    flat = {"strategy": "fsdp-auto-wrap", "api": "fsdp1"}
+    assert peak(profile, 16, UNITS, **flat).bytes == 240 + 3 * 640 + 10_000
+    assert peak(profile, 16, UNITS, **flat, backward_prefetch="none").bytes == 240 + 2 * 640 + 10_000
+
+
+def test_two_units_on_sixteen_ranks_reducing():
+    # No activations. FSDP2: what b sent stays until a's turn, 640; there a's gradients and their layout ... in detail:
+    # b's gradients reduced: a's buffer 640, layout 640, gloo's copy 640, b's slice 40 -> 1,960
+    # a gathered: its buffer, the copy out of it, what b sent, b's slice 40 -> 1,960; its gradients instead of the
+    # buffer: as much. a reduced: layout, copy, two slices: less.
+    assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap").bytes == 240 + 1_960
+    # FSDP1, b's gradients joined: b and a gathered, b's gradients, the flat one: 4 x 640
+    assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap", api="fsdp1").bytes == 240 + 4 * 640
+
+
+def test_grad_op_keeps_what_forward_gathered():
+    # 16 ranks, early in backward: a and b whole, nothing to gather
+    profile = two_layers(kept=5_000)
+    for api in ("fsdp1", "fsdp2"):
+        kept = peak(profile, 16, UNITS, strategy="fsdp-auto-wrap", api=api, sharding="grad-op")
+        assert kept.by_kind()["gathered"] == 2 * 640
+        # a setting of FSDP2 does the same to its units
+    kept = peak(profile, 16, UNITS, strategy="fsdp-auto-wrap", reshard_after_forward=False)
+    assert kept.by_kind()["gathered"] == 2 * 640
+    # "hybrid" shards over half of the ranks: 12 x 320 / 8
+    assert peak(profile, 16, UNITS, strategy="fsdp", sharding="hybrid").by_kind()["optimizer"] == 8 * 320 // 8
+
+
+def test_padding():
+    # 7 rows over 4 ranks are 8 for FSDP2, parameter by parameter; FSDP1 fills up 7 + 1 + 7 to 16
+    profile = two_layers(values=7)
+    by_row = peak(replace(profile, shapes={"a.weight": (7, 1), "b.weight": (7, 1)}), 4, strategy="fsdp")
+    assert by_row.by_kind()["parameters"] == 4 * (8 + 8) // 4
+    assert peak(profile, 4, strategy="fsdp", api="fsdp1").by_kind()["parameters"] == 4 * 16 // 4
+    # which is a copy: slices 12 x 16 / 4 = 48; the flat gradient 60, filled up 64, gloo's copy 64, a slice 16
+    assert peak(profile, 4, strategy="fsdp", api="fsdp1").bytes == 48 + 60 + 2 * 64 + 16
+    # 3 ranks, 4 and 4 rows: 6 and 6, against 8 values filled up to 9
+    shapes = {"a.weight": (4,), "b.weight": (4,)}
+    found = [
+        peak(replace(profile, shapes=shapes), 3, strategy="fsdp", api=api).by_kind()["parameters"]
+        for api in ("fsdp2", "fsdp1")
+    ]
+    assert found == [16, 12]
+
+
+# ---------------------------------------------------------------- levers
+
+
+def test_bf16_halves_what_is_gathered_and_its_gradient():
+    # As in the gathering on sixteen ranks, with units of 320 bytes; slices and moments stay fp32
+    cut = {"strategy": "fsdp-auto-wrap", "precision": "bf16"}
+    assert peak(two_layers(kept=5_000), 16, UNITS, **cut).bytes == 240 + 3 * 320 + 10_000
+    # FSDP1 makes a bf16 copy of its slice first, 2 x 160 / 16
+    assert peak(two_layers(kept=5_000), 16, UNITS, **cut, api="fsdp1").bytes == 240 + 3 * 320 + 20 + 10_000
+    # and reduces in fp32: one unit of 320 values, in bf16 640, in fp32 1,280, gloo's copy 1,280, a slice 80
+    one = peak(two_layers(), 16, strategy="fsdp", precision="bf16", api="fsdp1")
+    assert one.bytes == 240 + 640 + 2 * 1_280 + 80
+
+
+def test_micro_batches():
+    # Two parts on 16 ranks, the second early in backward: gathering 240 + 3 x 640 + 10,000 as above, and
+    waiting = {"strategy": "fsdp-auto-wrap", "micro_batches": 2}
+    profile = two_layers(kept=5_000)
+    # whole gradients of both units, 2 x 640, that wait to be reduced once
+    assert peak(profile, 16, UNITS, **waiting).bytes == 12_160 + 2 * 640
+    # or the slices of the first part, 2 x 40, to which those of the second are added
+    for parts in (2, 3):
+        each = {**waiting, "micro_batches": parts, "sync_micro_batches": True}
+        assert peak(profile, 16, UNITS, **each).bytes == 12_160 + 2 * 40
+    # or, with whole gradients, parameters that stay from the first forward to the last backward: nothing is gathered
+    kept = peak(profile, 16, UNITS, **waiting, reshard_after_forward=False, reshard_after_backward=False)
+    assert kept.bytes == 240 + 2 * 640 + 10_000 + 2 * 640
+    # for FSDP1 as well; where everything is whole, the gradients of the first part are there early
+    assert peak(profile, 16, UNITS, **waiting, api="fsdp1").bytes == 12_160 + 2 * 640
+    assert peak(profile, 1, strategy="local", micro_batches=2).bytes == 3_840 + 1_280 + 10_000
+
+
+# ---------------------------------------------------------------- the sum
+
+
+def test_the_terms_are_the_sum():
+    found = peak(two_layers(kept=5_000), 16, UNITS, strategy="fsdp-auto-wrap")
+    assert found.rows() == [
+        ("parameters: slices", "4 · 320 / 16", 80),
+        ("optimizer: slices", "8 · 320 / 16", 160),
+        ("gathered: b", "4 · 160", 640),
+        ("buffers: all-gather, a", "4 · 160", 640),
+        ("buffers: gloo's copy, a", "4 · 160", 640),
+        ("activations: kept and in flight", "measured", 10_000),
+    ]
+    assert sum(size for _, _, size in found.rows()) == found.bytes == sum(found.by_kind().values())
+    assert tuple(found.by_kind()) == KINDS
+
+
+def test_the_ledger_keeps_the_highest_sum():
+    ledger = Ledger()
+    term = Term(kind="gathered", name="a", values=10)
+    ledger.hold("a", term)
+    ledger.set_activations(5)
+    ledger.free("a", "gathered", "a")
+    ledger.free("a", "gathered", "a")  # gone already
+    ledger.set_activations(44)
+    assert ledger.peak.bytes == 45 and not ledger.holds("a", "gathered", "a")
+    ledger.hold("a", term)
+    ledger.hold("a", replace(term, values=1))  # in its place, not beside it
+    assert ledger.peak.bytes == 84
+
+
+def test_a_unit_without_parameters_is_an_error():
+    with pytest.raises(ValueError, match="unit 'c' has no parameters"):
+        peak(two_layers(), 2, ("a", "c"), strategy="fsdp-auto-wrap")
+
+
+def test_a_parameter_belongs_to_the_innermost_unit_around_it():
+    shapes = {"features.0.weight": (32, 9), "features.3.weight": (64, 9), "fc.weight": (5, 2), "fc1.weight": (3,)}
+    profile = replace(two_layers(), shapes=shapes)
+    units = cut(profile, ["features", "features.0", "features.3", "fc"], "fsdp2", 1)
+    # `features` keeps nothing that its convolutions have not taken; `fc1` is not within `fc`
+    assert {unit.label: unit.values for unit in units.values()} == {
+        "features.0": 288,
+        "features.3": 576,
+        "features": 0,
+        "fc": 10,
+        "root": 3,
+    }
+    assert list(units)[-1] == ""

@@ -1,0 +1,168 @@
+"""One step of one process, measured: where activations lie, and when each gradient is finished.
+
+What `planning.peak` makes of it holds for any number of ranks.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models import build_model
+from fsdp_helpers.planning.ledger import Peak
+from fsdp_helpers.planning.peak import peak_of_step
+from fsdp_helpers.planning.profile import Moment, StepProfile
+from fsdp_helpers.sharding.strategies import recompute_units
+from fsdp_helpers.sharding.wrapping import choose_units, size_policy
+
+MARK = "fsdp_helpers moment"
+CUT_BY_SIZE = ("fsdp-auto-wrap", "fsdp-offload")  # the strategies with units below the root
+WRAPPED = "_checkpoint_wrapped_module"  # the module that activation checkpointing has put a wrapper around
+
+
+def measure_step(model: nn.Module, compute_loss: Callable[[], Tensor]) -> StepProfile:
+    """The profile of one forward, `compute_loss()`, and one backward of `model`, a plain one on one process.
+
+    Nothing is updated, and gradients are thrown away. A model with checkpointed units is measured as it is, with what
+    it computes again. For bf16 give a bf16 model, and a loss that casts its images.
+    """
+    compute_loss().backward()  # what only a first step allocates does not count
+    model.zero_grad()
+    gc.collect()  # what is freed within the trace should have been allocated in it
+    marks = StepMarks()
+    with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
+        compute_loss().backward()
+    model.zero_grad()
+    return StepProfile(
+        shapes={_plain(name): tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        moments=marks.moments(trace.between_marks(MARK)),
+    )
+
+
+def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> StepProfile:
+    """The profile of one micro-batch of one rank in a run of `config`, measured here, on one process."""
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    model = recompute_units(build_model(config.model, dropout=config.dropout), config).to(device, dtype).train()
+    num_images = config.global_batch_size // world_size // config.micro_batches
+    images = torch.randn(num_images, 1, 28, 28, device=device)
+    labels = torch.zeros(num_images, dtype=torch.long, device=device)
+    return measure_step(model, lambda: F.cross_entropy(model(images.to(dtype)).float(), labels))
+
+
+def units_of(config: TrainConfig) -> list[str]:
+    """The names of the units below the root that a run of `config` has."""
+    if config.strategy not in CUT_BY_SIZE:
+        return []
+    with torch.device("meta"):  # shapes are enough
+        return choose_units(build_model(config.model), size_policy(config.min_num_params))
+
+
+def predict_peak(config: TrainConfig, world_size: int, device: str = "cpu") -> Peak:
+    """The peak of a run of `config`: one step of one process, measured here, and arithmetic."""
+    backend = "gloo" if device == "cpu" else "nccl"
+    return peak_of_step(measure_run(config, world_size, device), config, world_size, units_of(config), backend=backend)
+
+
+class StepMarks:
+    """Hooks on every module with parameters that mark the events of a step in a memory trace."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, str, int]] = []  # event, name, bytes of the gradient that it finished
+        self._in_backward = False  # a forward hook that is called there belongs to something computed again
+
+    @contextmanager
+    def noted(self, model: nn.Module) -> Iterator[None]:
+        """Within the block, the events of `model`'s forward and backward are noted."""
+        handles = []
+        for name, module in model.named_modules():
+            if any(True for _ in module.parameters()) and not name.endswith(WRAPPED):
+                handles.append(module.register_forward_pre_hook(self._before(_plain(name)), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._after(_plain(name))))
+        for name, parameter in model.named_parameters():
+            handles.append(parameter.register_post_accumulate_grad_hook(self._finished(_plain(name))))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def moments(self, sizes: list[tuple[int, int]]) -> tuple[Moment, ...]:
+        """The events, with the bytes (at each, and the most until the next) that are neither state nor gradient."""
+        start_bytes, gradient_bytes, found = sizes[0][0], 0, []
+        for (event, name, finished_bytes), (now, highest) in zip(self._events, sizes, strict=True):
+            gradient_bytes += finished_bytes
+            other_bytes = start_bytes + gradient_bytes
+            found.append(
+                Moment(event=event, name=name, activation_bytes=now - other_bytes, highest_bytes=highest - other_bytes)
+            )
+        return settle(found)
+
+    def _note(self, event: str, name: str, gradient_bytes: int = 0) -> None:
+        self._in_backward = self._in_backward or "forward" not in event
+        self._events.append((event, name, gradient_bytes))
+        with record_function(MARK):
+            pass
+
+    def _before(self, name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if not self._in_backward:
+                self._note("enter_forward", name)
+                for tensor in _with_gradient((args, kwargs))[:1]:  # its gradient is the last thing a module computes
+                    tensor.register_hook(lambda _: self._note("leave_backward", name))
+
+        return hook
+
+    def _after(self, name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: object) -> None:
+            if not self._in_backward:
+                self._note("leave_forward", name)
+                for tensor in _with_gradient(output)[:1]:
+                    tensor.register_hook(lambda _: self._note("enter_backward", name))
+
+        return hook
+
+    def _finished(self, name: str) -> Callable:
+        return lambda parameter: self._note("gradient", name, parameter.grad.nbytes)
+
+
+def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    """In backward, at one tensor, modules are left before others are entered, and inner ones are left first.
+
+    One module's output is the next one's input, and its hooks are called in the order in which forward came by.
+    """
+    settled: list[Moment] = []
+    at_tensor: list[Moment] = []
+    for moment in moments:
+        if at_tensor and not _is_at_the_same_tensor(at_tensor[-1], moment):
+            settled += _left_first(at_tensor)
+            at_tensor = []
+        (at_tensor if "_backward" in moment.event else settled).append(moment)
+    return (*settled, *_left_first(at_tensor))
+
+
+def _is_at_the_same_tensor(before: Moment, moment: Moment) -> bool:
+    """Where nothing was allocated or freed in between."""
+    return "_backward" in moment.event and before.activation_bytes == before.highest_bytes == moment.activation_bytes
+
+
+def _left_first(moments: list[Moment]) -> list[Moment]:
+    left = [moment for moment in reversed(moments) if moment.event == "leave_backward"]
+    entered = [moment for moment in moments if moment.event == "enter_backward"]
+    sizes = [moment.highest_bytes for moment in moments]  # all the same but the last
+    return [replace(moment, highest_bytes=size) for moment, size in zip(left + entered, sizes, strict=True)]
+
+
+def _with_gradient(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != WRAPPED)

@@ -1,0 +1,91 @@
+"""A rank's memory as a sum of named terms, kept while a step goes by. No torch."""
+
+from dataclasses import dataclass, replace
+
+KINDS = ("parameters", "optimizer", "gradients", "gathered", "buffers", "activations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One term of the sum: so many values of so many bytes, divided by the ranks that share them."""
+
+    kind: str  # one of KINDS
+    name: str
+    values: int
+    value_bytes: int = 4
+    ranks: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return self.value_bytes * self.values // self.ranks
+
+    @property
+    def formula(self) -> str:
+        if self.kind == "activations":
+            return "measured"
+        return f"{self.value_bytes} · {self.values:,}" + (f" / {self.ranks}" if self.ranks > 1 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The highest point of a step on one rank: when it comes, and the terms that are there."""
+
+    when: str
+    terms: tuple[Term, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(term.bytes for term in self.terms)
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of each of KINDS."""
+        return {kind: sum(term.bytes for term in self.terms if term.kind == kind) for kind in KINDS}
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        """(term, formula, bytes), to be added up on paper."""
+        return [(f"{term.kind}: {term.name}", term.formula, term.bytes) for term in self.terms if term.bytes]
+
+
+class Ledger:
+    """What a rank holds now, and the highest sum so far."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str, str], Term] = {}  # owner, kind, name -> what is there
+        self._activations = Term(kind="activations", name="kept and in flight", values=0, value_bytes=1)
+        self._bytes = 0  # of the terms held, without activations
+        self.when = ""
+        self.peak = Peak(when="", terms=())
+        self._peak_bytes = -1
+
+    def hold(self, owner: str, term: Term) -> None:
+        """Take `term` on for `owner`, a parameter or a unit; what the owner had of that kind and name is replaced."""
+        self.free(owner, term.kind, term.name)
+        self._held[owner, term.kind, term.name] = term
+        self._bytes += term.bytes
+        self._look()
+
+    def holds(self, owner: str, kind: str, name: str) -> bool:
+        return (owner, kind, name) in self._held
+
+    def free(self, owner: str, kind: str, name: str) -> None:
+        """Give it back, if it is there."""
+        term = self._held.pop((owner, kind, name), None)
+        self._bytes -= term.bytes if term else 0
+
+    def set_activations(self, num_bytes: int) -> None:
+        self._activations = replace(self._activations, values=num_bytes)
+        self._look()
+
+    def _look(self) -> None:
+        if self._bytes + self._activations.bytes > self._peak_bytes:
+            self._peak_bytes = self._bytes + self._activations.bytes
+            self.peak = Peak(when=self.when, terms=self._added_up())
+
+    def _added_up(self) -> tuple[Term, ...]:
+        """Terms of one kind and name together, in the order of KINDS."""
+        sums: dict[Term, int] = {}
+        for term in (*self._held.values(), self._activations):
+            alike = replace(term, values=0)
+            sums[alike] = sums.get(alike, 0) + term.values
+        terms = [replace(alike, values=values) for alike, values in sums.items()]
+        return tuple(sorted(terms, key=lambda term: KINDS.index(term.kind)))

@@ -1,0 +1,36 @@
+"""What one process does in a step, event by event: the plain record from which every peak is worked out. No torch.
+
+It is measured once, on one process with one rank's images (`measuring.step_profile`), or put together from the bytes of
+a block (`planning.transformer`). Nothing in it depends on the strategy.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+ROOT = ""  # the name of the whole model among its modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """An event of a step, and the activations from it until the next event.
+
+    Activations are all that is allocated besides parameters, finished gradients and optimiser state: what forward
+    keeps for backward, and what an operation has in flight.
+    """
+
+    event: str  # enter_forward, leave_forward, enter_backward, leave_backward, or gradient: one is finished
+    name: str  # of the module or, for "gradient", of the parameter
+    activation_bytes: int  # at the event
+    highest_bytes: int  # the most until the next event
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """The parameters of a model, by name, and one forward and backward of it in one process."""
+
+    shapes: dict[str, tuple[int, ...]]
+    moments: tuple[Moment, ...]
+
+    @property
+    def num_params(self) -> int:
+        return sum(prod(shape) for shape in self.shapes.values())

@@ -1,0 +1,106 @@
+"""What a transformer block needs in a step, and a model of equal blocks, from arithmetic alone: no torch import."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
+from fsdp_helpers.planning.state import FP32_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockBytes:
+    """What one block needs in a step, for the images of one micro-batch of one rank."""
+
+    kept_bytes: int  # what autograd keeps from forward to backward, the block's input included
+    input_bytes: int  # of those, the input: all that activation checkpointing keeps
+    products_bytes: int  # the outputs of its matrix products: what selective checkpointing keeps besides
+    working_bytes: int  # the most that backward has in flight within the block, on top of what is kept
+
+    def waiting_bytes(self, activation_checkpointing: str) -> int:
+        """What is kept of the block while it waits for its turn in backward."""
+        if activation_checkpointing == "units":
+            return self.input_bytes
+        return self.kept_bytes if activation_checkpointing == "none" else self.input_bytes + self.products_bytes
+
+
+def transformer_block_bytes(
+    *, images: int, tokens: int, width: int, num_heads: int, dropout: bool = True
+) -> BlockBytes:
+    """An fp32 `nn.TransformerEncoderLayer` (norm first, ReLU, hidden layer 4 x width) on the CPU.
+
+    The count of Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, redone for this layer: fp32 instead of
+    16-bit values, a second dropout in the hidden layer, masks of 4 bytes instead of 1, attention written out (with
+    dropout) or fused (without). In values a token, h the width, a heads, s tokens:
+
+    - attention: norm's input h and output h; q and k h each; v within q, k, v 3 h; scores, mask and product a s each;
+      the input of the output projection h; its dropout mask h
+    - hidden layer: norm's input h and output h; ReLU's output, its mask and their product 4 h each; the last mask h
+    - both norms: mean and standard deviation, 4
+    """
+    values = images * tokens
+    with_masks = 24 * width + 3 * num_heads * tokens + 4
+    fused = 12 * width + num_heads + 4  # no masks, dropout's input is its output, the scores are never written
+    scores = num_heads * tokens + width if dropout else 0
+    return BlockBytes(
+        kept_bytes=FP32_BYTES * values * (with_masks if dropout else fused),
+        input_bytes=FP32_BYTES * values * width,
+        products_bytes=FP32_BYTES * values * (9 * width + scores),  # q, k, v; scores and product; output; 4 h; h
+        working_bytes=transformer_working_bytes(images=images, tokens=tokens, width=width),
+    )
+
+
+def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
+    """What backward has in flight at the highest point of such a block, where it enters the hidden layer from behind.
+
+    In values a token: the gradient that came in, h; the same behind the last mask, h, when that mask, h, is freed; and
+    the hidden layer's, 4 h. Beside them the gradient of the second weight, 4 h x h.
+    """
+    return value_bytes * (images * tokens * 5 * width + 4 * width * width)
+
+
+def stack_profile(
+    blocks: Sequence[str],
+    block_shapes: dict[str, tuple[int, ...]],
+    root_shapes: dict[str, tuple[int, ...]],
+    block: BlockBytes,
+    activation_checkpointing: str = "none",
+) -> StepProfile:
+    """One step of a model of equal blocks, called `blocks`, with little around them, for one rank's images.
+
+    Backward walks from the last block to the first. At each it holds what is kept of the blocks before, and the block
+    it is in, whole: what was not kept has been computed again. Its gradients are finished when it is left.
+    """
+    waiting = block.waiting_bytes(activation_checkpointing)
+    shapes = {f"{name}.{parameter}": shape for name in blocks for parameter, shape in block_shapes.items()}
+    return StepProfile(
+        shapes=root_shapes | shapes,
+        moments=(
+            *_forward(blocks, waiting),
+            _moment("leave_forward", ROOT, len(blocks) * waiting),
+            _moment("enter_backward", ROOT, len(blocks) * waiting),
+            *_backward(blocks, block_shapes, block, waiting),
+            *(_moment("gradient", name, 0) for name in root_shapes),
+        ),
+    )
+
+
+def _forward(blocks: Sequence[str], waiting: int) -> Iterator[Moment]:
+    yield _moment("enter_forward", ROOT, 0)
+    for before, name in enumerate(blocks):
+        yield _moment("enter_forward", name, before * waiting)
+        yield _moment("leave_forward", name, (before + 1) * waiting)
+
+
+def _backward(
+    blocks: Sequence[str], block_shapes: dict[str, tuple[int, ...]], block: BlockBytes, waiting: int
+) -> Iterator[Moment]:
+    for before, name in reversed(list(enumerate(blocks))):
+        whole = before * waiting + block.kept_bytes + block.working_bytes
+        yield _moment("enter_backward", name, (before + 1) * waiting, whole)
+        yield from (_moment("gradient", f"{name}.{parameter}", before * waiting) for parameter in block_shapes)
+        yield _moment("leave_backward", name, before * waiting)
+
+
+def _moment(event: str, name: str, activation_bytes: int, highest_bytes: int = 0) -> Moment:
+    highest_bytes = max(activation_bytes, highest_bytes)
+    return Moment(event=event, name=name, activation_bytes=activation_bytes, highest_bytes=highest_bytes)
