@@ -59,7 +59,7 @@ def save(
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Future | None:
-    """Save a training state as the new folder `folder`. Every rank has to call this, and writes what it keeps.
+    """Save a training state as the folder `folder`, new or empty. Every rank has to call this, and writes what it keeps.
 
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, and its buffers as rank 0 has them.
@@ -76,7 +76,7 @@ def save(
     ValueError for an `extra` that is not plain.
     """
     path = Path(folder).absolute()
-    if path.exists():
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise CheckpointError(f"{path} is there already; save under another name, such as {checkpoint_name(20)}")
     if not wait and group is None and num_ranks() > 1:
         raise ValueError('saving in the background needs a group of its own: group=dist.new_group(backend="gloo")')
