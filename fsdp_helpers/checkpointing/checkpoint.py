@@ -59,7 +59,7 @@ def save(
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Future | None:
-    """Save a training state as the folder `folder`, new or empty. Every rank has to call this, and writes what it keeps.
+    """Save a training state as `folder`, new or empty. Every rank has to call this, and writes what it keeps.
 
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, and its buffers as rank 0 has them.
