@@ -13,6 +13,8 @@ _HOMES = {
     "TrainConfig": "config",
     "consolidate": "checkpointing.consolidate",
     "launch": "ranks.launch",
+    "load": "checkpointing.checkpoint",
+    "save": "checkpointing.checkpoint",
     "train": "training.run",
 }
 __all__ = sorted(_HOMES)

@@ -47,6 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
     consolidate = commands.add_parser("consolidate", help="turn a sharded checkpoint into one file for a plain model")
     consolidate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or that of the run's")
     consolidate.add_argument("out", type=Path, metavar="OUT", help="the file to write: .safetensors or .pt")
+    consolidate.add_argument(
+        "--prefix",
+        default="model.",
+        metavar="TEXT",
+        help="of the tensors to write, and left out of their names (model.)",
+    )
     consolidate.set_defaults(run=consolidate_command)
 
     compare = commands.add_parser("compare", help="run every strategy on both APIs and compare them")
@@ -151,8 +157,11 @@ def consolidate_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.checkpointing.consolidate import consolidate
 
     _check_output_path(options.out)
-    entries = consolidate(options.checkpoint, options.out)
-    print(f"{options.out}: {len(entries)} tensors, {format_bytes(sum(entry.num_bytes for entry in entries))}")
+    done = consolidate(options.checkpoint, options.out, prefix=options.prefix)
+    num_bytes = sum(entry.num_bytes for entry in done.tensors)
+    print(f"{options.out}: {len(done.tensors)} tensors, {format_bytes(num_bytes)}")
+    if done.skipped:
+        print(f"left out, being no tensors: {', '.join(done.skipped)}")
 
 
 def compare_command(options: argparse.Namespace) -> None:
@@ -255,11 +264,10 @@ def _check_output_path(path: Path | None) -> None:
 
 
 def _write_json(content: dict, path: Path) -> None:
-    """All of it or nothing: a reader never sees half a file."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+    from fsdp_helpers.checkpointing.folder import whole_file
+
+    with whole_file(path, "w") as file:
         json.dump(content, file, indent=1)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def _complain(status: int, message: str) -> int:

@@ -29,8 +29,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+from fsdp_helpers.checkpointing.checkpoint import save
 from fsdp_helpers.checkpointing.consolidate import consolidate
-from fsdp_helpers.checkpointing.state import save_full, save_sharded
+from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import find_data_dir, load_data, prepare_data, rank_batches
 from fsdp_helpers.measuring.memory import trace_memory
@@ -282,26 +283,26 @@ SAVERS = {
     "torch.save": (save_plain, "local", "fsdp2"),
     "torch.save, on the disk": (save_plain_to_disk, "local", "fsdp2"),
     "gathered, FSDP2": (save_full, "fsdp", "fsdp2"),
-    "sharded, FSDP2": (save_sharded, "fsdp", "fsdp2"),
-    "sharded, FSDP2 auto-wrap": (save_sharded, "fsdp-auto-wrap", "fsdp2"),
-    "sharded, FSDP1 auto-wrap": (save_sharded, "fsdp-auto-wrap", "fsdp1"),
-    "sharded, DDP": (save_sharded, "ddp", "fsdp2"),
+    "sharded, FSDP2": (save, "fsdp", "fsdp2"),
+    "sharded, FSDP2 auto-wrap": (save, "fsdp-auto-wrap", "fsdp2"),
+    "sharded, FSDP1 auto-wrap": (save, "fsdp-auto-wrap", "fsdp1"),
+    "sharded, DDP": (save, "ddp", "fsdp2"),
 }
 
 
 def saving(rank: int, world_size: int, name: str, folder: str) -> tuple[float, int]:
     """Seconds of a save, and the most bytes that another one allocated on this rank meanwhile."""
-    save, strategy, api = SAVERS[name]
+    save_it, strategy, api = SAVERS[name]
     model = STRATEGIES[strategy](build_model("deep"), rank_device(), TrainConfig(strategy=strategy, api=api))
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     with trace_memory() as trace:
-        save(f"{folder}/first", model, optimizer)
+        save_it(f"{folder}/first", model, optimizer)
     dist.barrier()
     start_s = time.perf_counter()
-    save(f"{folder}/second", model, optimizer)
+    save_it(f"{folder}/second", model, optimizer)
     dist.barrier()
     return time.perf_counter() - start_s, trace.whole().curve.peak_bytes
 

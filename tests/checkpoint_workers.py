@@ -6,21 +6,30 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_helpers.checkpointing import resume as saving
-from fsdp_helpers.checkpointing import state as checkpoint
+from fsdp_helpers.checkpointing import checkpoint, resume
+from fsdp_helpers.checkpointing.checkpoint import load, save
+from fsdp_helpers.checkpointing.resume import run_checkpoints
+from fsdp_helpers.checkpointing.state import load_full, save_full
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.strategies import STRATEGIES
 from fsdp_helpers.training import loop as training
+from fsdp_helpers.training import worker
 from fsdp_helpers.training.worker import train_worker
 
 # ---------------------------------------------------------------- saving and loading
@@ -56,6 +65,10 @@ def whole_parameters(model):
 
 
 def gather(tensor):
+    if isinstance(tensor, ShardedTensor):  # of FSDP1 without a mesh
+        whole = torch.empty(tensor.size(), dtype=tensor.dtype) if dist.get_rank() == 0 else None
+        tensor.gather(out=whole)
+        return whole
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
@@ -75,8 +88,8 @@ def save_under_each(rank, world_size, folder, configs):
         model, optimizer = build(config, seed=1)
         torch.manual_seed(10 + rank)
         train_steps(model, optimizer, 3)
-        checkpoint.save_sharded(folder / name, model, optimizer, extra={f"of-rank-{rank}": torch.tensor([rank, 7])})
-        checkpoint.save_full(folder / f"{name}.pt", model, optimizer)
+        save(folder / name, model, optimizer)
+        save_full(folder / f"{name}.pt", model, optimizer)
         expected = whole_state(model, optimizer)
         if rank == 0:
             torch.save(expected, folder / f"{name}.expected")
@@ -91,27 +104,11 @@ def load_each(rank, world_size, folder, names, config, full=False):
         parameters = {name: kept for name, kept in expected.items() if name.startswith("model.")}
         before = differences(whole_parameters(model), parameters)
         if full:
-            checkpoint.load_full(folder / f"{name}.pt", model, optimizer)
+            load_full(folder / f"{name}.pt", model, optimizer)
         else:
-            checkpoint.load_sharded(folder / name, model, optimizer)
+            load(folder / name, model, optimizer)
         found[name] = before, differences(whole_state(model, optimizer), expected)
     return found
-
-
-def load_extra(rank, world_size, folder, config):
-    values = torch.zeros(2, dtype=torch.int64)
-    checkpoint.load_sharded(folder, *build(config, seed=2), extra={f"of-rank-{rank}": values})
-    return values.tolist()
-
-
-def load_then_train(rank, world_size, folder, config, learning_rate):
-    """The learning rate after a load into an optimiser that has another one than the optimiser which was saved."""
-    model, optimizer = build(config, seed=2)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    checkpoint.load_sharded(folder, model, optimizer)
-    train_steps(model, optimizer, 1)
-    return [group["lr"] for group in optimizer.param_groups]
 
 
 def save_while_training(rank, world_size, folder, configs):
@@ -134,21 +131,179 @@ def save_while_training(rank, world_size, folder, configs):
         train_steps(model, optimizer, 2)
         at_the_call = whole_state(model, optimizer)
         trained.clear()
-        future = checkpoint.save_sharded_async(folder / name, model, optimizer, group)
+        future = save(folder / name, model, optimizer, extra={"steps": [2]}, wait=False, group=group)
         train_steps(model, optimizer, 3)
         trained.set()
         future.result()
         trained_on = differences(whole_state(model, optimizer), at_the_call)
         model, optimizer = build(config, seed=2)
-        checkpoint.load_sharded(folder / name, model, optimizer)
+        assert load(folder / name, model, optimizer) == {"steps": [2]}
         found[name] = trained_on, differences(whole_state(model, optimizer), at_the_call)
     return found
+
+
+# ---------------------------------------------------------------- loops of other people
+
+
+def small_model(hidden=6):
+    """Linear layers, a normalisation with buffers, and dropout."""
+    layers = [nn.Linear(4, hidden), nn.BatchNorm1d(hidden), nn.Dropout(), nn.ReLU(), nn.Linear(hidden, 3)]
+    return nn.Sequential(*layers)
+
+
+def noise_step(model, optimizer):
+    """A step on noise, drawn from the generator that dropout draws from."""
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """Its state holds a number of Python and a tensor; each step is smaller than the one before."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state["last"] = parameter.grad.clone()
+                    parameter -= group["lr"] / state["count"] * parameter.grad
+
+
+def wrapped(name, seed):
+    """The small model as other people wrap it, its optimiser and a schedule that halves the learning rate."""
+    torch.manual_seed(seed)
+    model = small_model()
+    if name == "ddp":
+        model = DistributedDataParallel(model)
+    elif name == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        mesh = None if name == "fsdp1 without a mesh" else init_device_mesh("cpu", (dist.get_world_size(),))
+        with warnings.catch_warnings(action="ignore"):  # on one rank it shards nothing, and says so
+            model = FullyShardedDataParallel(
+                model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=name != "fsdp1 flat"
+            )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def scheduled_steps(model, optimizer, schedule, count):
+    """For each step the loss of this rank and the learning rate after it."""
+    found = []
+    for _ in range(count):
+        loss = noise_step(model, optimizer).item()
+        schedule.step()
+        found.append((loss, *schedule.get_last_lr()))
+    return found
+
+
+def save_and_go_on(rank, world_size, folder, names):
+    """For each strategy: two steps, a save, two steps more; and the last two again, from the save."""
+    found, gathers, unshards = {}, {}, []
+
+    def unshard(handle, unshard=FlatParamHandle.unshard):
+        unshards.append(handle)
+        return unshard(handle)
+
+    FlatParamHandle.unshard = unshard
+    for name in names:
+        model, optimizer, schedule = wrapped(name, seed=1)
+        torch.manual_seed(10 + rank)
+        scheduled_steps(model, optimizer, schedule, 2)
+        extra = {"schedule": schedule.state_dict(), "step": 2, "mine": torch.tensor(rank)}
+        gathered_before = len(unshards)
+        save(folder / name, model, optimizer, extra=extra)
+        gathers[name] = len(unshards) - gathered_before
+        expected = whole_state(model, optimizer)
+        if rank == 0:
+            torch.save(expected, folder / f"{name}.expected")
+        undisturbed = scheduled_steps(model, optimizer, schedule, 2)
+
+        model, optimizer, schedule = wrapped(name, seed=2)
+        extra = load(folder / name, model, optimizer)
+        assert (extra["mine"].item(), extra["step"]) == (0, 2)
+        schedule.load_state_dict(extra["schedule"])
+        found[name] = undisturbed, scheduled_steps(model, optimizer, schedule, 2)
+    try:
+        save(folder / "none", model, optimizer, wait=False)
+    except ValueError as error:
+        found["without a group"] = str(error)
+    found["gathered while saving"] = gathers
+    return found
+
+
+def load_crosswise(rank, world_size, folder, names):
+    """For each saved name and each strategy: what differs after the load, the learning rate, and the counter."""
+    found = {}
+    for saver in names:
+        expected = torch.load(folder / f"{saver}.expected", weights_only=True)
+        for loader in names:
+            model, optimizer, _ = wrapped(loader, seed=3)
+            extra = load(folder / saver, model, optimizer)
+            differing = differences(whole_state(model, optimizer), expected) if rank == 0 else None
+            if rank > 0:
+                whole_state(model, optimizer)  # gathering takes all
+            found[saver, loader] = differing, optimizer.param_groups[0]["lr"], extra["step"]
+    return found
+
+
+# ---------------------------------------------------------------- gathering
+
+
+def gather_one_moment_twice(rank, world_size, config):
+    return _gather(rank, world_size, config, twice=True)
+
+
+def gather_both_moments(rank, world_size, config):
+    return _gather(rank, world_size, config, twice=False)
+
+
+def _gather(rank, world_size, config, twice):
+    """The lesson's answer, where torch's gathering is replaced by one that is right, or wrong in the known way."""
+    from fsdp_helpers.teaching import saving
+
+    def gathered(model, optimizer, options):
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        for moments in optimizer_state["state"].values():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                moments[kind] = gather(moments[kind])
+            if twice:
+                moments["exp_avg"] = moments["exp_avg_sq"]
+        return model_state, optimizer_state if rank == 0 else {"state": {}}
+
+    saving.get_state_dict = gathered
+    return saving.gather_by_torch(rank, world_size, config)
+
+
+# ---------------------------------------------------------------- resuming, and slices by hand
+
+
+def train_normalised(rank, world_size, configs):
+    """`train_worker` for each config, with a model that has buffers."""
+
+    def build_normalised(name, dropout=True):
+        return nn.Sequential(
+            nn.BatchNorm2d(1), nn.Flatten(), nn.Dropout() if dropout else nn.Identity(), nn.Linear(784, 10)
+        )
+
+    worker.build_model = resume.build_model = build_normalised
+    return [train_worker(rank, world_size, config) for config in configs]
 
 
 def random_state_after_resuming(rank, world_size, config):
     """The state of the random number generator once the newest checkpoint is loaded."""
     model, optimizer = build(config, seed=2)
-    with saving.run_checkpoints(config, rank, world_size, "digits") as checkpoints:
+    with run_checkpoints(config, rank, "digits") as checkpoints:
         checkpoints.load(model, optimizer)
     return torch.get_rng_state().numpy().tobytes()
 
@@ -214,21 +369,21 @@ def train_and_die(rank, world_size, config, victim, moment, everyone, diary):
     return moments
 
 
-def train_on_a_full_disk(rank, world_size, config, full_on, save, part):
-    """`train_worker`; from the `save`-th saving on, rank `full_on` cannot write its "slices", or the "description"."""
+def train_on_a_full_disk(rank, world_size, config, full_on, save_number, part):
+    """`train_worker`; from that saving on, rank `full_on` cannot write its "slices", or the "description"."""
     saves = 0
 
-    def save_sharded(*args, save_sharded=saving.save_sharded, **kwargs):
+    def dcp_save(*args, save=dcp.save, **kwargs):
         nonlocal saves
         saves += 1
-        is_full = saves == save and rank == full_on
+        is_full = saves == save_number and rank == full_on
         if is_full and part == "slices":
             let_files_grow_to(20_000)  # a slice of SimpleCNN's state is larger: 12 x 50,186 / 2 = 301,116 bytes
-        save_sharded(*args, **kwargs)
+        save(*args, **kwargs)
         if is_full and part == "description":
             let_files_grow_to(100)
 
-    saving.save_sharded = save_sharded
+    checkpoint.dcp.save = dcp_save
     return train_worker(rank, world_size, config)
 
 

@@ -3,92 +3,112 @@
 import io
 import json
 import os
-import struct
-import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_helpers.checkpointing.folder import CheckpointError, find_newest, read_checkpoint
-from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry, read_parameters
+from fsdp_helpers.checkpointing.folder import DESCRIPTION, CheckpointError, find_newest, read_checkpoint, whole_file
+from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry, read_index_of_anyone
 
-# How safetensors calls the types that parameters have.
+# How safetensors calls the types that it knows.
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+CHUNK_BYTES = 2**20  # read at once, besides the tensor
 
 
-def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike) -> list[TensorEntry]:
-    """Write the model's parameters from a sharded checkpoint to the file `out`: .safetensors, or .pt for `torch.load`.
+@dataclass(frozen=True, kw_only=True)
+class Consolidated:
+    """What is in the file now, and which entries of the checkpoint are no tensors and were left out, unread."""
 
-    `checkpoint` is the folder of one checkpoint, or of a run's checkpoints: then the newest. A .safetensors file is
-    written tensor by tensor, with one of them in memory; a .pt file is put together in memory. Returns what was
-    written.
+    tensors: tuple[TensorEntry, ...]
+    skipped: tuple[str, ...]
 
-    Raises CheckpointError for what is not a whole checkpoint, ValueError for an `out` that cannot be written.
+
+def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix: str = "model.") -> Consolidated:
+    """Write a model's tensors from a sharded checkpoint to the file `out`: .safetensors, or .pt for `torch.load`.
+
+    `checkpoint` is any folder of `torch.distributed.checkpoint`, or a folder of checkpoints that are called
+    step-00000020 and so on: then the newest. The tensors are those whose names begin with `prefix`, which the file
+    leaves out of them. A .safetensors file is written tensor by tensor, with one of them in memory; a .pt file is put
+    together in memory.
+
+    Raises CheckpointError for what is not a whole checkpoint or has no such tensors, ValueError for an `out` that
+    cannot be written.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     if out.suffix not in WRITERS:
         raise ValueError(f"{out}: choose a name that ends in one of {', '.join(WRITERS)}")
     checkpoint = find_newest(checkpoint) or checkpoint
-    read_checkpoint(checkpoint)
-    entries = read_parameters(checkpoint)
-    with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}-", delete=False) as file:
-        try:
-            WRITERS[out.suffix](checkpoint, entries, file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, out)  # all of it or nothing
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, of a stream that takes no more
-            os.unlink(file.name)
-            raise ValueError(f"{out} could not be written: {error}") from error
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    return entries
+    if (checkpoint / DESCRIPTION).exists() or not (checkpoint / ".metadata").exists():
+        read_checkpoint(checkpoint)  # one of ours says how large its files are
+    entries, skipped = read_index_of_anyone(checkpoint)
+    tensors = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
+    if not tensors:
+        raise CheckpointError(
+            f"{checkpoint} has no tensor whose name begins with {prefix!r}, but such as "
+            f"{', '.join(entry.name for entry in entries[:2])}; give another prefix"
+        )
+    try:
+        with whole_file(out) as file:
+            WRITERS[out.suffix](checkpoint, tensors, file)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, of a stream that takes no more
+        raise ValueError(f"{out} could not be written: {error}") from error
+    return Consolidated(tensors=tuple(tensors.values()), skipped=tuple(skipped))
 
 
-def _write_safetensors(checkpoint: Path, entries: list[TensorEntry], file: IO[bytes]) -> None:
+def _write_safetensors(checkpoint: Path, tensors: dict[str, TensorEntry], file: IO[bytes]) -> None:
     """A length, a description in JSON, and all tensors one after the other: the whole format."""
-    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # wide types first keeps all aligned
-    ends = list(accumulate(entry.num_bytes for entry in entries))
+    for entry in tensors.values():
+        if entry.dtype not in SAFETENSORS_TYPES:
+            raise CheckpointError(
+                f"{entry.name} is of type {entry.dtype}, which safetensors does not know; write a .pt"
+            )
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # wide types first keeps all aligned
+    ends = accumulate(entry.num_bytes for _, entry in ordered)
     description = {
-        _plain_name(entry): {
+        name: {
             "dtype": SAFETENSORS_TYPES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": (end - entry.num_bytes, end),
         }
-        for entry, end in zip(entries, ends, strict=True)
+        for (name, entry), end in zip(ordered, ends, strict=True)
     }
     header = json.dumps(description).encode()
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little") + header)
-    buffer = torch.empty(max(entry.num_bytes for entry in entries), dtype=torch.uint8)  # one for all, in turn
-    for entry in entries:
+    buffer = torch.empty(max(entry.num_bytes for entry in tensors.values()), dtype=torch.uint8)  # one for all, in turn
+    for _, entry in ordered:
         values = buffer[: entry.num_bytes]
         _read(checkpoint, entry, values.view(entry.dtype).view(entry.shape))
         file.write(values.numpy().data)
 
 
-def _write_pt(checkpoint: Path, entries: list[TensorEntry], file: IO[bytes]) -> None:
-    tensors = {_plain_name(entry): torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
-    for entry in entries:
-        _read(checkpoint, entry, tensors[_plain_name(entry)])
-    torch.save(tensors, file)
+def _write_pt(checkpoint: Path, tensors: dict[str, TensorEntry], file: IO[bytes]) -> None:
+    whole = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in tensors.items()}
+    for name, entry in tensors.items():
+        _read(checkpoint, entry, whole[name])
+    torch.save(whole, file)
 
 
 WRITERS: dict[str, Callable] = {".safetensors": _write_safetensors, ".pt": _write_pt}
@@ -101,32 +121,30 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
     else in it is looked at, so nothing in it is run.
     """
     for part in entry.slices:
-        place = tensor
-        for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-            place = place.narrow(dim, offset, size)
-        if not place.numel():
-            continue
-        values = place.contiguous()  # `place` itself where the slice is made of whole rows
         try:
-            _read_values(checkpoint / part.file, part, values.view(-1).view(torch.uint8).numpy())
-        except (OSError, ValueError, struct.error, zipfile.BadZipFile) as error:
+            place = tensor
+            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+                place = place.narrow(dim, offset, size)
+            if not place.numel():
+                continue
+            values = place.contiguous()  # `place` itself where the slice is made of whole rows
+            _read_values(checkpoint / part.file, part, memoryview(values.view(-1).view(torch.uint8).numpy()))
+        except Exception as error:  # a damaged archive may raise anything
             raise CheckpointError(f"{checkpoint / part.file} is damaged, at {entry.name}: {error}") from error
         if values is not place:
             place.copy_(values)
 
 
-def _read_values(path: Path, part: SliceEntry, buffer: np.ndarray) -> None:
-    with open(path, "rb") as file:
-        with zipfile.ZipFile(_Window(file, part.begin, part.length)) as archive:
-            (member,) = [found for found in archive.infolist() if found.filename.endswith("/data/0")]
-        header_begin = part.begin + member.header_offset
-        file.seek(header_begin + 26)  # a member's header: 30 bytes, the last 4 of them the lengths of what follows
-        name_length, extra_length = struct.unpack("<HH", file.read(4))
-        file.seek(header_begin + 30 + name_length + extra_length)
-        if member.file_size != len(buffer) or file.readinto(buffer) != len(buffer):
+def _read_values(path: Path, part: SliceEntry, buffer: memoryview) -> None:
+    """Fill `buffer` from the slice's archive, which compares a checksum at the end."""
+    with open(path, "rb") as file, zipfile.ZipFile(_Window(file, part.begin, part.length)) as archive:
+        (member,) = [found for found in archive.infolist() if found.filename.endswith("/data/0")]
+        if member.file_size != len(buffer):
             raise ValueError(f"{member.file_size:,} bytes instead of {len(buffer):,}")
-        if zlib.crc32(buffer) != member.CRC:
-            raise ValueError("the checksum is wrong")
+        with archive.open(member) as values:
+            for begin in range(0, len(buffer), CHUNK_BYTES):
+                chunk = values.read(CHUNK_BYTES)
+                buffer[begin : begin + len(chunk)] = chunk
 
 
 class _Window(io.RawIOBase):
@@ -157,7 +175,3 @@ class _Window(io.RawIOBase):
         buffer[: len(found)] = found
         self._position += len(found)
         return len(found)
-
-
-def _plain_name(entry: TensorEntry) -> str:
-    return entry.name.removeprefix("model.")

@@ -9,10 +9,12 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from filelock import FileLock, Timeout
 
@@ -30,7 +32,7 @@ class Checkpoint:
     """What `checkpoint.json` says: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
 
     format: int
-    step: int  # optimiser steps since the beginning of the run
+    step: int  # optimiser steps since the beginning of the run, as its name says; 0 where it says none
     world_size: int
     settings: dict  # what a resumed run must have in common with the one that saved
     files: dict[str, int]  # size of every other file in bytes
@@ -38,6 +40,12 @@ class Checkpoint:
 
 def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says; 0 where it has a name of another kind."""
+    found = re.fullmatch(r"step-(\d{8,})", path.name)
+    return int(found[1]) if found else 0
 
 
 def find_steps(folder: Path) -> list[int]:
@@ -129,9 +137,9 @@ def clear_unfinished(folder: Path) -> None:
         pass  # whoever gets the lock clears away first
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Where the files of a new checkpoint go until all of them are whole. The same on every rank."""
-    return folder / f"{UNFINISHED}{checkpoint_name(step)}"
+def begin(path: Path) -> Path:
+    """Where the files of the new checkpoint `path` go until all of them are whole. The same on every rank."""
+    return path.with_name(f"{UNFINISHED}{path.name}")
 
 
 def commit(unfinished: Path, **description: object) -> Path:
@@ -142,10 +150,10 @@ def commit(unfinished: Path, **description: object) -> Path:
         json.dump(asdict(checkpoint), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(unfinished)
-    path = unfinished.parent / checkpoint_name(checkpoint.step)
+    sync_folder(unfinished)
+    path = unfinished.with_name(unfinished.name.removeprefix(UNFINISHED))
     os.rename(unfinished, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return path
 
 
@@ -157,7 +165,28 @@ def keep_newest(folder: Path, count: int) -> None:
         shutil.rmtree(doomed)
 
 
-def _sync_folder(folder: Path) -> None:
+@contextmanager
+def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
+    """A file to write that becomes `path` at the end of the block: a reader sees all of it or nothing.
+
+    Where the block fails, or the disk is full, what was at `path` before is still there, and nothing else is.
+    """
+    path = Path(path)
+    file = tempfile.NamedTemporaryFile(mode, dir=path.parent, prefix=f".{path.name}-", delete=False)
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(file.name)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
     """A name is on the disk when its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

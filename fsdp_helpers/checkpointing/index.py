@@ -10,30 +10,40 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 
-# What an index, the file `.metadata`, consists of. It is a pickle, and a pickle may name any function
-# of any module to be called while it is read; ours names these, which do nothing but hold values.
-METADATA_CLASSES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+# What an index, the file `.metadata`, consists of. It is a pickle, and a pickle may name any function of any module to
+# be called while it is read; ours names these, which do nothing but hold values. Only instances of RECORDS have
+# attributes to be set.
+RECORDS = (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    StorageMeta,
+    _StorageInfo,
+)
+METADATA_CLASSES = {(kind.__module__, kind.__name__) for kind in RECORDS} | {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),  # as Python 3.13 calls them
+    ("pathlib._local", "WindowsPath"),
 }
 
 
@@ -68,32 +78,54 @@ class SliceEntry:
 
 
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
-    """Every tensor of a sharded checkpoint, from its index alone: parameters, optimiser state, random state."""
-    metadata = SafeReader(checkpoint).read_metadata()
+    """Every tensor of a sharded checkpoint, from its index alone: parameters, optimiser state, random state.
+
+    Raises CheckpointError for an index that is damaged, names files elsewhere, or lists what is no tensor.
+    """
+    return _tensor_entries(checkpoint, SafeReader(checkpoint).read_metadata())
+
+
+def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntry], list[str]]:
+    """As `read_index`, for any folder of torch.distributed.checkpoint: its tensors, and the names of all else in it.
+
+    What is no tensor is stored as a pickle; it stays unread.
+    """
+    metadata = read_metadata(Path(checkpoint, ".metadata"))
+    return _tensor_entries(checkpoint, metadata), _no_tensors(metadata)
+
+
+def _tensor_entries(checkpoint: str | os.PathLike, metadata: Metadata) -> list[TensorEntry]:
     places = {(index.fqn, index.offset): stored for index, stored in metadata.storage_data.items()}
-    return [
-        TensorEntry(
-            name=name,
-            dtype=stored.properties.dtype,
-            shape=tuple(stored.size),
-            slices=tuple(
-                SliceEntry(
-                    offsets=tuple(chunk.offsets),
-                    sizes=tuple(chunk.sizes),
-                    file=(place := places[name, chunk.offsets]).relative_path,
-                    begin=place.offset,
-                    length=place.length,
-                )
-                for chunk in stored.chunks
-            ),
-        )
-        for name, stored in metadata.state_dict_metadata.items()
-    ]
+    tensors = {
+        name: kind for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)
+    }
+    try:
+        return [
+            TensorEntry(
+                name=name,
+                dtype=stored.properties.dtype,
+                shape=tuple(stored.size),
+                slices=tuple(_slice_entry(chunk, places[name, chunk.offsets]) for chunk in stored.chunks),
+            )
+            for name, stored in tensors.items()
+        ]
+    except (KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{Path(checkpoint, '.metadata')} contradicts itself: {error!r}") from error
 
 
-def read_parameters(checkpoint: str | os.PathLike) -> list[TensorEntry]:
-    """Of the tensors of a checkpoint, those that a plain model loads; their names begin with "model."."""
-    return [entry for entry in read_index(checkpoint) if entry.name.startswith("model.")]
+def _slice_entry(chunk: ChunkStorageMetadata, place: _StorageInfo) -> SliceEntry:
+    return SliceEntry(
+        offsets=tuple(chunk.offsets),
+        sizes=tuple(chunk.sizes),
+        file=place.relative_path,
+        begin=place.offset,
+        length=place.length,
+    )
+
+
+def _no_tensors(metadata: Metadata) -> list[str]:
+    stored = metadata.state_dict_metadata.items()
+    return [name for name, kind in stored if not isinstance(kind, TensorStorageMetadata)]
 
 
 @contextmanager
@@ -110,32 +142,59 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a sharded checkpoint without running what is in it: an index of known classes, and tensors, nothing else.
+    """Reads a sharded checkpoint without running what is in it: an index of known records, and tensors, nothing else.
 
     Raises CheckpointError for any other content. (The tensors are read with `weights_only=True` by torch itself.)
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path, ".metadata")
-        try:
-            with open(path, "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise TypeError(f"it holds a {type(metadata).__name__}")
-        except Exception as error:  # a damaged pickle may raise anything
-            raise CheckpointError(f"{path} is not the index of a sharded checkpoint: {error}") from error
-        strangers = [
-            name for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)
-        ]
-        if strangers:
+        metadata = read_metadata(path)
+        if strangers := _no_tensors(metadata):
             raise CheckpointError(f"{path} lists {strangers[0]!r}, which is no tensor; only tensors are loaded here")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+def read_metadata(path: Path) -> Metadata:
+    """The content of the index `path`: known records only, and no file but those beside it.
+
+    Raises CheckpointError for anything else.
+    """
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        files = {place.relative_path for place in metadata.storage_data.values()}
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path} is not the index of a sharded checkpoint: {error}") from error
+    for file in files:
+        # Joined to the folder, an absolute path or one with ".." would lead out of it.
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
+            raise CheckpointError(
+                f"{path} names the file {str(file)!r}; the files of a checkpoint lie beside its index"
+            )
+    return metadata
+
+
+class _MetadataUnpickler(pickle._Unpickler):  # the one in Python, whose steps can be replaced
+    """Finds the known classes and no others, and changes nothing but the records that it makes itself."""
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
+
+    def load_build(self) -> None:
+        """The step BUILD gives an object its attributes. The object could be a class, and would stay changed."""
+        state, record = self.stack[-1], self.stack[-2]
+        if type(record) not in RECORDS or not isinstance(
+            state, dict if type(record) is not TensorProperties else tuple
+        ):
+            raise pickle.UnpicklingError(f"it sets attributes of {record!r}, which is no record of an index")
+        super().load_build()
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}

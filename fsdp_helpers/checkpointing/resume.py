@@ -1,23 +1,20 @@
 """A run that saves itself and comes back: when, what besides the tensors, and what has to fit."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_helpers.checkpointing import folder as checkpoint_folder
+from fsdp_helpers.checkpointing.checkpoint import check_model, load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
-from fsdp_helpers.checkpointing.index import read_parameters
-from fsdp_helpers.checkpointing.state import load_sharded, save_sharded
+from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
-from fsdp_helpers.ranks.group import rank_device
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:
@@ -61,14 +58,10 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
                 f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same to go on, "
                 "or another --checkpoint-dir for another run"
             )
-    found = {entry.name: entry.shape for entry in read_parameters(path)}
-    expected = _parameter_shapes(config.model)
-    for name in expected.keys() | found.keys():
-        saved, now = found.get(name), expected.get(name)
-        if saved != now:
-            raise CheckpointError(
-                f"{path} holds another {config.model!r} model: parameter {name} has shape {saved} there and {now} here"
-            )
+    with torch.device("meta"):  # shapes without values
+        model = build_model(config.model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_model(path, read_index(path), shapes, what=f"{config.model!r} model")
 
 
 def tidy_up(config: TrainConfig) -> None:
@@ -81,8 +74,8 @@ def tidy_up(config: TrainConfig) -> None:
 class RunCheckpoints:
     """Saves a run's whole state as it trains, and brings it back; does nothing where the run has no folder."""
 
-    def __init__(self, config: TrainConfig, rank: int, world_size: int, data_source: str) -> None:
-        self._config, self._rank, self._world_size = config, rank, world_size
+    def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
+        self._config, self._rank = config, rank
         self._start = find_start(config, data_source)
         earlier = self._start[1].settings if self._start else {}
         self._keep_last = config.keep_last or earlier.get("keep_last")  # not compared: remembered
@@ -94,19 +87,9 @@ class RunCheckpoints:
             )
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Bring back parameters, optimiser state and, on as many ranks as saved, each rank's random state."""
-        if self._start is None:
-            return
-        path, checkpoint = self._start
-        if checkpoint.world_size == self._world_size:
-            random_state = _random_state(self._rank)
-            load_sharded(path, model, optimizer, extra=random_state)
-            _set_random_state(random_state)
-        else:
-            load_sharded(path, model, optimizer)
-            # Other ranks than before draw other masks: from a stream that none of them has drawn from yet.
-            stream = [self._config.seed, self.step, self._world_size, self._rank]
-            torch.manual_seed(int(np.random.default_rng(stream).integers(2**63)))
+        """Bring back parameters, optimiser state and each rank's random state, see `load`."""
+        if self._start is not None:
+            load(self._start[0], model, optimizer)
 
     def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, last_step: int) -> None:
         """Count a step, and save after the last one and every `checkpoint_every`."""
@@ -118,55 +101,22 @@ class RunCheckpoints:
 
     def _save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         folder = Path(self._config.checkpoint_dir)
-        unfinished = checkpoint_folder.begin(folder, self.step)
         try:
-            save_sharded(unfinished, model, optimizer, extra=_random_state(self._rank))
-            if self._rank == 0:
-                checkpoint_folder.commit(
-                    unfinished,
-                    step=self.step,
-                    world_size=self._world_size,
-                    settings=self._settings,
-                )
-                if self._keep_last:
-                    checkpoint_folder.keep_newest(folder, self._keep_last)
+            save(folder / checkpoint_folder.checkpoint_name(self.step), model, optimizer, settings=self._settings)
+            if self._rank == 0 and self._keep_last:
+                checkpoint_folder.keep_newest(folder, self._keep_last)
         except (OSError, CheckpointError) as error:
-            if self._rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)  # room for others, where the disk is full
             raise CheckpointError(f"{folder}: no checkpoint of step {self.step} ({error}); older ones stay") from error
 
 
 @contextmanager
-def run_checkpoints(config: TrainConfig, rank: int, world_size: int, data_source: str) -> Iterator[RunCheckpoints]:
+def run_checkpoints(config: TrainConfig, rank: int, data_source: str) -> Iterator[RunCheckpoints]:
     """The checkpoints of this run; its folder is locked by rank 0 for the length of the block."""
     locks = config.checkpoint_dir is not None and rank == 0
     with checkpoint_folder.locked(Path(config.checkpoint_dir)) if locks else nullcontext():
         gather_over_ranks(None)  # nobody looks before rank 0 has the folder
-        yield RunCheckpoints(config, rank, world_size, data_source)
+        yield RunCheckpoints(config, rank, data_source)
 
 
 def _settings(config: TrainConfig, data_source: str) -> dict:
     return {name: getattr(config, name) for name in LOSS_SETTINGS} | {"data_source": data_source}
-
-
-def _parameter_shapes(model_name: str) -> dict[str, tuple[int, ...]]:
-    """Of each parameter, under its name in a checkpoint."""
-    with torch.device("meta"):  # shapes without values
-        model = build_model(model_name)
-    return {f"model.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _random_state(rank: int) -> dict[str, Tensor]:
-    """The state of this rank's random number generators, from which dropout draws, under names of its own."""
-    state = {f"random-state-{rank}": torch.get_rng_state()}
-    if rank_device().type == "cuda":
-        state[f"random-state-cuda-{rank}"] = torch.cuda.get_rng_state(rank_device())
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor]) -> None:
-    for name, values in state.items():
-        if "cuda" in name:
-            torch.cuda.set_rng_state(values, rank_device())
-        else:
-            torch.set_rng_state(values)

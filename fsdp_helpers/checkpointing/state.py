@@ -1,26 +1,125 @@
-"""A training state on disk: in one file that rank 0 writes, or in slices, each rank its own.
+"""A training state in memory: its tensors by name, and what else an optimiser keeps; and as one file of rank 0.
 
-The state is the model's parameters and what the optimiser keeps of each, under the names that they have in the plain
-model. So what one strategy saved, another loads, on any number of ranks. Only tensors are stored, and nothing that
-is loaded here can run code.
+Tensors have the names that they have in the plain model. So what one strategy saved, another loads, on any number of
+ranks.
 """
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from fsdp_helpers.checkpointing.index import SafeReader, failures_named
+from fsdp_helpers.checkpointing.folder import whole_file
+
+# What wrappers add to the names of a model.
+WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
+# How an optimiser computes is no part of a training state: it depends on the device.
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+
+# ---------------------------------------------------------------- by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """The parts of a model and its optimiser. Tensors are the ranks' own: to fill one is to load it (but see FSDP1)."""
+
+    model: dict[str, Tensor]  # parameters and buffers
+    optimizer: dict[str, dict[str, Any]]  # for each parameter its moments and the like
+    groups: list[dict[str, Any]]  # the settings of each parameter group, and under "params" the names in it
+    buffers: frozenset[str]  # which of `model` are buffers
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Everything in `model` and `optimizer` under one name each: "model.fc1.weight"."""
+        return _leaves({"model": self.model, "optimizer": self.optimizer})
+
+
+def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
+    """The state of `model` and `optimizer`; every rank has to call this. (FSDP1 hands out copies, not its own.)
+
+    A new optimiser gets its state, zeros, which torch makes with a step that changes no parameter.
+    """
+    with one_process_is_no_news():
+        if optimizer is None:
+            model_state, optimizer_state = get_model_state_dict(model), {"state": {}, "param_groups": []}
+        else:
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+    buffers = {plain_name(model, name) for name, _ in model.named_buffers()}
+    return TrainingState(
+        model=model_state,
+        optimizer=optimizer_state["state"],
+        groups=optimizer_state["param_groups"],
+        buffers=frozenset(buffers & model_state.keys()),
+    )
+
+
+def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
+    """Give `model` and `optimizer` the tensors of `state`; a parameter that has none there loses its moments."""
+    with one_process_is_no_news():
+        if optimizer is None or not state.optimizer:
+            set_model_state_dict(model, state.model)
+        else:
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state.model,
+                optim_state_dict={"state": state.optimizer, "param_groups": state.groups},
+                options=StateDictOptions(strict=False),  # parameters that never had a gradient have no moments
+            )
+    if optimizer is not None and not state.optimizer:
+        optimizer.state.clear()
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """The name that a parameter or buffer of the wrapped `model` has in the plain one."""
+    if isinstance(model, DistributedDataParallel):
+        name = name.removeprefix("module.")
+    return WRAPPERS.sub("", name)
+
+
+def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
+    """What nested dicts hold, each under its path."""
+    if not isinstance(tree, Mapping):
+        return {name: tree}
+    branches = {f"{name}.{key}".removeprefix("."): branch for key, branch in tree.items()}
+    return {
+        path: leaf for branch_name, branch in branches.items() for path, leaf in _leaves(branch, branch_name).items()
+    }
+
+
+@contextmanager
+def one_process_is_no_news() -> Iterator[None]:
+    """With one rank FSDP1 keeps whole copies, and torch saves in one process: both say so at each turn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
 
 # ---------------------------------------------------------------- one file, written by rank 0
 
@@ -32,31 +131,31 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
     gather by itself, with `StateDictOptions(full_state_dict=True)`; on the CPU, under FSDP1, torch 2.15 then
     returns the second moment in place of the first, since both were gathered into the same buffer.)
     """
-    tensors, optimizer_state = _tensors_by_name(model, optimizer)
-    whole = tree_map(_gathered, {"model": tensors["model"], "optimizer": optimizer_state})
-    if _rank() == 0:
-        torch.save(whole, path)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    whole = tree_map(gather_on_rank_0, {"model": model_state, "optimizer": optimizer_state})
+    if this_rank() == 0:
+        with whole_file(path) as file:
+            torch.save(whole, file)
 
 
-def _gathered(value: Any) -> Any:
+def gather_on_rank_0(value: Any) -> Any:
     """A slice becomes the whole tensor, on rank 0 and in host memory; on the other ranks it is let go at once."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):
-        return value.cpu() if _rank() == 0 else None
+        return value.cpu() if this_rank() == 0 else None
     return value
 
 
 def load_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Rank 0 reads the file and deals it out, tensor by tensor. Every rank has to call this."""
-    tensors, optimizer_state = _tensors_by_name(model, optimizer)
-    saved = torch.load(path, weights_only=True, mmap=True) if _rank() == 0 else None
-    for name, tensor in tensors["model"].items():
-        _deal_out(saved and saved["model"][name], tensor)
-    for name, values in tensors["optimizer"].items():
-        for kind, tensor in values.items():
-            _deal_out(saved and saved["optimizer"]["state"][name][kind], tensor)
-    _put_back(model, optimizer, tensors["model"], optimizer_state)
+    state = read_state(model, optimizer)
+    saved = torch.load(path, weights_only=True, mmap=True) if this_rank() == 0 else None
+    whole = _leaves({"model": saved["model"], "optimizer": saved["optimizer"]["state"]}) if saved else {}
+    for name, value in state.values.items():
+        if isinstance(value, Tensor):
+            _deal_out(whole.get(name), value)
+    put_back(model, optimizer, state)
 
 
 def _deal_out(whole: Tensor | None, own: Tensor) -> None:
@@ -71,77 +170,3 @@ def _deal_out(whole: Tensor | None, own: Tensor) -> None:
             own.copy_(whole)
         if dist.is_initialized():
             dist.broadcast(own, src=0)
-
-
-# ---------------------------------------------------------------- slices, written by all ranks
-
-
-def save_sharded(
-    folder: str | os.PathLike,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    extra: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Every rank writes the slices it keeps into a file of its own, and rank 0 an index of all slices.
-
-    Where ranks keep whole copies (DDP), they share the writing. `extra` are tensors of this rank alone, under names
-    that no other rank uses. Raises CheckpointError where a rank cannot write.
-    """
-    tensors, _ = _tensors_by_name(model, optimizer)
-    with failures_named(folder, "write its part"):
-        dcp.save({**tensors, "extra": dict(extra or {})}, storage_writer=dcp.FileSystemWriter(folder))
-
-
-def save_sharded_async(
-    folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
-) -> Future:
-    """As `save_sharded`, but training waits only until the slices are copied; a thread writes the copy.
-
-    `group` is a gloo group for that thread alone (`dist.new_group(backend="gloo")`): in the group of the training,
-    its messages could be taken for those of a step. The checkpoint is whole when `result()` of what is
-    returned has come back, and not before.
-    """
-    tensors, _ = _tensors_by_name(model, optimizer)
-    return dcp.async_save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
-
-
-def load_sharded(
-    folder: str | os.PathLike,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    extra: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Every rank reads the slices that it keeps now, whoever wrote them; `extra` tensors are filled in place."""
-    tensors, optimizer_state = _tensors_by_name(model, optimizer)
-    with failures_named(folder, "read its part"):
-        dcp.load({**tensors, "extra": dict(extra or {})}, storage_reader=SafeReader(folder))
-    _put_back(model, optimizer, tensors["model"], optimizer_state)
-
-
-def _tensors_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, dict], dict[str, Any]]:
-    """What a sharded checkpoint holds, and the optimiser's whole state dict, whose tensors are the same.
-
-    The rest of that dict, the settings, is no part of the checkpoint: it comes from the configuration.
-    """
-    with _one_rank_is_no_news():
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state["state"]}, optimizer_state
-
-
-def _put_back(
-    model: nn.Module, optimizer: torch.optim.Optimizer, model_state: dict[str, Tensor], optimizer_state: dict[str, Any]
-) -> None:
-    with _one_rank_is_no_news():
-        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-
-
-@contextmanager
-def _one_rank_is_no_news() -> Iterator[None]:
-    """With one rank FSDP1 keeps whole copies, and says at each turn that a whole state dict is what it returns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
-        yield
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

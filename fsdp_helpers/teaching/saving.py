@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.profiler import record_function
 
+from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import UNFINISHED, checkpoint_name
-from fsdp_helpers.checkpointing.state import load_sharded, save_full, save_sharded, save_sharded_async
+from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import Dataset
 from fsdp_helpers.measuring.memory import trace_memory
@@ -38,20 +40,20 @@ def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str)
         writing_group = dist.new_group(backend="gloo")  # for the thread that writes in the background
         ways = {
             "full": lambda path: save_full(f"{path}.pt", model, optimizer),
-            "sharded": lambda path: save_sharded(path, model, optimizer),
-            "asynchronous": lambda path: save_sharded_async(path, model, optimizer, writing_group),
+            "sharded": lambda path: save(path, model, optimizer),
+            "asynchronous": lambda path: save(path, model, optimizer, wait=False, group=writing_group),
         }
-        for way, save in ways.items():
+        for way, save_it in ways.items():
             with record_function(way):
-                _finish(save(f"{folder}/traced-{way}"))
+                _finish(save_it(f"{folder}/traced-{way}"))
     # Tracing takes time, so each is saved once more, for the clock.
-    return [_timed(way, save, Path(folder, way), trace.last(way).curve) for way, save in ways.items()]
+    return [_timed(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
 
 
-def _timed(way: str, save: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
+def _timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
     dist.barrier()
     start_s = time.perf_counter()
-    writing = save(str(path))
+    writing = save_it(str(path))
     waiting_s = time.perf_counter() - start_s
     _finish(writing)
     dist.barrier()
@@ -88,6 +90,58 @@ def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> 
     dist.barrier()
 
 
+def save_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The heart of `save`: every rank writes the slices that it keeps, under the names of the plain model."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state["state"]}, checkpoint_id=folder)
+
+
+def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The heart of `load`: every rank reads what it keeps now, from whichever files it is in."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
+    state = {"model": model_state, "optimizer": optimizer_state["state"]}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+
+
+def save_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What one process would save."""
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+
+
+def load_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """`dcp.load` fills what is in the dict; of a new optimiser there is nothing in it yet."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def resume_through(
+    rank: int, world_size: int, config: TrainConfig, way: str, folder: str
+) -> tuple[int, int, list[float]]:
+    """Train half of the steps, save, start anew, load and go on, with the lines of "slices" or of "plain" above.
+
+    Returns for how many parameters the optimiser had a state before the load and after it, and the losses.
+    """
+    dataset = load_rank_data(config, rank_device())
+    half = config.max_steps // 2
+    save_it, load_it = (save_slices, load_slices) if way == "slices" else (save_plainly, load_plainly)
+    built = _build(config, seed=config.seed)
+    losses = _train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
+    model, optimizer, schedule = built
+    save_it(folder, model, optimizer)
+    saved_for = len(optimizer.state)
+    model, optimizer, new_schedule = _build(config, seed=config.seed + 1)
+    load_it(folder, model, optimizer)
+    loaded_for = len(optimizer.state)
+    new_schedule.load_state_dict(schedule.state_dict())
+    optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
+    built = model, optimizer, new_schedule
+    losses += _train_steps(rank, world_size, config, dataset, built, first_step=half, count=half)
+    return saved_for, loaded_for, losses
+
+
 def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:
     """Train half of the steps, save, start anew and load: what if one thing does not come back?
 
@@ -97,17 +151,18 @@ def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, f
     half = config.max_steps // 2
     model, optimizer, schedule = _build(config, seed=config.seed)
     losses = _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=half)
-    save_sharded(folder, model, optimizer)
-    schedule_state = schedule.state_dict()
+    save(folder, model, optimizer, extra={"schedule": schedule.state_dict(), "step": half})
 
     model, optimizer, schedule = _build(config, seed=config.seed + 1)  # a new process knows nothing of the old one
-    load_sharded(folder, model, optimizer)
+    extra = load(folder, model, optimizer)
     if lost == "optimiser":
         optimizer, schedule = _optimise(model, config)
-    if lost != "schedule":
-        schedule.load_state_dict(schedule_state)
-        optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]  # which the line above does not set
-    first_step = 0 if lost == "data position" else half
+        optimizer.param_groups[0]["lr"] = extra["schedule"]["_last_lr"][0]
+    if lost == "schedule":
+        optimizer.param_groups[0]["lr"] = config.learning_rate
+    else:
+        schedule.load_state_dict(extra["schedule"])
+    first_step = 0 if lost == "data position" else extra["step"]
     losses += _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count=half)
     return losses
 

@@ -29,7 +29,7 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
     device = rank_device()
     config.check_device(device.type)
     dataset = load_rank_data(config, device)
-    with run_checkpoints(config, rank, world_size, dataset.source) as checkpoints:
+    with run_checkpoints(config, rank, dataset.source) as checkpoints:
         return run_training(rank, world_size, config, dataset, checkpoints)
 
 

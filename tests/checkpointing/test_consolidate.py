@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runs import main_in_process, mostly_long, train
 
-from fsdp_helpers.checkpointing.consolidate import consolidate
+from fsdp_helpers.checkpointing.checkpoint import load, save
+from fsdp_helpers.checkpointing.consolidate import SAFETENSORS_TYPES, consolidate
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, commit
 from fsdp_helpers.checkpointing.index import read_index
-from fsdp_helpers.checkpointing.state import load_sharded
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.launch import launch
@@ -41,7 +41,7 @@ def runs(tmp_path_factory) -> dict[tuple[str, str], Path]:
 
 def save_by_hand(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """A checkpoint of one process that holds these parameters."""
-    unfinished = begin(folder, 1)
+    unfinished = begin(folder / checkpoint_name(1))
     dcp.save({"model": tensors}, storage_writer=dcp.FileSystemWriter(unfinished), no_dist=True)
     return commit(unfinished, step=1, world_size=1, settings={})
 
@@ -53,7 +53,7 @@ def save_by_hand(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 @pytest.mark.parametrize("run", RUNS)
 def test_a_plain_module_computes_the_same(run, suffix, runs, tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: pytest.fail("a process group was started"))
-    entries = consolidate(runs[run], tmp_path / f"model{suffix}")
+    entries = consolidate(runs[run], tmp_path / f"model{suffix}").tensors
     assert not dist.is_initialized()
     model = build_model("vit").eval()
     model.load_state_dict(READERS[suffix](tmp_path / f"model{suffix}"), strict=True)
@@ -62,8 +62,7 @@ def test_a_plain_module_computes_the_same(run, suffix, runs, tmp_path, monkeypat
     expected, optimizer = workers.build(TrainConfig(model="vit"), seed=2)
     images = torch.randn(5, 1, 28, 28)
     assert not torch.equal(model(images), expected.eval()(images))  # not yet
-    with warnings.catch_warnings(action="ignore"):  # torch says that one process is one process
-        load_sharded(runs[run] / checkpoint_name(2), expected, optimizer)
+    load(runs[run] / checkpoint_name(2), expected, optimizer)
     assert torch.equal(model(images), expected(images))
 
 
@@ -94,7 +93,7 @@ MIXED = {
 @pytest.mark.parametrize("suffix", READERS)
 def test_every_type_comes_back_as_it_was(suffix, tmp_path):
     path = save_by_hand(tmp_path / "run", MIXED)
-    entries = consolidate(path, tmp_path / f"model{suffix}")
+    entries = consolidate(path, tmp_path / f"model{suffix}").tensors
     found = READERS[suffix](tmp_path / f"model{suffix}")
     assert workers.differences(found, MIXED) == []
     assert {name: tensor.shape for name, tensor in found.items()} == {n: tensor.shape for n, tensor in MIXED.items()}
@@ -114,6 +113,92 @@ def test_every_tensor_begins_where_its_type_may(tmp_path):
         assert begin % tensor.itemsize == 0, name
         assert end - begin == tensor.nbytes, name
     assert len(content) == 8 + length + 157
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_every_type_that_safetensors_knows(suffix, tmp_path):
+    """Eight values of each, the bytes 0 to 63 or fewer of them."""
+    kinds = [kind for kind in SAFETENSORS_TYPES if kind is not torch.bool]
+    tensors = {str(kind): torch.arange(8 * kind.itemsize, dtype=torch.uint8).view(kind) for kind in kinds}
+    tensors["flags"] = torch.tensor([True, False])
+    path = save_by_hand(tmp_path / "run", tensors)
+    consolidate(path, tmp_path / f"model{suffix}")
+    found = READERS[suffix](tmp_path / f"model{suffix}")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_a_type_that_safetensors_does_not_know(tmp_path, capfd):
+    path = save_by_hand(tmp_path / "run", {"wave": torch.ones(3, dtype=torch.complex64)})
+    message = "model.wave is of type torch.complex64, which safetensors does not know; write a .pt"
+    check_refused(path, tmp_path / "model.safetensors", message, capfd)
+    consolidate(path, tmp_path / "model.pt")
+    assert torch.equal(READERS[".pt"](tmp_path / "model.pt")["wave"], torch.ones(3, dtype=torch.complex64))
+
+
+# ---------------------------------------------------------------- folders of other people
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    """What `dcp.save` writes of plain state dicts, with a mark that would be left if an entry were unpickled."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    folder = tmp_path_factory.mktemp("foreign") / "checkpoint"
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "mark": Marks()}
+    with warnings.catch_warnings(action="ignore"):  # torch says that one process is one process
+        dcp.save(state, checkpoint_id=folder)
+    return folder, model
+
+
+class Marks:
+    """Its pickle sets a variable when it is read."""
+
+    def __reduce__(self):
+        return os.environ.setdefault, ("MARKED", "1")
+
+
+def test_a_folder_of_anyone(foreign, tmp_path, capfd, monkeypatch):
+    folder, model = foreign
+    monkeypatch.delenv("MARKED", raising=False)
+    for suffix, read in READERS.items():
+        assert main_in_process("consolidate", folder, tmp_path / f"model{suffix}") == 0
+        assert workers.differences(read(tmp_path / f"model{suffix}"), model.state_dict()) == []
+        output = capfd.readouterr()
+        first, second = output.out.splitlines()
+        assert first.endswith("2 tensors, 32 B") and output.err == ""  # (3 x 2 + 2) x 4
+        assert second.startswith("left out, being no tensors: ")
+        named = second.partition(": ")[2].split(", ")
+        assert {"epoch", "mark"} <= set(named) and any(name.startswith("optimizer.param_groups") for name in named)
+    assert "MARKED" not in os.environ
+
+
+def test_another_prefix(foreign, tmp_path, capfd):
+    folder, model = foreign
+    first = "optimizer.state.0."
+    assert main_in_process("consolidate", folder, tmp_path / "model.pt", "--prefix", first) == 0
+    found = READERS[".pt"](tmp_path / "model.pt")
+    assert found.keys() == {"step", "exp_avg", "exp_avg_sq"} and found["exp_avg"].shape == model.weight.shape
+    consolidate(folder, tmp_path / "all.pt", prefix="")
+    assert {"model.weight", f"{first}exp_avg"} < READERS[".pt"](tmp_path / "all.pt").keys()
+    message = "has no tensor whose name begins with 'net.', but such as model.weight, model.bias; give another prefix"
+    capfd.readouterr()
+    assert main_in_process("consolidate", folder, tmp_path / "none.pt", "--prefix", "net.") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert message in line and not (tmp_path / "none.pt").exists()
+
+
+def test_averaged_weights_kept_as_extra_state(tmp_path):
+    """What `save` keeps besides the model can be a model of its own."""
+    model = torch.nn.Linear(3, 2)
+    average = {name: tensor / 2 for name, tensor in model.state_dict().items()}
+    save(tmp_path / "one", model, extra={"average": average, "decay": 0.99})
+    consolidate(tmp_path / "one", tmp_path / "average.safetensors", prefix="extra.average.")
+    assert workers.differences(READERS[".safetensors"](tmp_path / "average.safetensors"), average) == []
 
 
 # ---------------------------------------------------------------- what it takes
@@ -153,7 +238,7 @@ print("WATCHED", status, max(highest) - before, started)
 def large(tmp_path_factory) -> Path:
     """200 MB of parameters: 8 tensors of 250 x 25,000 x 4 bytes = 25 MB, each in 10 slices."""
     folder = tmp_path_factory.mktemp("large")
-    unfinished = begin(folder, 1)
+    unfinished = begin(folder / checkpoint_name(1))
     launch(workers.save_slices, unfinished, 8, 250, 25_000, world_size=10, device="cpu", timeout_s=60)
     yield commit(unfinished, step=1, world_size=10, settings={})
     shutil.rmtree(folder)

@@ -20,6 +20,7 @@ from fsdp_helpers.checkpointing.folder import (
     keep_newest,
     locked,
     read_checkpoint,
+    whole_file,
 )
 
 DESCRIPTION = {"world_size": 2, "settings": {"seed": 0}}
@@ -27,7 +28,7 @@ DESCRIPTION = {"world_size": 2, "settings": {"seed": 0}}
 
 def save(folder, step, content=b"12345"):
     """A checkpoint of two files, as a run makes it."""
-    unfinished = begin(folder, step)
+    unfinished = begin(folder / checkpoint_name(step))
     unfinished.mkdir(parents=True)
     (unfinished / "__0_0.distcp").write_bytes(content)
     (unfinished / ".metadata").write_bytes(b"123")
@@ -102,6 +103,34 @@ def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_folder.shutil, "rmtree", lambda path: seen.append((path.name, names(tmp_path))))
     keep_newest(tmp_path, 1)
     assert seen == [(".removing-step-00000005", [".removing-step-00000005", "step-00000010"])]
+
+
+# ---------------------------------------------------------------- one file, whole or as it was
+
+
+@pytest.mark.parametrize("mode, text", [("w", "new"), ("wb", b"new")])
+def test_a_file_appears_when_all_of_it_is_on_the_disk(mode, text, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("old")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_text()))
+    with whole_file(path, mode) as file:
+        file.write(text)
+        assert path.read_text() == "old"
+    assert (synced, path.read_text(), names(tmp_path)) == (["old"], "new", ["file"])
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        with pytest.raises(error), whole_file(path) as file:
+            file.write(b"half")
+            raise error
+        assert (path.read_text(), names(tmp_path)) == ("old", ["file"])
+    with pytest.raises(FileNotFoundError), whole_file(tmp_path / "none" / "file"):
+        pass
 
 
 # ---------------------------------------------------------------- what is refused

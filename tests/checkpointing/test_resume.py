@@ -132,6 +132,19 @@ def test_a_run_goes_on_on_other_ranks_and_under_another_strategy(saver, no_mnist
         assert resumed.epochs[-1].test_loss == pytest.approx(undisturbed.epochs[-1].test_loss, abs=1e-5)
 
 
+@pytest.mark.gpu
+def test_a_run_of_the_cpu_goes_on_on_a_gpu_and_back(no_mnist, tmp_path):
+    """Losses are close, not equal: another device draws other masks, so dropout is off."""
+    settings = SHORT | {"strategy": "local", "data_dir": no_mnist, "dropout": False}
+    undisturbed = launch(train_worker, TrainConfig(**settings), world_size=1, device="cpu")[0]
+    settings |= {"checkpoint_dir": str(tmp_path), "resume": True}
+    for max_steps, device in [(3, "cpu"), (6, "cuda"), (8, "cpu")]:
+        config = TrainConfig(**settings | {"max_steps": max_steps})
+        resumed = launch(train_worker, config, world_size=1, device=device)[0]
+        expected = undisturbed.step_losses[resumed.first_step : max_steps]
+        assert resumed.step_losses == pytest.approx(expected, abs=1e-3)
+
+
 def test_other_ranks_draw_new_dropout_masks(no_mnist, tmp_path):
     """Without its random state a rank must not begin again with the masks that it began with."""
     settings = {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)} | SETTINGS
@@ -186,6 +199,20 @@ def test_the_last_checkpoint_is_there_without_asking_for_more(no_mnist, tmp_path
 def arguments(settings: dict, *more) -> list:
     flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
     return ["train", "--device", "cpu", *flags, *more]
+
+
+@pytest.mark.parametrize("strategy, api, world_size", [("local", "fsdp2", 1), ("fsdp", "fsdp2", 2)])
+def test_a_model_with_buffers_resumes(strategy, api, world_size, no_mnist, tmp_path):
+    """Batch normalisation counts its batches; the evaluation reads what it has seen."""
+    settings = SHORT | {"strategy": strategy, "api": api, "data_dir": no_mnist, "train_images": 43}
+    config = TrainConfig(**settings)
+    whole, first, second = (replace(config, checkpoint_dir=str(tmp_path / name)) for name in ("whole", "two", "two"))
+    runs = [whole, replace(first, max_steps=4), replace(second, resume=True)]
+    undisturbed, _, resumed = launch(workers.train_normalised, runs, world_size=world_size, device="cpu")[0]
+    assert (resumed.first_step, resumed.step_losses) == (4, undisturbed.step_losses[4:])
+    states = [read_state(tmp_path / run / checkpoint_name(8)) for run in ("whole", "two")]
+    assert states[0]["model.0.num_batches_tracked"] == 8
+    assert workers.differences(*states) == []
 
 
 def test_a_finished_run_trains_nothing_and_evaluates(no_mnist, tmp_path, capfd):
@@ -518,6 +545,9 @@ def test_the_way_out_of_a_damaged_checkpoint_is_one(run_folder, no_mnist, undist
         ({"global_batch_size": 4}, "was saved with global_batch_size 8, this run has 4"),
         ({"learning_rate": 0.5}, "was saved with learning_rate 0.001, this run has 0.5"),
         ({"train_images": 42}, "was saved with train_images 43, this run has 42"),
+        ({"micro_batches": 2}, "was saved with micro_batches 1, this run has 2"),
+        ({"clip_norm": 0.5}, "was saved with clip_norm None, this run has 0.5"),
+        ({"precision": "bf16"}, "was saved with precision 'fp32', this run has 'bf16'"),
     ],
 )
 def test_the_checkpoint_of_another_run_is_refused(settings, message, saved_run, no_mnist, no_rank, capfd):

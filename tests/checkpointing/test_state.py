@@ -1,6 +1,8 @@
 """What one strategy saved on some ranks, any other loads on any number of ranks, to the last bit."""
 
+import importlib
 import io
+import json
 import os
 import pickle
 import shutil
@@ -13,9 +15,11 @@ import torch.distributed.checkpoint as dcp
 from runs import mostly_long
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from fsdp_helpers.checkpointing.checkpoint import load, save
+from fsdp_helpers.checkpointing.consolidate import consolidate
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.index import SafeReader
-from fsdp_helpers.checkpointing.state import load_full, load_sharded, save_full, save_sharded
+from fsdp_helpers.checkpointing.index import SafeReader, read_index, read_index_of_anyone
+from fsdp_helpers.checkpointing.state import load_full, save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.launch import launch
@@ -144,26 +148,12 @@ def test_a_plain_process_loads_and_saves_both(name, saved, tmp_path):
     load_full(saved / f"{name}.pt", model, optimizer)
     assert workers.differences(workers.whole_state(model, optimizer), expected) == []
     save_full(tmp_path / "again.pt", model, optimizer)
-    with warnings.catch_warnings(action="ignore"):  # torch says that one process is one process
-        save_sharded(tmp_path / "again", model, optimizer)
-        for load, path in [(load_sharded, saved / name), (load_sharded, tmp_path / "again"), (load_full, "again.pt")]:
-            model, optimizer = workers.build(config, seed=2)
-            assert workers.differences(workers.whole_state(model, optimizer), expected) != []
-            load(tmp_path / path, model, optimizer)
-            assert workers.differences(workers.whole_state(model, optimizer), expected) == []
-
-
-def test_every_rank_gets_its_own_extra_tensors_back(saved):
-    config = CONFIGS["fsdp fsdp2"]
-    found = on_ranks(workers.load_extra, saved / "fsdp fsdp2", config, world_size=4)
-    assert found == [[0, 7], [1, 7], [2, 7], [3, 7]]
-
-
-def test_settings_of_the_optimiser_are_not_loaded(saved):
-    # It was saved with 1e-3; the configuration now says 0.5.
-    for name in ("ddp fsdp2", "fsdp fsdp1", "fsdp fsdp2"):
-        found = on_ranks(workers.load_then_train, saved / name, CONFIGS[name], 0.5, world_size=2)
-        assert found == [[0.5], [0.5]]
+    save(tmp_path / "again", model, optimizer)
+    for load_it, path in [(load, saved / name), (load, tmp_path / "again"), (load_full, "again.pt")]:
+        model, optimizer = workers.build(config, seed=2)
+        assert workers.differences(workers.whole_state(model, optimizer), expected) != []
+        load_it(tmp_path / path, model, optimizer)
+        assert workers.differences(workers.whole_state(model, optimizer), expected) == []
 
 
 # ---------------------------------------------------------------- saving while training goes on
@@ -218,9 +208,16 @@ def read_trusting(path):
     return pickle.loads((path / ".metadata").read_bytes())
 
 
+def describe_anew(path):
+    """Whoever changes a file can change what checkpoint.json says of its size."""
+    description = json.loads((path / "checkpoint.json").read_text())
+    description["files"] = {name: (path / name).stat().st_size for name in description["files"]}
+    (path / "checkpoint.json").write_text(json.dumps(description))
+
+
 def load_it(path):
-    with warnings.catch_warnings(action="ignore"):  # torch says that one process is one process
-        load_sharded(path, *workers.build(TrainConfig(strategy="local"), seed=2))
+    describe_anew(path)
+    load(path, *workers.build(TrainConfig(strategy="local"), seed=2))
 
 
 def load_trusting(path):
@@ -291,3 +288,84 @@ def test_a_slice_that_calls_a_function_is_refused(which, victim):
     with pytest.raises(CheckpointError, match="checkpoint"):
         load_it(path)
     assert not ran(mark)
+
+
+# ---------------------------------------------------------------- nor change what is loaded later, or read other files
+
+
+class Builds:
+    """Its pickle names a class or function of `module`, and lets BUILD set attributes of it, or of what it returns."""
+
+    def __init__(self, module, name, arguments, state):
+        self.module, self.name, self.arguments, self.state = module, name, arguments, state
+
+    def as_pickle(self) -> bytes:
+        call = b"" if self.arguments is None else pickle.dumps(self.arguments, protocol=0)[:-1] + b"R"
+        named = f"c{self.module}\n{self.name}\n".encode()
+        return named + call + pickle.dumps(self.state, protocol=0)[:-1] + b"b."
+
+
+METADATA, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+BUILDS = {
+    "a class": Builds(METADATA, "Metadata", None, (None, {"tampered": 1})),
+    "a class of the storage": Builds(FILES, "_StorageInfo", None, (None, {"tampered": 1})),
+    "a class of paths": Builds("pathlib", "PosixPath", None, (None, {"tampered": 1})),
+    "a function": Builds("torch.serialization", "_get_layout", None, (None, {"tampered": 1})),
+    "a function's dict": Builds("torch.serialization", "_get_layout", None, {"tampered": 1}),
+    "a member of an enumeration": Builds(METADATA, "_MEM_FORMAT_ENCODING", (0,), {"tampered": 1}),
+}
+
+
+def tampered(which) -> bool:
+    found = getattr(importlib.import_module(BUILDS[which].module), BUILDS[which].name)
+    found = found if BUILDS[which].arguments is None else found(*BUILDS[which].arguments)
+    if not hasattr(found, "tampered"):
+        return False
+    del found.tampered
+    return True
+
+
+@pytest.mark.parametrize("which", BUILDS)
+def test_an_index_that_changes_a_class_is_refused(which, victim):
+    path, _ = victim
+    evil = BUILDS[which].as_pickle()
+    pickle.loads(evil)
+    assert tampered(which)  # so would have been what others load later
+    (path / ".metadata").write_bytes(evil)
+    with pytest.raises(CheckpointError, match=r"it sets attributes of .*, which is no record of an index"):
+        read_index(path)
+    with pytest.raises(CheckpointError, match="no record of an index"):
+        read_index_of_anyone(path)
+    assert not tampered(which)
+
+
+def test_a_record_is_given_its_attributes_only_as_a_dict(victim):
+    path, _ = victim
+    record = Builds(FILES, "_StorageInfo", ("file", 0, 1), (None, {"__class__": 1})).as_pickle()
+    (path / ".metadata").write_bytes(record)
+    with pytest.raises(CheckpointError, match="no record of an index"):
+        read_index(path)
+
+
+@pytest.mark.parametrize("elsewhere", ["{outside}/__0_0.distcp", "../outside/__0_0.distcp", "..", "a/b", "a\\b", ""])
+def test_an_index_that_names_a_file_elsewhere_is_refused(elsewhere, victim, tmp_path):
+    path, _ = victim
+    shutil.copytree(path, tmp_path / "outside")
+    metadata = read_trusting(path)
+    for place in metadata.storage_data.values():
+        if place.relative_path == "__0_0.distcp":
+            place.relative_path = elsewhere.format(outside=tmp_path / "outside")
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if "outside" in elsewhere:
+        load_trusting(path)  # and it is read
+    out = tmp_path / "model.pt"
+    describe_anew(path)
+    for read in (load_it, read_index, read_index_of_anyone, lambda path: consolidate(path, out)):
+        with pytest.raises(CheckpointError, match="names the file .*; the files of a checkpoint lie beside its index"):
+            read(path)
+    assert not out.exists()
+
+
+def test_the_index_of_an_honest_checkpoint_is_read_whole(saved):
+    for name in SAVED:
+        assert SafeReader(saved / name).read_metadata().storage_data == read_trusting(saved / name).storage_data

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+import checkpoint_workers as workers
 import pytest
 import torch
 from runs import mostly_long
@@ -47,7 +48,7 @@ def test_a_save_in_if_hangs(config, tmp_path):
     with pytest.raises(RankTimeout) as caught:
         launch(lessons.save_in_if, config, str(tmp_path), world_size=2, device="cpu", timeout_s=10)
     first, second = str(caught.value).splitlines()[1:]
-    assert "rank 0 was waiting in" in first and "checkpoint.py" in first
+    assert "rank 0 was waiting in full_tensor()" in first and "in gather_on_rank_0" in first
     assert "rank 1 was waiting in barrier()" in second and "in save_in_if" in second
 
 
@@ -81,6 +82,19 @@ def _train_with_schedule(rank, world_size, config):
     ]
 
 
+def test_plain_state_dicts_lose_the_optimiser_silently(config, tmp_path):
+    """8 parameters have moments; a new optimiser's dict has no place for them, and nothing complains."""
+    slices, plain = (
+        launch(lessons.resume_through, config, way, str(tmp_path / way), world_size=2, device="cpu")[0]
+        for way in ("slices", "plain")
+    )
+    assert slices[:2] == (8, 8)
+    assert plain[:2] == (8, 0)
+    assert slices[2] == launch(_train_with_schedule, config, world_size=2, device="cpu")[0]
+    assert plain[2][:4] == slices[2][:4]  # the parameters are there: the first loss is right
+    assert plain[2][4:] != slices[2][4:]
+
+
 def test_killed_while_writing(config, tmp_path):
     risky = replace(config, checkpoint_dir=str(tmp_path), checkpoint_every=2)
     with pytest.raises(RankError, match="rank 0 of 2 failed: the process was ended by SIGKILL"):
@@ -98,3 +112,16 @@ def test_gathering_by_torch_is_told_as_it_is(config):
             lessons.gather_by_torch, replace(config, strategy=strategy, api=api), world_size=2, device="cpu"
         )
         assert answers == [True, True]
+
+
+@pytest.mark.parametrize("gather", [workers.gather_one_moment_twice, workers.gather_both_moments])
+def test_a_moment_that_is_there_twice_is_noticed(gather, config):
+    """Whatever this torch does: as it is where FSDP1 gathers both into one buffer, and as it should be."""
+    answers = launch(gather, config, world_size=2, device="cpu")
+    assert answers == [gather is workers.gather_both_moments, True]  # rank 1 gathers nothing to look at
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.15"), reason="said of torch 2.15 alone")
+def test_fsdp1_on_the_cpu_gathers_one_moment_twice(config):
+    answers = launch(lessons.gather_by_torch, replace(config, api="fsdp1"), world_size=2, device="cpu")
+    assert answers == [False, True]

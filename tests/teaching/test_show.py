@@ -9,10 +9,10 @@ import torch
 from IPython.display import Markdown
 
 from fsdp_helpers import models
-from fsdp_helpers.checkpointing import index, state
+from fsdp_helpers.checkpointing import folder, state
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
-from fsdp_helpers.teaching import by_hand, show
+from fsdp_helpers.teaching import by_hand, saving, show
 from fsdp_helpers.teaching.by_hand import FlatUnit
 from fsdp_helpers.teaching.probes import say_hello, show_all_reduce
 from fsdp_helpers.training import loop, worker
@@ -56,7 +56,10 @@ LISTINGS = [
     (worker.train_epochs,),
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
     (strategies.shard, strategies.shard_fsdp1, strategies.shard_fsdp2),
-    (state.save_full, state.load_sharded, index.SafeReader),
+    (state.save_full, state.gather_on_rank_0),
+    (saving.save_slices, saving.load_slices),
+    (saving.save_plainly, saving.load_plainly),
+    (folder.commit, folder.sync_folder),
     (models.ShallowNet, models.DeepNet),
 ]
 

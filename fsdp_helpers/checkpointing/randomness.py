@@ -1,0 +1,35 @@
+"""Each rank's random numbers, from which dropout draws: saved beside the tensors, and brought back."""
+
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NAME = "extra.random-state-{}"  # of a rank
+
+
+def random_state(rank: int) -> dict[str, Tensor]:
+    """The state of this rank's generators, CPU and the current CUDA device, under names that no other rank uses."""
+    state = {NAME.format(rank): torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state[NAME.format(f"cuda-{rank}")] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(saved: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+    """Set this rank's generators to those of its states that are in `saved`.
+
+    What is missing there, since the ranks were other ones or had no GPU, gets a stream that no rank has drawn from
+    yet. It follows from rank 0's state: whoever resumes twice draws the same twice.
+    """
+    first = saved.get(NAME.format(0))
+    if first is not None:
+        stream = [zlib.crc32(first.numpy()), world_size, rank]
+        torch.manual_seed(int(np.random.default_rng(stream).integers(2**63)))
+    for name in random_state(rank).keys() & saved.keys():
+        if "cuda" in name:
+            torch.cuda.set_rng_state(saved[name])
+        else:
+            torch.set_rng_state(saved[name])

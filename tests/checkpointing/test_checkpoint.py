@@ -1,0 +1,388 @@
+"""`save` and `load` for anybody's loop: any model, any optimiser, any strategy, and plain state besides."""
+
+import json
+import os
+import warnings
+from collections import Counter
+
+import checkpoint_workers as workers
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
+
+from fsdp_helpers import load, save
+from fsdp_helpers.checkpointing.flat import boxes
+from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, read_checkpoint
+from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.checkpointing.plain import put_together, take_apart
+from fsdp_helpers.ranks.launch import launch
+
+OPTIMISERS = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    "two groups": lambda model: torch.optim.AdamW(
+        [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1:].parameters(), "weight_decay": 0.5}]
+    ),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    "a rate that is a tensor": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)),
+    "counting in Python": lambda model: workers.CountingSGD(model.parameters(), lr=0.01),
+}
+SCHEDULES = {
+    "steps": lambda optimizer: MultiStepLR(optimizer, milestones=[1, 3], gamma=0.1),  # a Counter with keys of int
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=7),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=9),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),  # begins with infinity
+    "one after another": lambda optimizer: SequentialLR(
+        optimizer, [MultiStepLR(optimizer, [1]), CosineAnnealingLR(optimizer, 5)], milestones=[2]
+    ),
+}
+
+
+def built(seed, optimiser="adam", schedule="steps"):
+    torch.manual_seed(seed)
+    model = workers.small_model()
+    optimizer = OPTIMISERS[optimiser](model)
+    return model, optimizer, SCHEDULES[schedule](optimizer)
+
+
+def step(model, optimizer, schedule, count=1):
+    for _ in range(count):
+        loss = workers.noise_step(model, optimizer)
+        schedule.step(loss.item()) if isinstance(schedule, ReduceLROnPlateau) else schedule.step()
+
+
+def content(model, optimizer, schedule):
+    """Everything that has to be equal, to the last bit, dropout masks to come included."""
+    groups = [{key: kept for key, kept in group.items() if key != "params"} for group in optimizer.param_groups]
+    state = optimizer.state_dict()["state"], groups, schedule.state_dict()
+    return [*model.state_dict().values()], state, torch.get_rng_state()
+
+
+def equal(found, expected) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(equal(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return type(found) is type(expected) and len(found) == len(expected) and all(map(equal, found, expected))
+    return found == expected
+
+
+# ---------------------------------------------------------------- a loop of one process
+
+
+@pytest.mark.parametrize(
+    "optimiser, schedule", [*((name, "steps") for name in OPTIMISERS), *(("adam", name) for name in SCHEDULES)]
+)
+def test_a_scheduled_run_goes_on_as_it_was(optimiser, schedule, tmp_path):
+    run = built(1, optimiser, schedule)
+    step(*run, count=2)
+    save(tmp_path / "two", *run[:2], extra={"schedule": run[2].state_dict(), "step": 2})
+    at_two = [float(group["lr"]) for group in run[1].param_groups]
+    step(*run, count=3)
+
+    again = built(2, optimiser, schedule)
+    assert not equal(content(*again), content(*run))
+    extra = load(tmp_path / "two", *again[:2])
+    assert [float(group["lr"]) for group in again[1].param_groups] == at_two
+    assert extra["step"] == 2
+    again[2].load_state_dict(extra["schedule"])
+    step(*again, count=3)
+    assert equal(content(*again), content(*run))
+
+
+def test_saving_changes_nothing_even_before_the_first_step(tmp_path):
+    run, saved = built(1), built(1)
+    save(tmp_path / "none", *saved[:2])
+    assert not saved[1].state
+    torch.manual_seed(5)
+    step(*run, count=2)
+    torch.manual_seed(5)
+    step(*saved, count=2)
+    assert equal(content(*saved), content(*run))
+
+    resumed = built(2)
+    load(tmp_path / "none", *resumed[:2])
+    torch.manual_seed(5)
+    step(*resumed, count=2)
+    assert equal(content(*resumed), content(*run))
+
+
+def test_parameters_that_never_had_a_gradient(tmp_path):
+    run = built(1)
+    for frozen in (run[0][0].weight, run[0][0].bias):
+        frozen.requires_grad_(False)
+    step(*run, count=2)
+    for frozen in (run[0][0].weight, run[0][0].bias):
+        frozen.requires_grad_(True)  # from here on they are trained
+    save(tmp_path / "two", *run[:2])
+    again = built(2)
+    load(tmp_path / "two", *again[:2])
+    assert again[1].state.keys() == set(list(again[0].parameters())[2:])
+    for number, state in run[1].state_dict()["state"].items():
+        assert equal(again[1].state_dict()["state"][number], state)
+
+
+def test_a_model_alone(tmp_path):
+    run = built(1)
+    save(tmp_path / "model", run[0])
+    other = built(2)[0]
+    assert load(tmp_path / "model", other) is None
+    assert equal([*other.state_dict().values()], [*run[0].state_dict().values()])
+    with pytest.raises(CheckpointError, match="was saved without an optimiser; load it without one"):
+        load(tmp_path / "model", *built(2)[:2])
+
+
+def test_the_device_decides_how_an_optimiser_computes(tmp_path):
+    model = workers.small_model()
+    save(tmp_path / "one", model, torch.optim.Adam(model.parameters(), lr=0.5, fused=True))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    load(tmp_path / "one", model, optimizer)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["fused"], group["foreach"]) == (0.5, None, True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # in the thread torch says that one process is one process
+def test_in_the_background(tmp_path):
+    run = built(1)
+    step(*run)
+    expected = [tensor.clone() for tensor in run[0].state_dict().values()]
+    future = save(tmp_path / "one", *run[:2], extra={"step": 1}, wait=False)
+    step(*run)
+    future.result()
+    again = built(2)
+    assert load(tmp_path / "one", *again[:2]) == {"step": 1}
+    assert equal([*again[0].state_dict().values()], expected)
+
+
+def test_the_folder_of_several_means_the_newest(tmp_path):
+    run = built(1)
+    for number in (9, 10):
+        save(tmp_path / checkpoint_name(number), *run[:2], extra=number, settings={"why": "a test"})
+    assert load(tmp_path, *run[:2]) == 10
+    assert load(tmp_path / checkpoint_name(9), *run[:2]) == 9
+    described = read_checkpoint(tmp_path / checkpoint_name(9))
+    assert (described.step, described.world_size, described.settings) == (9, 1, {"why": "a test"})
+
+
+def test_nothing_is_said(tmp_path, capfd):
+    run = built(1)
+    with warnings.catch_warnings(action="error"):
+        save(tmp_path / "one", *run[:2])
+        load(tmp_path / "one", *run[:2])
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """This process seems to use a GPU, whose random state is these 16 bytes; returns what it is set to."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: calls.append(state.tolist()))
+    return calls
+
+
+def test_a_checkpoint_of_the_cpu_goes_on_on_a_gpu(tmp_path, request):
+    """A random state of the GPU was never saved, so none is asked for."""
+    run = built(1)
+    step(*run)
+    save(tmp_path / "of-the-cpu", *run[:2])
+    state = torch.get_rng_state()
+    calls = request.getfixturevalue("a_gpu")
+    load(tmp_path / "of-the-cpu", *built(2)[:2])
+    assert calls == [] and torch.equal(torch.get_rng_state(), state)
+    save(tmp_path / "of-a-gpu", *run[:2])
+    load(tmp_path / "of-a-gpu", *built(2)[:2])
+    assert calls == [[*range(16)]]
+
+
+def test_a_checkpoint_of_a_gpu_goes_on_on_the_cpu(tmp_path, a_gpu, monkeypatch):
+    save(tmp_path / "of-a-gpu", *built(1)[:2])
+    state = torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    load(tmp_path / "of-a-gpu", *built(2)[:2])
+    assert a_gpu == [] and torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------- plain values
+
+VALUES = {
+    "text": "Σ\n",
+    "numbers": [1, -2.5, float("inf"), 10**30, True, None],
+    "tuples": ((), (1, [2, (3,)])),
+    "keys": {1: "one", (2, 3): {"four": 4.0}, None: []},
+    "!tuple": {"!tensor": "no tensor"},
+    "tensors": [torch.arange(3), {"half": torch.tensor(0.5).half()}],
+    "empty": {},
+}
+
+
+def test_plain_values_come_back_as_they_were():
+    tensors = {}
+    as_json = json.loads(json.dumps(take_apart(VALUES, "extra", tensors)))
+    assert tensors.keys() == {"extra.tensors.0", "extra.tensors.1.half"}
+    assert equal(put_together(as_json, tensors), VALUES)
+
+
+def test_an_extra_that_is_not_plain_is_refused(tmp_path):
+    model = workers.small_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for extra, message in [
+        ({"schedule": MultiStepLR(optimizer, [1])}, r"extra\.schedule is a MultiStepLR; .* Pass its state_dict\(\)"),
+        ([{1, 2}], r"extra\.0 is a set; a checkpoint keeps numbers, text, lists, dicts and whole tensors"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"two tensors would be called extra\.a\.b"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            save(tmp_path / "one", model, optimizer, extra=extra)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_counter_becomes_a_dict():
+    assert put_together(take_apart(Counter("aab"), "extra", {}), {}) == {"a": 2, "b": 1}
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.fixture
+def saved(tmp_path):
+    run = built(1)
+    step(*run)
+    save(tmp_path / "run" / "one", *run[:2], extra={"step": 1})
+    return tmp_path / "run" / "one"
+
+
+def test_a_checkpoint_is_not_written_over(saved):
+    before = sorted(os.listdir(saved.parent))
+    with pytest.raises(CheckpointError, match=f"{saved} is there already; save under another name, such as step-0"):
+        save(saved, *built(2)[:2])
+    assert sorted(os.listdir(saved.parent)) == before == ["one"]
+    assert load(saved, *built(2)[:2]) == {"step": 1}
+
+
+def test_what_does_not_fit_is_refused_and_loads_nothing(saved):
+    for model, message in [
+        (nn.Linear(4, 3), r"holds another model: model\.0\.bias has shape \(6,\) there and no place here"),
+        (workers.small_model(hidden=7), r"model\.0\.bias has shape \(6,\) there and \(7,\) here"),
+        (nn.Sequential(*workers.small_model(), nn.Linear(3, 3)), r"model\.5\.bias has shape no place there and \(3,\)"),
+    ]:
+        before = [tensor.clone() for tensor in model.state_dict().values()]
+        with pytest.raises(CheckpointError, match=message):
+            load(saved, model)
+        assert equal([*model.state_dict().values()], before)
+    model = workers.small_model()
+    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters, the optimiser here has 2"):
+        load(saved, model, OPTIMISERS["two groups"](model))
+    with pytest.raises(CheckpointError, match=r"holds optimizer\.\d\.\w+\.\w+, which the optimiser here does not keep"):
+        load(saved, model, OPTIMISERS["momentum"](model))
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "{", '{"optimizer": null, "values": {}, "extra": {"!tensor": "extra.x"}}']
+)
+def test_damaged_plain_state_is_refused(text, saved):
+    description = json.loads((saved / "checkpoint.json").read_text())
+    (saved / "state.json").write_text(text)
+    description["files"]["state.json"] = len(text)
+    (saved / "checkpoint.json").write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match=r"one/state\.json is damaged"):
+        load(saved, *built(2)[:2])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_an_error_while_writing_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("no space left")
+
+    run = built(1)
+    monkeypatch.setattr("fsdp_helpers.checkpointing.checkpoint.commit", full)
+    for wait in (True, False):
+        with pytest.raises(CheckpointError, match="nothing was saved: no space left"):
+            done = save(tmp_path / "run" / "one", *run[:2], wait=wait)
+            done.result()
+        assert os.listdir(tmp_path / "run") == []
+
+
+def test_what_a_killed_process_left_is_not_taken_along(tmp_path):
+    left = tmp_path / ".writing-one"
+    left.mkdir()
+    (left / "__7_0.distcp").write_bytes(b"of rank 7")
+    save(tmp_path / "one", *built(1)[:2])
+    assert sorted(os.listdir(tmp_path / "one")) == [".metadata", "__0_0.distcp", "checkpoint.json", "state.json"]
+
+
+# ---------------------------------------------------------------- on several ranks
+
+STRATEGIES = ("ddp", "fsdp1", "fsdp1 without a mesh", "fsdp1 flat", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def saved_by_three(tmp_path_factory):
+    """What three ranks saved under each strategy, and what they had."""
+    folder = tmp_path_factory.mktemp("three")
+    return folder, launch(workers.save_and_go_on, folder, STRATEGIES, world_size=3, device="cpu", timeout_s=200)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_on_as_many_ranks_it_is_the_same_run(name, saved_by_three):
+    """Losses and learning rates of the two steps after the save, and of those after a load; buffers are saved too."""
+    for undisturbed, resumed in (answers[name] for answers in saved_by_three[1]):
+        assert len(undisturbed) == 2
+        if name == "ddp":  # whose first backward adds up in another order than those after it
+            undisturbed, resumed = [*sum(undisturbed, ())], pytest.approx([*sum(resumed, ())], rel=1e-5)
+        assert resumed == undisturbed
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_other_ranks_and_under_another_strategy(world_size, saved_by_three):
+    folder, _ = saved_by_three
+    found = launch(workers.load_crosswise, folder, STRATEGIES, world_size=world_size, device="cpu", timeout_s=200)[0]
+    assert found.keys() == {(saver, loader) for saver in STRATEGIES for loader in STRATEGIES}
+    for pair, (differing, rate, step) in found.items():
+        assert differing == [], pair
+        assert (rate, step) == (0.25, 2), pair  # 1 halved twice
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_buffers_and_extra_tensors_are_rank_0s(name, saved_by_three):
+    folder, _ = saved_by_three
+    entries = {entry.name: entry for entry in read_index(folder / name)}
+    for buffer in ("model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "extra.mine"):
+        (part,) = entries[buffer].slices
+        assert part.rank == 0
+
+
+def test_the_background_needs_a_group_of_its_own(saved_by_three):
+    assert all("needs a group of its own" in answers["without a group"] for answers in saved_by_three[1])
+
+
+# ---------------------------------------------------------------- FSDP1's slices
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 1, 5), (4, 1, 3), ()])
+def test_boxes_are_the_values_in_order(shape):
+    """Every range of every shape: its boxes, one after the other, hold exactly its values."""
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for begin in range(whole.numel() + 1):
+        for end in range(begin, whole.numel() + 1):
+            found = [
+                whole[tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))].flatten()
+                for offsets, sizes in boxes(shape, begin, end)
+            ]
+            assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(begin, end))
+            assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_fsdp1_saves_its_slices_without_gathering(saved_by_three):
+    for answers in saved_by_three[1]:
+        gathered = answers["gathered while saving"]
+        assert (gathered["fsdp1"], gathered["fsdp1 without a mesh"]) == (0, 0)
+        assert (
+            gathered["fsdp1 flat"] > 0
+        )  # its optimiser knows the flat tensor alone; so the counting sees what there is
+    folder, _ = saved_by_three
+    # 4 x 6 = 24 weights and 6 biases, 3 x 6 = 18 and 3 with two times 6 of the normalisation: 63, so 21 a rank
+    (entry,) = [entry for entry in read_index(folder / "fsdp1") if entry.name == "model.4.weight"]
+    assert sum(torch.Size(part.sizes).numel() for part in entry.slices) == 18
