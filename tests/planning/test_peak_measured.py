@@ -109,11 +109,13 @@ def two_ranks(tmp_path_factory) -> dict[str, float]:
     return dict(zip(cases, compare(list(cases.values()), 2, tmp_path_factory.mktemp("no-mnist")), strict=True))
 
 
+@pytest.mark.timeout(900)  # the first test makes the runs of all
 @pytest.mark.parametrize("name", TELLING)
 def test_telling_cases_within_1_percent(name, two_ranks):
     assert two_ranks[name] == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("name", LEVERS)
 def test_levers_within_2_percent(name, api, two_ranks):
