@@ -159,7 +159,7 @@ class Marks:
     """Its pickle sets a variable when it is read."""
 
     def __reduce__(self):
-        return os.environ.setdefault, ("MARKED", "1")
+        return exec, ("import os; os.environ['MARKED'] = '1'",)
 
 
 def test_a_folder_of_anyone(foreign, tmp_path, capfd, monkeypatch):
