@@ -101,7 +101,7 @@ def _argument(flag: Flag) -> dict:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 for a failed rank, 2 for bad input, 130 for an interrupt."""
     from fsdp_helpers.checkpointing.folder import CheckpointError
-    from fsdp_helpers.data import DataError
+    from fsdp_helpers.mnist import DataError
     from fsdp_helpers.ranks.launch import RankError
     from fsdp_helpers.ranks.progress import in_lines
 

@@ -1,45 +1,25 @@
 """Real MNIST where it can be had, the bundled digits otherwise; one tensor, cut into rank batches."""
 
-import hashlib
-import io
 import os
-import shutil
-import socket
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from torch import Tensor
 
+from fsdp_helpers.mnist import FAILED_DOWNLOAD, download_mnist, mnist_is_there, one_process_at_a_time
+
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, on a scale from 0 to 1
-DOWNLOAD_TIMEOUT_S = 15.0
-RETRY_AFTER_S = 3600.0  # a download that failed is tried again after this long, not on every run
-FAILED_DOWNLOAD = ".mnist-download-failed"  # the file in the data folder that remembers it
 NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
 
-# The unpacked files: size in bytes and MD5.
-MNIST_FILES = {
-    "train-images-idx3-ubyte": (47_040_016, "6bbc9ace898e44ae57da46a324031adb"),
-    "train-labels-idx1-ubyte": (60_008, "a25bea736e30d166cdddb491f175f624"),
-    "t10k-images-idx3-ubyte": (7_840_016, "2646ac647ad5339dbf082846283269ea"),
-    "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
-}
 HOW_TO_GET_MNIST = (
     "To use MNIST, put its four .gz files into the folder MNIST/raw of {folder}, or connect to the network and run "
     "again. The next download is tried an hour after the one that failed; to try at once, delete "
     f"{{folder}}/{FAILED_DOWNLOAD}."
 )
-
-
-class DataError(Exception):
-    """The data cannot be used as they are; the message names the file or folder and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +70,10 @@ def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
     if offline():
         return "digits"
     folder = find_data_dir(data_dir)
-    if _mnist_is_there(folder, checksums=True):
+    if mnist_is_there(folder, checksums=True):
         return "mnist"
-    with _one_process_at_a_time(folder):
-        if _mnist_is_there(folder, checksums=True) or _downloaded(folder):
+    with one_process_at_a_time(folder):
+        if mnist_is_there(folder, checksums=True) or download_mnist(folder):
             return "mnist"
     return "digits"
 
@@ -127,7 +107,7 @@ def load_data(
     by `prepare_data`.
     """
     folder = find_data_dir(data_dir)
-    source = "mnist" if not offline() and _mnist_is_there(folder) else "digits"
+    source = "mnist" if not offline() and mnist_is_there(folder) else "digits"
     train, test = _read_mnist(folder) if source == "mnist" else _read_digits()
     return Dataset(source=source, train=_split(*train, train_images), test=_split(*test, test_images))
 
@@ -194,112 +174,3 @@ def _read_digits() -> list[tuple[Tensor, Tensor]]:
     labels = torch.from_numpy(digits.target).long()
     cut = len(labels) - NUM_DIGITS_FOR_TEST
     return [(pixels[:cut], labels[:cut]), (pixels[cut:], labels[cut:])]
-
-
-def _mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
-    """True where all four files are whole, False where any is absent; DataError where one is damaged."""
-    paths = [folder / "MNIST" / "raw" / name for name in MNIST_FILES]
-    present = [path for path in paths if path.exists()]
-    for path in present:
-        num_bytes, md5 = MNIST_FILES[path.name]
-        _check_size(path, num_bytes)
-        if checksums:
-            _check_content(path, md5)
-    return len(present) == len(paths)
-
-
-def _check_size(path: Path, num_bytes: int) -> None:
-    if (found := path.stat().st_size) != num_bytes:
-        raise DataError(f"{path} is damaged: {found} bytes instead of {num_bytes}. Delete it and run again.")
-
-
-def _check_content(path: Path, md5: str) -> None:
-    if _md5(path) != md5:
-        raise DataError(f"{path} is damaged: its checksum is wrong. Delete it and run again.")
-
-
-def _md5(path: Path) -> str:
-    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-
-
-@contextmanager
-def _one_process_at_a_time(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".mnist.lock").acquire()
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise DataError(
-            f"MNIST is not in {folder}, and that folder cannot be written ({error.strerror}). "
-            "Choose another with --data-dir or FSDP_DATA_DIR, or make it writable."
-        ) from error
-    with lock:
-        yield
-
-
-def _downloaded(folder: Path) -> bool:
-    """Download MNIST into `folder`; False where no mirror can be reached, or none could within the last hour.
-
-    The files arrive in a private folder beside their place and are moved when all four are whole, so an
-    interrupted download leaves nothing behind. Packed files that are in place already are used, not fetched.
-    """
-    from torchvision.datasets import MNIST
-
-    raw = folder / "MNIST" / "raw"
-    packed = {name: md5 for name, md5 in MNIST.resources if (raw / name).exists()}
-    if _failed_lately(folder) and len(packed) < len(MNIST.resources):
-        return False
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as private:
-        private_raw = Path(private) / "MNIST" / "raw"
-        private_raw.mkdir(parents=True)
-        for name, md5 in packed.items():
-            _check_content(raw / name, md5)
-            shutil.copy(raw / name, private_raw)
-        if not _fetched(private):
-            (folder / FAILED_DOWNLOAD).write_text("MNIST could not be downloaded. Delete this file to try at once.\n")
-            return False
-        raw.mkdir(parents=True, exist_ok=True)
-        for name, (num_bytes, md5) in MNIST_FILES.items():
-            _check_size(private_raw / name, num_bytes)
-            _check_content(private_raw / name, md5)
-            os.replace(private_raw / name, raw / name)
-    (folder / FAILED_DOWNLOAD).unlink(missing_ok=True)
-    return True
-
-
-def _failed_lately(folder: Path) -> bool:
-    try:
-        age_s = time.time() - (folder / FAILED_DOWNLOAD).stat().st_mtime
-    except FileNotFoundError:
-        return False
-    return 0 <= age_s < RETRY_AFTER_S  # below zero the clock was set back: the age is not known
-
-
-def _fetched(folder: str) -> bool:
-    """Fetch into `folder` what is not there yet, and unpack; False where no mirror can be reached."""
-    from torchvision.datasets import MNIST
-
-    try:
-        with _socket_timeout(DOWNLOAD_TIMEOUT_S), redirect_stdout(io.StringIO()):
-            MNIST(folder, download=True)
-    except (RuntimeError, OSError) as error:
-        for name, md5 in MNIST.resources:
-            path = Path(folder, "MNIST", "raw", name)
-            if path.exists() and _md5(path) != md5:
-                raise DataError(
-                    f"{name} arrived damaged ({path.stat().st_size} bytes, wrong checksum), and nothing was kept. "
-                    "Run again; if it happens again, the mirror is at fault."
-                ) from error
-        return False
-    return True
-
-
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    """torchvision's download sets no time-out of its own; without one a dead mirror can hang for minutes."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)

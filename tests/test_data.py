@@ -14,11 +14,8 @@ import pytest
 import torch
 from torchvision.datasets import MNIST
 
-from fsdp_helpers import data as data_module
+from fsdp_helpers import mnist
 from fsdp_helpers.data import (
-    FAILED_DOWNLOAD,
-    MNIST_FILES,
-    DataError,
     Split,
     describe_source,
     epoch_order,
@@ -31,6 +28,7 @@ from fsdp_helpers.data import (
     prepare_data,
     rank_batches,
 )
+from fsdp_helpers.mnist import FAILED_DOWNLOAD, MNIST_FILES, DataError
 
 NAMES = [name for name, _ in MNIST.resources]
 SMALL = "t10k-labels-idx1-ubyte.gz"  # the smallest of the four
@@ -96,7 +94,7 @@ def small_packed(monkeypatch) -> dict[str, bytes]:
     files = small_files()
     packed = {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in files.items()}
     expected = {name: (len(content), md5_of(content)) for name, content in files.items()}
-    monkeypatch.setattr(data_module, "MNIST_FILES", expected)
+    monkeypatch.setattr(mnist, "MNIST_FILES", expected)
     monkeypatch.setattr(MNIST, "resources", [(name, md5_of(packed[name])) for name in NAMES])
     return packed
 
@@ -148,9 +146,9 @@ def test_downloaded_once(mirror, tmp_path):
 
 def test_two_processes_starting_together_download_once(mirror, tmp_path):
     code = (
-        "from torchvision.datasets import MNIST; from fsdp_helpers import data; "
+        "from torchvision.datasets import MNIST; from fsdp_helpers import data, mnist; "
         f"MNIST.mirrors, MNIST.resources = [{mirror.url!r}], {MNIST.resources!r}; "
-        f"data.MNIST_FILES = {data_module.MNIST_FILES!r}; input(); print(data.prepare_data({str(tmp_path)!r}))"
+        f"mnist.MNIST_FILES = {mnist.MNIST_FILES!r}; input(); print(data.prepare_data({str(tmp_path)!r}))"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
@@ -264,8 +262,8 @@ def test_offline_means_the_digits_also_where_mnist_is(small_mnist, monkeypatch):
 
 def test_contents_are_hashed_once_and_not_by_every_rank(small_mnist, monkeypatch):
     hashed = []
-    md5 = data_module._md5
-    monkeypatch.setattr(data_module, "_md5", lambda path: hashed.append(path.name) or md5(path))
+    md5 = mnist._md5
+    monkeypatch.setattr(mnist, "_md5", lambda path: hashed.append(path.name) or md5(path))
     assert prepare_data(small_mnist) == "mnist"
     assert sorted(hashed) == sorted(MNIST_FILES)
     for _ in range(3):  # as three ranks do
@@ -304,7 +302,7 @@ def test_changed_file_of_the_right_size_is_named(small_mnist):
 def test_read_only_folder_without_mnist(tmp_path):
     # Root may write anywhere, so the attempt is made as nobody, who may look into this one folder.
     code = (
-        "import os; from fsdp_helpers.data import DataError, prepare_data\n"
+        "import os; from fsdp_helpers.data import prepare_data; from fsdp_helpers.mnist import DataError\n"
         "if os.geteuid() == 0: os.seteuid(65534)\n"
         "try: prepare_data('data')\n"
         "except DataError as error: print(error)"
@@ -323,7 +321,7 @@ def test_read_only_folder_with_mnist_is_fine(mnist_dir, monkeypatch):
         raise AssertionError("wrote to a folder that has all it needs")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    monkeypatch.setattr("fsdp_helpers.data.FileLock", refuse)
+    monkeypatch.setattr("fsdp_helpers.mnist.FileLock", refuse)
     assert prepare_data(mnist_dir) == "mnist"
 
 

@@ -13,7 +13,8 @@ from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import DataError, Dataset, evaluation_batches, load_data, rank_batches
+from fsdp_helpers.data import Dataset, evaluation_batches, load_data, rank_batches
+from fsdp_helpers.mnist import DataError
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import device_name, rank_device
