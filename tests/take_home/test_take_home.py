@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from take_home_workers import FOLDER, MAX_NORM, train_as_package, train_undisturbed
@@ -26,6 +27,11 @@ AS_PACKAGE = {
 }
 
 
+def logs_below(folder: Path) -> list[str]:
+    """Without these, torchrun leaves an empty folder in the temporary folder."""
+    return ["--log-dir", str(folder / "logs")]
+
+
 @pytest.fixture(scope="module")
 def run_script(tmp_path_factory):
     """What a script prints under torchrun; each command runs once, however many tests look at it."""
@@ -38,15 +44,9 @@ def run_script(tmp_path_factory):
             environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             if not on_gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = ""
-            command = [
-                torchrun,
-                "--standalone",
-                "--nproc-per-node",
-                str(world_size),
-                FOLDER / name,
-                *map(str, arguments),
-            ]
             home = tmp_path_factory.mktemp("elsewhere")
+            options = ["--standalone", "--nproc-per-node", str(world_size), *logs_below(home)]
+            command = [torchrun, *options, FOLDER / name, *map(str, arguments)]
             done = subprocess.run(
                 command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=300
             )
@@ -150,7 +150,7 @@ def test_three_ranks_learn_what_the_package_learns(name, run_script, torchrun):
 def test_every_rank_leaves_in_good_order(name, torchrun, tmp_path):
     """Ten times over: a thread of gloo that lives on must not abort a rank at its end."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [torchrun, "--standalone", "--nproc-per-node", "2", FOLDER / name]
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", *logs_below(tmp_path), FOLDER / name]
     ends = [
         subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False, timeout=300).returncode
         for _ in range(10)
