@@ -51,7 +51,7 @@ def shard_net(world_size: int) -> nn.Sequential:
 
 
 class SmallTransformer(nn.Module):
-    """The transformer that notebook 04 cuts: `embed`, eight equal `blocks`, `head`. (B, TOKENS, WIDTH) -> (B, CLASSES)"""
+    """The transformer that is cut: `embed`, eight equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
 
     def __init__(self) -> None:
         super().__init__()

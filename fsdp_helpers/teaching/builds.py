@@ -17,7 +17,7 @@ RANKS = (2, 3)
 TIMEOUT_S = 120.0
 TOLERANCE = 1e-4  # fp32 sums in another order differ by less
 SLACK_BYTES = 4_000  # step counters, a loss, a batch
-CUT_PEAK_BYTES = {2: 0, 3: 0}
+CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}  # one unit less needs more, one more is one too many
 CUT_COLLECTIVES = 14
 
 
@@ -39,7 +39,7 @@ def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RAN
 
 
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 03: `Unit` with `shard`, `gather`, `reduce_gradients` and `free`; losses as of one process, 16 P / N held."""
+    """Notebook 03: `Unit`: `shard`, `gather`, `reduce_gradients`, `free`; trains as one process and holds 16 P/N."""
     read_module(module, "Unit")
     for world_size in ranks:
         losses, right, shard_values, held_bytes, counts = _run(workers.train_readers_unit, module, world_size)
@@ -80,7 +80,7 @@ def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
 
 
 def check_plan(module: str = "my_plan") -> str:
-    """Notebook 05: `blocks_to_offload(...)`, the fewest blocks whose state must leave the device; None if none will do."""
+    """Notebook 05: `blocks_to_offload(...)`, the fewest blocks whose state must leave the device; None if none do."""
     plan = read_module(module, "blocks_to_offload")
     for case in _plan_cases():
         sizes = case.values()
@@ -122,7 +122,7 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
 
 
 def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 07: `add_up_gradients(model, parts, loss_of)`, reduced once, and `gradient_norm(model)` over all slices."""
+    """Notebook 07: `add_up_gradients(model, parts, loss_of)`, reduced once; `gradient_norm(model)`, over all slices."""
     read_module(module, "add_up_gradients")
     read_module(module, "gradient_norm")
     for world_size in ranks:
@@ -139,7 +139,7 @@ def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] =
             expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; a number is asked for")
             expect(
                 abs(given / step["norm"] - 1) < TOLERANCE,
-                f"{says}gradient_norm says {given:.5f}, which is not the norm of the whole gradient; whose slices are in it?",
+                f"{says}gradient_norm says {given:.5f}, not the norm of the whole gradient; whose slices are in it?",
             )
     return f"Right: one reduction of each unit on {_and(ranks)} ranks, and the norm of the whole gradient."
 

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_helpers.models import build_model
 from fsdp_helpers.quantities import format_bytes, format_count
@@ -96,7 +97,8 @@ def check_units(policy: Policy | int | None) -> str:
     expect_answered(policy)
     if isinstance(policy, int) and not isinstance(policy, bool) and policy >= 0:
         policy = size_policy(policy)
-    expect(callable(policy), f"the answer is {in_short(policy)}; a policy is asked for, such as size_policy(...)")
+    is_policy = callable(policy) or isinstance(policy, CustomPolicy)
+    expect(is_policy, f"the answer is {in_short(policy)}; a policy is asked for, such as size_policy(...)")
     with torch.device("meta"):
         model = build_model("deep")
     try:
