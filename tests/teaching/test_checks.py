@@ -295,6 +295,18 @@ def test_messages_do_not_give_the_answer():
         assert right not in str(rejected.value)
 
 
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (last_rank_too_far, "12 rows, written by 4 ranks and read by 4: rank 0 keeps rows 0 to 2"),
+        (ranks_without_rows, "5 rows, written by 4 ranks and read by 4: rank 3 keeps no rows"),
+    ],
+)
+def test_off_by_ones_are_found_where_ranks_stay_the_same(answer, message):
+    with pytest.raises(NotYet, match=message):
+        checks.check_ranks_to_read(answer)
+
+
 def test_the_starter_of_04_and_what_its_own_model_says():
     assert choose_units(OWN_DEEP_NET, lambda module, recurse, **_: recurse or id(module) in BY_NAME_OF_MINE) == [
         "fc1",
