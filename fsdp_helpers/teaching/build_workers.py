@@ -235,7 +235,8 @@ def run_readers_loop(
 
 
 def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
+    """A schedule that computes the rate from its own count of steps; others go on from the rate in the optimiser."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.7**steps)
 
 
 # ---------------------------------------------------------------- 07

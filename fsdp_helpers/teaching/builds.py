@@ -6,6 +6,7 @@ The functions of the ranks are in `build_workers`. A checker asks for 2 ranks an
 import tempfile
 from collections.abc import Callable
 from random import SystemRandom
+from textwrap import shorten
 
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
@@ -15,6 +16,7 @@ from fsdp_helpers.teaching.own_module import last_line_in, read_module
 
 RANKS = (2, 3)
 TIMEOUT_S = 120.0
+LONGEST = 200  # characters of an error's message; some print a whole model
 TOLERANCE = 1e-4  # fp32 sums in another order differ by less
 SLACK_BYTES = 4_000  # step counters, a loss, a batch
 CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}  # one unit less needs more, one more is one too many
@@ -154,7 +156,7 @@ def _run(worker: Callable, module: str, world_size: int, *arguments: object) -> 
         )[0]
     except RankError as error:
         where = last_line_in(module, error.details)
-        raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {' '.join(error.summary.split())}") from None
+        raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {shorten(error.summary, LONGEST)}") from None
     except RankTimeout:
         raise NotYet(
             f"on {world_size} ranks, {module}.py has not ended after {TIMEOUT_S:.0f} s; a collective waits until every"

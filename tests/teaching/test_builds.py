@@ -101,14 +101,15 @@ def average_gradients(model, bucket_bytes):
         parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
 """,
-    # fewer, larger units, whose parameters stay whole until backward
+    # four units that take embed and head along, and a root with nothing of its own
     "my_cut": """
 from torch.distributed.fsdp import fully_shard
 
 def shard_model(model, mesh):
-    for start in range(0, 8, 2):
-        fully_shard([*model.blocks[start : start + 2]], mesh=mesh)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    modules = [model.embed, *model.blocks, model.head]
+    for first, end in ((0, 3), (3, 5), (5, 7), (7, 10)):
+        fully_shard(modules[first:end], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 """,
     "my_plan": """
 import math
@@ -190,7 +191,11 @@ WRONG = [
         [("fully_shard(list(pair), mesh=mesh)", "[fully_shard(one, mesh=mesh) for one in pair]")],
         "26 collectives",
     ),
-    ("my_cut", [("fully_shard(model, mesh=mesh)  # the root", "pass  # the root")], "parameters are in no unit, embed"),
+    (
+        "my_cut",
+        [("fully_shard(model, mesh=mesh)  # the root", "pass  # the root")],
+        "my_cut.py fails: RuntimeError: FSDP requires a single root module",
+    ),
     ("my_plan", [("range(num_blocks + 1)", "range(1, num_blocks + 1)")], "fits with fewer blocks|does fit both"),
     ("my_plan", [("<= device_bytes", "< device_bytes")], "does fit both memories|fits with fewer"),
     ("my_plan", [("range(num_blocks + 1)", "range(num_blocks)")], "does fit both memories"),
