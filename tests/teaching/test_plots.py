@@ -166,7 +166,7 @@ def test_traffic_and_memory_lie_on_one_time_line():
     traffic, memory = plots.plot_step([step_trace(*PHASES)] * 2, "One step")[1]
     assert traffic.get_shared_x_axes().joined(traffic, memory)
     # A step of 300 ms; at 0.1 s, or 100 ms, memory rises to 40 MB and the reduce-scatter begins
-    assert memory.get_xlim() == (0, 300)
+    assert memory.get_xlim() == pytest.approx((0, 300))
     assert list(memory.lines[0].get_xdata()) == [0, 100, 200]
     assert [bar.get_x() for bar in traffic.patches if bar.get_hatch()] == [100, 100]
 
@@ -203,7 +203,7 @@ def test_notes_stand_above_the_curve_at_their_moments():
     ax = plots.plot_memory_curve(trace.curve, "One step", plots.moments_of_one_unit(trace))[1]
     # The gather ends at 50 ms, forward at 100; the reduce-scatter takes from 100 to 150; memory rises from 16 to 40 MB
     lines = {text: line for text, line in zip(texts(ax)[-4:], ax.lines[2:], strict=True)}
-    moments = {text.split()[0]: (line.get_xdata()[0], line.get_ydata()[0]) for text, line in lines.items()}
+    moments = {text.split()[0]: (round(line.get_xdata()[0]), line.get_ydata()[0]) for text, line in lines.items()}
     assert moments == {
         "all-gather:": (50, 16),
         "forward": (100, 40),
