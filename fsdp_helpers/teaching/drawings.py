@@ -142,7 +142,7 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
 
 
 def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """The model as a tree of modules with parameters; one column a choice, one colour a unit, grey for the root."""
+    """The model as a tree of modules with parameters; one column per choice, one colour per unit, grey for the root."""
     leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     with figure_style():
         fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")

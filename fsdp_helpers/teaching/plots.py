@@ -1,4 +1,4 @@
-"""One function a figure: each takes records, draws, and returns `fig, ax`."""
+"""One function per figure: each takes records, draws, and returns `fig, ax`."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -31,7 +31,7 @@ from fsdp_helpers.teaching.timelines import draw_collectives, draw_memory_curve,
 
 
 def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
-    """Test loss and test accuracy after each epoch, one line a run."""
+    """Test loss and test accuracy after each epoch, one line per run."""
     with figure_style():
         fig, (loss_ax, accuracy_ax) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
         for (name, epochs), marker in zip(runs.items(), cycle(MARKERS), strict=False):
@@ -99,7 +99,7 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
 
 
 def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
-    """One bar a rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
+    """One bar per rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
         for row, record in enumerate(ranks.values()):
@@ -158,7 +158,7 @@ def plot_step(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Sequence
 def plot_peak_against_units(
     runs: Mapping[str, Sequence[RankRecord]], limit_bytes: int, limit_name: str
 ) -> tuple[Figure, Axes]:
-    """Peak against the number of units, one line an API, beside the peak of something else as a dashed line."""
+    """Peak against the number of units, one line per API, beside the peak of something else as a dashed line."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
         for (name, ranks), style in zip(runs.items(), ("-", "--"), strict=False):
@@ -190,7 +190,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
-    """One bar a rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
+    """One bar per rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
     with figure_style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
