@@ -127,7 +127,7 @@ def train_your_own(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def train_with_optimizer_built(rank: int, world_size: int, when: str) -> list[float]:
+def losses_when_built(rank: int, world_size: int, when: str) -> list[float]:
     """Four losses of one linear layer, whose optimiser is built "before" or "after" `fully_shard`."""
     torch.manual_seed(0)
     model = nn.Linear(8, 1).to(rank_device())
