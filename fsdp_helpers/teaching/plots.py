@@ -52,7 +52,7 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
             above = len(runs) - 1 - depth
-            look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.45 if above else 1}
+            look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.4 if depth == 0 and above else 1}
             ax.plot(range(1, len(losses) + 1), losses, label=name, **look)
         ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title="Loss, step by step")
         ax.legend(handlelength=5)

@@ -25,6 +25,7 @@ TEXT_COLOUR, FRAME_COLOUR = "#4b5563", "#9ca3af"
 STYLE = {
     "figure.facecolor": "white",  # on a dark page, too
     "axes.facecolor": "white",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "black"),
     "figure.dpi": 110,
     "font.size": 9,
     "axes.spines.top": False,

@@ -176,7 +176,7 @@ def test_runs_that_coincide_can_all_be_seen():
     lines = plots.plot_step_losses(runs)[1].lines
     assert [line.get_linewidth() for line in lines] == [5.5, 3.5, 1.5]  # thin on thick ...
     assert [line.get_linestyle() for line in lines] == ["-", "--", "-."]  # ... with gaps that show what lies below
-    assert [line.get_alpha() for line in lines] == [0.45, 0.45, 1]
+    assert [line.get_alpha() for line in lines] == [0.4, 1, 1]
 
 
 def test_a_rung_says_its_peak_and_the_change():
@@ -238,6 +238,7 @@ def test_figures_are_white_on_a_dark_page():
     with plt.style.context("dark_background"):
         fig, ax = plots.plot_memory_curve(step_trace().curve, "One step")
     assert fig.get_facecolor() == ax.get_facecolor() == (1, 1, 1, 1)
+    assert ax.xaxis.label.get_color() == ax.title.get_color() == "black"
 
 
 def test_the_style_stays_within_the_figure():
