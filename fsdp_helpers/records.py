@@ -128,11 +128,11 @@ class RunRecord:
     world_size: int
     epochs: tuple[EpochRecord, ...]
     first_step: int  # steps that were behind a resumed run when it began; 0 for a run from the start
-    step_losses: tuple[float, ...]  # mean over the global batch, one a step of this process
-    gradient_norms: tuple[float, ...] = ()  # before clipping, one a step; empty where clip_norm is not set
-    step_seconds: tuple[float, ...]  # rank 0, one a step
+    step_losses: tuple[float, ...]  # mean over the global batch, one per step of this process
+    gradient_norms: tuple[float, ...] = ()  # before clipping, one per step; empty where clip_norm is not set
+    step_seconds: tuple[float, ...]  # rank 0, one per step
     ranks: tuple[RankRecord, ...]
-    traces: tuple[StepTrace, ...] = ()  # one a rank; empty for a run of a single step
+    traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
         """The largest difference between the losses of this run and another's (or a list of them), step by step.

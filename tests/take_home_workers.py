@@ -26,7 +26,7 @@ def load_script(name: str) -> ModuleType:
 
 
 def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) -> list[float]:
-    """Mean losses over the global batch, one a step, of the script's model under the package's strategy."""
+    """Mean losses over the global batch, one per step, of the script's model under the package's strategy."""
     script, device = load_script(name), rank_device()
     model = STRATEGIES[config.strategy](script.build_model(), device, config)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

@@ -13,6 +13,12 @@ WARNING = re.compile(r"\b\w*Warning\b: |^\[?W\d{3,}|\[W\d", re.MULTILINE)
 FOLD = re.compile(r"<details>.*?</details>", re.DOTALL)
 FENCE = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
 LAUNCHES_BY_HAND = {"02_ddp_baseline": 1}  # where it is introduced
+NOT_PROSE = (
+    re.compile(  # folds of code, code, links (they name other chapters), and the line that announces the next one
+        r"```.*?```|<code>.*?</code>|`[^`\n]*`|\[[^\]]*\]\([^)]*\)|^\*\*Next:\*\*.*?$", re.DOTALL | re.MULTILINE
+    )
+)
+BOLD = re.compile(r"\*\*([^*]+)\*\*")
 MAX_CODE_LINES, MAX_WORDS, MAX_FILE_BYTES = 25, 130, 1_500_000
 
 
@@ -105,6 +111,52 @@ def test_notebook(path):
     assert path.stat().st_size < MAX_FILE_BYTES
 
 
+def read_glossary(text: str) -> dict[str, str]:
+    """Each word of the first column, and the number of the notebook that explains it."""
+    words = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if explained_in := re.match(r"\[(\d\d)\]\(", cells[-1]):
+            words |= dict.fromkeys(cells[0].split(", "), explained_in.group(1))
+    return words
+
+
+def as_pattern(word: str) -> re.Pattern:
+    """The whole word, also in the plural; one in small letters may begin a sentence."""
+    flags = re.IGNORECASE if word.islower() else 0
+    return re.compile(rf"(?<![\w-]){re.escape(word)}(?:s|es)?(?![\w-])", flags)
+
+
+def glossary_problems(notebook, number: str, words: dict[str, str]) -> list[str]:
+    """Words that a later notebook explains, and words that this one should explain and never has in **bold**."""
+    text = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    prose, bold = NOT_PROSE.sub(" ", text), BOLD.findall(text)
+    found = []
+    for word, explained_in in words.items():
+        pattern = as_pattern(word)
+        if explained_in > number and (use := pattern.search(prose)):
+            around = prose[max(0, use.start() - 30) : use.end() + 30]
+            found.append(f"{word!r} is explained in {explained_in} and used before, in {around!r}")
+        if explained_in == number and not any(pattern.fullmatch(span) for span in bold):
+            found.append(f"{word!r} is explained here, says the glossary, and is nowhere in bold")
+    return found
+
+
+@pytest.mark.skipif(not PATHS, reason="no notebook yet")
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_word_is_explained_before_it_is_used(path):
+    notebook = nbformat.read(path, as_version=4)
+    words = read_glossary((FOLDER / "GLOSSARY.md").read_text())
+    assert glossary_problems(notebook, path.stem[:2], words) == []
+    assert "(GLOSSARY.md)" in notebook.cells[0].source, "the glossary is linked in the first cell"
+
+
+def test_every_word_of_the_glossary_is_explained_by_a_notebook():
+    words = read_glossary((FOLDER / "GLOSSARY.md").read_text())
+    assert len(words) > 40
+    assert set(words.values()) <= {path.stem[:2] for path in PATHS}
+
+
 @pytest.mark.skipif(not PATHS, reason="no notebook yet")
 def test_notebooks_are_a_numbered_series():
     numbers = [path.name.split("_")[0] for path in PATHS]
@@ -186,3 +238,55 @@ def test_an_error_that_is_meant_to_be_seen_may_stay():
     notebook.cells[2].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=["no"])]
     notebook.cells[2].metadata["tags"] = ["raises-exception"]
     assert problems(notebook) == []
+
+
+GLOSSARY = """
+| word | also called | what it means | explained in |
+| :-- | :-- | :-- | :-- |
+| unit | FSDP unit | gathered together | [03](03_fsdp.ipynb) |
+| ZeRO-1, ZeRO-3 | stages | which state is sharded | [04](04_fsdp_auto_wrap.ipynb) |
+"""
+
+
+def test_the_glossary_is_read_word_by_word():
+    assert read_glossary(GLOSSARY) == {"unit": "03", "ZeRO-1": "04", "ZeRO-3": "04"}
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("Units are gathered.", "'unit' is explained in 03 and used before, in 'Units are gathered.'"),
+        ("As in [03](03.ipynb), ZeRO-3 is.", "'ZeRO-3' is explained in 04 and used before, in 'As in  , ZeRO-3 is.'"),
+        (
+            "A **unit** is a part of one.",
+            "'unit' is explained in 03 and used before, in 'A **unit** is a part of one.'",
+        ),
+    ],
+)
+def test_a_word_used_too_early_is_found(text, problem):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
+    assert glossary_problems(notebook, "02", read_glossary(GLOSSARY)) == [problem]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A community is united; a sub-unit and zero-1 are other words.",
+        "`unit` in code, <code>unit</code> in a fold, and [the unit](03_fsdp.ipynb) in a link.",
+        "```python\nunit = 1\n```",
+        "**Next:** [03](03_fsdp.ipynb), which has a unit.",
+    ],
+)
+def test_what_is_no_use_of_a_word(text):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
+    assert glossary_problems(notebook, "02", read_glossary(GLOSSARY)) == []
+
+
+@pytest.mark.parametrize("text", ["A unit is gathered together.", "**Unit tests** are others.", "No word of it."])
+def test_a_word_that_is_not_explained_where_it_should_be_is_found(text):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
+    assert glossary_problems(notebook, "03", {"unit": "03"}) == [
+        "'unit' is explained here, says the glossary, and is nowhere in bold"
+    ]
+    notebook.cells[0].source += " A **unit** is what is gathered together."
+    assert glossary_problems(notebook, "03", {"unit": "03"}) == []

@@ -2,7 +2,7 @@
 
 `DIR/step-00000020/` holds the files of one checkpoint and `checkpoint.json`, which says what they are. It is written
 under another name and gets its own when every byte is on the disk, so whatever bears the name is whole, whenever a
-process was killed. Whoever writes holds a lock, which the system takes back when the process ends, in any way.
+process was killed. The run that writes holds a lock, which the system takes back when the process ends, in any way.
 """
 
 import json

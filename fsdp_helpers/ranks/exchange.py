@@ -13,7 +13,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_over_ranks(value: object) -> list:
-    """One value a rank, in rank order, on every rank."""
+    """One value per rank, in rank order, on every rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()

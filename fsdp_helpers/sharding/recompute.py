@@ -1,6 +1,6 @@
 """Activation checkpointing: keep a unit's input, forget the rest, and compute it again in backward.
 
-Chen et al. 2016, arXiv:1604.06174. Selective checkpointing keeps what is dear to compute and cheap to keep:
+Chen et al. 2016, arXiv:1604.06174. Selective checkpointing keeps what is expensive to compute and cheap to keep:
 Korthikanti et al. 2022, arXiv:2205.05198.
 """
 

@@ -5,6 +5,8 @@ Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an em
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from os import PathLike
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -12,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import nn
 
-from fsdp_helpers.checkpointing.index import TensorEntry
+from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
 from fsdp_helpers.teaching.style import FRAME_COLOUR, STATE_COLOURS, TEXT_COLOUR, figure_style
 
 WHOLE, SLICE, NOTHING, OWN = "whole", "slice", "nothing", "own"
@@ -61,13 +63,20 @@ def draw_step(moments: Sequence[Moment], num_ranks: int = 2) -> tuple[Figure, Ax
             if moment.leads_to:
                 _draw_arrow(ax, column + 0.75, num_ranks / 2 - 0.05, moment.leads_to)
         for rank in range(num_ranks):
-            ax.text(-0.30, rank + 0.42, f"rank {rank}", ha="right", va="center", weight="bold")
+            ax.text(-0.35, rank + 0.42, f"rank {rank}", ha="right", va="center", weight="bold")
             for row, name in enumerate(ROWS):
-                ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", fontsize=7, color=TEXT_COLOUR)
-        ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=7, color=TEXT_COLOUR)
+                ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", fontsize=8, color=TEXT_COLOUR)
+        ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=8, color=TEXT_COLOUR)
         ax.set(xlim=(-0.62, len(moments) - 0.25), ylim=(num_ranks + 0.25, -0.28))
         ax.axis("off")
     return fig, ax
+
+
+def write_step_image(path: str | PathLike) -> None:
+    """The drawing of FSDP's step as a picture, as README shows it."""
+    fig, _ = draw_step(FSDP_STEP)
+    fig.savefig(path, dpi=160)
+    plt.close(fig)
 
 
 def _draw_rank(ax: Axes, column: int, rank: int, moment: Moment, num_ranks: int) -> None:
@@ -93,7 +102,7 @@ def _top_of(row: int) -> float:
 
 def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
     ax.annotate("", (left + 0.22, middle), (left, middle), arrowprops={"arrowstyle": "-|>", "color": TEXT_COLOUR})
-    ax.text(left + 0.11, middle - 0.05, label, ha="center", va="bottom", fontsize=7, color=TEXT_COLOUR)
+    ax.text(left + 0.11, middle - 0.05, label, ha="center", va="bottom", fontsize=8, color=TEXT_COLOUR)
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
@@ -133,7 +142,7 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
 
 
 def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """The model as a tree of modules with parameters; one column a choice, one colour a unit, grey for the root."""
+    """The model as a tree of modules with parameters; one column per choice, one colour per unit, grey for the root."""
     leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     with figure_style():
         fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
@@ -161,22 +170,46 @@ def _owner(leaf: str, units: Sequence[str]) -> str:
 
 
 def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
-    """Who wrote what: one row a tensor, from its first value to its last, coloured by the rank that wrote the slice."""
+    """Who wrote what: one row per tensor, from its first value to its last, one bar per slice.
+
+    A row's height grows with the tensor's bytes, from a least height at which its name can be read.
+    """
     ranks = sorted({part.rank for entry in entries for part in entry.slices})
-    colours = dict(zip(ranks, plt.get_cmap("Set2").colors, strict=False))
+    colours = dict(zip(ranks, cycle(plt.get_cmap("Set2").colors), strict=False))
+    heights = _row_heights(entries)
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.3 * len(entries)), layout="constrained")
-        for row, entry in enumerate(entries):
-            first_size = entry.shape[0] if entry.shape else 1
+        fig, ax = plt.subplots(figsize=(9, 1 + 0.24 * sum(heights)), layout="constrained")
+        middles = []
+        for entry, height in zip(entries, heights, strict=True):
+            middles.append(sum(heights[: len(middles)]) + height / 2)
             for part in entry.slices:
-                width = (part.sizes[0] if part.sizes else 1) / first_size
-                left = (part.offsets[0] if part.offsets else 0) / first_size
-                ax.barh(row, width, left=left, color=colours[part.rank], edgecolor="white", height=0.8)
-                if entry.shape:
-                    ax.text(left + width / 2, row, part.sizes[0], ha="center", va="center", fontsize=7)
-        ax.set_yticks(range(len(entries)), [f"{entry.name}  {list(entry.shape)}" for entry in entries])
-        ax.invert_yaxis()
-        ax.set(xlim=(0, 1), xlabel="along the first dimension (fraction of the tensor); numbers are rows")
+                _draw_slice(ax, entry, part, (middles[-1], 0.9 * height), colours[part.rank])
+        ax.set_yticks(middles, [f"{entry.name}  {list(entry.shape)}  {entry.num_bytes:,} B" for entry in entries])
+        ax.tick_params(axis="y", length=0)
+        ax.set(
+            xlim=(0, 1),
+            ylim=(sum(heights), 0),
+            xlabel="along the first dimension (fraction of the tensor); numbers are rows",
+        )
         handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
         fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
     return fig, ax
+
+
+def _row_heights(entries: Sequence[TensorEntry]) -> list[float]:
+    """1 for a tensor of next to no bytes, 5 for the largest, in between in proportion."""
+    largest = max(entry.num_bytes for entry in entries)
+    return [1 + 4 * entry.num_bytes / largest for entry in entries]
+
+
+def _draw_slice(
+    ax: Axes, entry: TensorEntry, part: SliceEntry, row: tuple[float, float], colour: tuple[float, ...]
+) -> None:
+    """One bar in `row`, its middle and height; it says the rank and, of a tensor with rows, how many they are."""
+    num_rows, all_rows = (part.sizes[0], entry.shape[0]) if entry.shape else (1, 1)
+    width, left = num_rows / all_rows, (part.offsets[0] if part.offsets else 0) / all_rows
+    middle, height = row
+    ax.barh(middle, width, left=left, color=colour, edgecolor="white", height=height)
+    text = f"rank {part.rank}: {num_rows:,}" if entry.shape else f"rank {part.rank}"
+    text = text if width > 0.12 else f"{num_rows:,}"
+    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7)

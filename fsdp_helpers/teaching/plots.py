@@ -1,6 +1,7 @@
-"""One function a figure: each takes records, draws, and returns `fig, ax`."""
+"""One function per figure: each takes records, draws, and returns `fig, ax`."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -9,29 +10,34 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from fsdp_helpers.quantities import MB
-from fsdp_helpers.records import ComparisonRow, EpochRecord, MemoryCurve, RankRecord, Rung, SavingRecord, StepTrace
-from fsdp_helpers.teaching.style import STATE_COLOURS, figure_style
-
-STRATEGY_COLOURS = {
-    "local": "#6b7280",
-    "ddp": "#2563eb",
-    "fsdp": "#d97706",
-    "fsdp-auto-wrap": "#059669",
-    "fsdp-offload": "#7c3aed",
-}
-SAVING_COLOURS = {"full": "#d97706", "sharded": "#059669", "asynchronous": "#2563eb"}
-PHASE_COLOURS = {"forward": "#dcfce7", "backward": "#fee2e2", "step": "#fef9c3"}
-OP_COLOURS = {"all_gather": "#059669", "reduce_scatter": "#dc2626", "all_reduce": "#2563eb", "broadcast": "#d97706"}
+from fsdp_helpers.records import (
+    ComparisonRow,
+    EpochRecord,
+    MemoryCurve,
+    RankRecord,
+    Rung,
+    SavingRecord,
+    StepTrace,
+)
+from fsdp_helpers.teaching.style import (
+    LINE_PATTERNS,
+    MARKERS,
+    SAVING_COLOURS,
+    STATE_COLOURS,
+    STRATEGY_COLOURS,
+    figure_style,
+)
+from fsdp_helpers.teaching.timelines import draw_collectives, draw_memory_curve, draw_notes
 
 
 def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
-    """Test loss and test accuracy after each epoch, one line a run."""
+    """Test loss and test accuracy after each epoch, one line per run."""
     with figure_style():
         fig, (loss_ax, accuracy_ax) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
-        for name, epochs in runs.items():
+        for (name, epochs), marker in zip(runs.items(), cycle(MARKERS), strict=False):
             numbers = range(1, len(epochs) + 1)
-            loss_ax.plot(numbers, [epoch.test_loss for epoch in epochs], marker="o", label=name)
-            accuracy_ax.plot(numbers, [100 * epoch.test_accuracy for epoch in epochs], marker="o", label=name)
+            loss_ax.plot(numbers, [epoch.test_loss for epoch in epochs], marker=marker, label=name)
+            accuracy_ax.plot(numbers, [100 * epoch.test_accuracy for epoch in epochs], marker=marker, label=name)
         loss_ax.set(xlabel="epoch", ylabel="test loss (nats an image)", title="Loss")
         accuracy_ax.set(xlabel="epoch", ylabel="test accuracy (%)", title="Accuracy")
         for ax in (loss_ax, accuracy_ax):
@@ -41,14 +47,15 @@ def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequ
 
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
-    """Training loss of each step, one line a run; thin lines on thick ones show which runs coincide."""
+    """Training loss of each step, one line per run. Where runs coincide, thin broken lines lie on thick pale ones."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
-        for depth, (name, losses) in enumerate(runs.items()):
-            width = 1 + 2.5 * (len(runs) - 1 - depth)
-            ax.plot(range(1, len(losses) + 1), losses, linewidth=width, label=name)
+        for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
+            above = len(runs) - 1 - depth
+            look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.4 if depth == 0 and above else 1}
+            ax.plot(range(1, len(losses) + 1), losses, label=name, **look)
         ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title="Loss, step by step")
-        ax.legend()
+        ax.legend(handlelength=5)
     return fig, ax
 
 
@@ -65,30 +72,34 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
     return fig, axes[0]
 
 
-def plot_memory_curve(curve: MemoryCurve, title: str) -> tuple[Figure, Axes]:
-    """Bytes allocated over one step, with its phases shaded and its peak marked."""
+def plot_memory_curve(curve: MemoryCurve, title: str, notes: Mapping[str, float] | None = None) -> tuple[Figure, Axes]:
+    """Bytes allocated over one step, with its phases shaded and its peak marked.
+
+    `notes` are texts and the seconds that they speak of; each gets a line down to the curve at its moment.
+    """
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
-        _draw_memory_curve(ax, curve)
+        fig, ax = plt.subplots(figsize=(8, 3.4 if notes else 2.8), layout="constrained")
+        draw_memory_curve(ax, curve)
+        draw_notes(ax, curve, notes or {})
         ax.set(title=title)
     return fig, ax
 
 
-def _draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
-    times_ms = [1e3 * time_s for time_s in curve.times_s]
-    sizes_mb = [size / MB for size in curve.allocated_bytes]
-    for phase in curve.phases:
-        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
-        middle_ms = 500 * (phase.start_s + phase.end_s)
-        ax.text(middle_ms, 0.02, phase.name, transform=ax.get_xaxis_transform(), ha="center", color="#4b5563")
-    ax.step(times_ms, sizes_mb, where="post", color="#111827", linewidth=1.2)
-    ax.axhline(curve.peak_bytes / MB, color="#9ca3af", linestyle=":", linewidth=1)
-    ax.text(0, curve.peak_bytes / MB, f" peak {curve.peak_bytes / MB:,.1f} MB", va="bottom", color="#4b5563")
-    ax.set(xlabel="time in the step (ms)", ylabel="allocated (MB)", ylim=(0, 1.15 * curve.peak_bytes / MB))
+def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
+    """Notes for the memory curve of a model in a single FSDP unit: what each of its jumps is, and when it comes."""
+    gather = next(seen for seen in trace.collectives if seen.op == "all_gather")
+    reduce = next(seen for seen in trace.collectives if seen.op == "reduce_scatter")
+    forward = next(phase for phase in trace.curve.phases if phase.name == "forward")
+    return {
+        "all-gather: parameters are whole": gather.end_s,
+        "forward has kept its activations": forward.end_s,
+        "backward has made whole gradients": reduce.start_s,
+        "reduce-scatter: slices remain": reduce.end_s,
+    }
 
 
 def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
-    """One bar a rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
+    """One bar per rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
         for row, record in enumerate(ranks.values()):
@@ -126,38 +137,28 @@ def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[F
 def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Axes]:
     """The collectives of one step on a time line, one row per rank, each with the MB that the rank sends."""
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.5 * len(traces)), layout="constrained")
-        _draw_collectives(ax, traces)
-        ax.set(title=title)
+        fig, ax = plt.subplots(figsize=(8, 1.1 + 0.5 * len(traces)), layout="constrained")
+        draw_collectives(ax, traces)
+        ax.set(title=title, xlabel="time in the step (ms); numbers are the MB that the rank sends")
     return fig, ax
 
 
-def _draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
-    ends_s = [stretch.end_s for trace in traces for stretch in (*trace.curve.phases, *trace.collectives)]
-    length_ms = 1e3 * max(ends_s, default=1e-3)
-    for rank, trace in enumerate(traces):
-        for phase in trace.curve.phases:
-            width_ms = 1e3 * (phase.end_s - phase.start_s)
-            ax.barh(rank, width_ms, left=1e3 * phase.start_s, color=PHASE_COLOURS[phase.name], height=0.9)
-        for seen in trace.collectives:
-            width_ms = 1e3 * (seen.end_s - seen.start_s)
-            ax.barh(rank, width_ms, left=1e3 * seen.start_s, color=OP_COLOURS.get(seen.op, "#6b7280"), height=0.5)
-            if width_ms > 0.05 * length_ms:
-                middle_ms = 1e3 * seen.start_s + width_ms / 2
-                ax.text(middle_ms, rank, f"{seen.sent_bytes / MB:.1f}", ha="center", va="center", color="white")
-    ops = dict.fromkeys(seen.op for trace in traces for seen in trace.collectives)
-    handles = [Patch(color=OP_COLOURS.get(op, "#6b7280"), label=op) for op in ops]
-    handles += [Patch(color=colour, label=name) for name, colour in PHASE_COLOURS.items()]
-    ax.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0, 1.12))
-    ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
-    ax.invert_yaxis()
-    ax.set(xlabel="time in the step (ms); numbers in the bars are the MB that the rank sends", xlim=(0, length_ms))
+def plot_step(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Sequence[Axes]]:
+    """One step on one time line: the collectives of every rank, and below them the bytes allocated on rank 0."""
+    with figure_style():
+        size, heights = (8, 3.6 + 0.5 * len(traces)), (0.4 + 0.5 * len(traces), 2.4)
+        fig, axes = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights, layout="constrained")
+        draw_memory_curve(axes[1], traces[0].curve)
+        draw_collectives(axes[0], traces)
+        axes[0].set(title=f"{title}; numbers are the MB that a rank sends")
+        axes[1].set(ylabel="on rank 0 (MB)")
+    return fig, axes
 
 
 def plot_peak_against_units(
     runs: Mapping[str, Sequence[RankRecord]], limit_bytes: int, limit_name: str
 ) -> tuple[Figure, Axes]:
-    """Peak against the number of units, one line an API, beside the peak of something else as a dashed line."""
+    """Peak against the number of units, one line per API, beside the peak of something else as a dashed line."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
         for (name, ranks), style in zip(runs.items(), ("-", "--"), strict=False):
@@ -180,7 +181,8 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
         for place, (name, by_ranks) in enumerate(peaks.items()):
             sizes = [size / MB for size in by_ranks.values()]
             style = "--" if strategies[place] in strategies[:place] else "-"
-            ax.plot(list(by_ranks), sizes, style, marker="o", color=STRATEGY_COLOURS[strategies[place]], label=name)
+            look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLOURS[strategies[place]]}
+            ax.plot(list(by_ranks), sizes, style, label=name, **look)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)", ylim=(0, None))
         ax.legend()
@@ -188,7 +190,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
-    """One bar a rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
+    """One bar per rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
     with figure_style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))

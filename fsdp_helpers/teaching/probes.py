@@ -1,6 +1,7 @@
 """Small rank functions that look at one thing each: what the notebooks show, and then run."""
 
 import os
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
@@ -124,3 +125,70 @@ def train_your_own(rank: int, world_size: int) -> list[float]:
             optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def losses_when_built(rank: int, world_size: int, when: str) -> list[float]:
+    """Four losses of one linear layer, whose optimiser is built "before" or "after" `fully_shard`."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1).to(rank_device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # it holds the whole parameters ...
+    fully_shard(model)  # ... which the model now replaces by slices
+    if when == "after":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8, device=rank_device())).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def start_on_meta(rank: int, world_size: int) -> dict[str, int]:
+    """A model that is never whole on any rank: shapes first, then slices, then values. Bytes after each stage."""
+    with torch.device("meta"):  # shapes without bytes
+        model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    stages = {"on meta, sharded": _bytes_with_storage(model)}
+    model.to_empty(device=rank_device())  # room for this rank's slices; what is in it is garbage
+    stages["after to_empty"] = _bytes_with_storage(model)
+    torch.manual_seed(rank)  # every rank draws its own slices
+    warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws by itself: so be it
+    for layer in (model[0], model[2]):
+        layer.reset_parameters()  # a module of your own needs this method, and fills its buffers there, too
+    stages["values that are not finite"] = sum(
+        int((~parameter.to_local().isfinite()).sum()) for parameter in model.parameters()
+    )
+    return stages
+
+
+def _bytes_with_storage(model: nn.Module) -> int:
+    local = [parameter.to_local() for parameter in model.parameters()]
+    return sum(slice_.numel() * slice_.element_size() for slice_ in local if not slice_.is_meta)
+
+
+def dtypes_in_forward(rank: int, world_size: int, way: str) -> dict[str, str]:
+    """The dtype of a weight in forward, of what layers return, of the loss, and of the gradient that is kept.
+
+    `way` is "policy" (FSDP's, for the whole model), "norm apart" (a policy of its own for the norm) or "autocast".
+    """
+    layers = {"Linear": nn.Linear(8, 8), "LayerNorm": nn.LayerNorm(8)}
+    model = nn.Sequential(*layers.values()).to(rank_device())
+    if way == "norm apart":
+        fully_shard(layers["LayerNorm"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy() if way == "autocast" else bf16)
+
+    found = {}
+    layers["Linear"].register_forward_hook(lambda layer, given, result: found.update(weight=layer.weight.dtype))
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda layer, given, result, name=name: found.update({name: result.dtype}))
+    with torch.autocast(rank_device().type, dtype=torch.bfloat16, enabled=way == "autocast"):
+        output = model(torch.ones(2, 8, device=rank_device()))
+        loss = F.mse_loss(output, torch.zeros_like(output))
+    loss.backward()
+    found |= {"loss": loss.dtype, "gradient": layers["Linear"].weight.grad.dtype}
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}

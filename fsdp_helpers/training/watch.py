@@ -32,7 +32,7 @@ class StepWatch:
         self.state: StateBytes | None = None
         self.trace: StepTrace | None = None  # of a steady step; stays None in a run of a single step
         self.step_seconds: list[float] = []
-        self.gradient_norms: list[Tensor] = []  # before clipping, one a step
+        self.gradient_norms: list[Tensor] = []  # before clipping, one per step
 
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, between_steps: Callable[[], None] = lambda: None

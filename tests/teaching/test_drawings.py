@@ -1,4 +1,6 @@
 import inspect
+import re
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
@@ -11,6 +13,8 @@ from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
 from fsdp_helpers.models import build_model
 from fsdp_helpers.teaching import drawings
 from fsdp_helpers.teaching.style import STATE_COLOURS
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 def entry(name: str, *sizes: int) -> TensorEntry:
@@ -90,8 +94,33 @@ def test_slices_lie_where_their_rows_are():
     # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
     assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
     assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
-    assert [text.get_text() for text in ax.texts] == ["3", "3", "2"]
+    assert [text.get_text() for text in ax.texts] == ["rank 0: 3", "rank 1: 3", "rank 2: 2"]
     assert len({bar.get_facecolor() for bar in ax.patches}) == 3
+
+
+def test_rows_of_a_checkpoint_weigh_what_their_tensors_weigh():
+    ax = drawings.draw_slices([entry("large", 8), entry("half", 4), ONE_NUMBER])[1]
+    # 8 x 4 x 4 = 128 bytes, 64 and 4: rows of 1 + 4, 1 + 4 / 2 and 1 + 4 / 32, nine tenths of them filled
+    assert [bar.get_height() for bar in ax.patches] == pytest.approx([0.9 * 5, 0.9 * 3, 0.9 * 1.125])
+    assert [bar.get_y() for bar in ax.patches] == pytest.approx([0.25, 5.15, 8.05625])
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == [
+        "large  [8, 4]  128 B",
+        "half  [4, 4]  64 B",
+        "step  []  4 B",
+    ]
+
+
+def test_a_slice_without_room_names_its_rows_alone():
+    ax = drawings.draw_slices([entry("weight", 19, 1)])[1]
+    assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
+
+
+def test_the_image_of_the_readme(tmp_path):
+    drawings.write_step_image(tmp_path / "step.png")
+    assert plt.imread(tmp_path / "step.png").ndim == 3
+    shown = re.findall(r"!\[.+\]\((.+\.png)\)", (PROJECT / "README.md").read_text())
+    assert shown[0] == "notebooks/images/step.png"
+    assert all((PROJECT / image).is_file() for image in shown)
 
 
 def test_the_innermost_unit_owns_a_layer():

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -72,6 +73,7 @@ FIGURES = {
     "plot_held_and_peak": ({"ddp": rank_record(), "fsdp": rank_record()},),
     "plot_throughput": ({1: 100.0, 2: 180.0, 4: 190.0}, "ddp"),
     "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
+    "plot_step": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_peak_against_units": ({"fsdp1": [rank_record(1), rank_record(6)]}, 50 * MB, "DDP"),
     "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}},),
     "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
@@ -113,6 +115,7 @@ def test_every_figure_is_in_the_table():
     [
         ("plot_digits", (IMAGES[:1], LABELS[:1])),
         ("plot_collectives", ([step_trace()], "a step without phases")),
+        ("plot_step", ([step_trace()], "a step without phases")),
         ("plot_memory_curve", (step_trace().curve, "a step without phases")),
         ("plot_savings", ({"DDP": WAYS[:1]},)),
         ("plot_ladder", (RUNGS[:1],)),
@@ -131,10 +134,49 @@ def test_bars_are_as_long_as_the_bytes():
     assert [bar.get_x() for bar in ax.patches] == [0, 4, 8, 16]
 
 
+def texts(ax: Axes) -> list[str]:
+    return [text.get_text().strip() for text in ax.texts]
+
+
 def test_bars_of_collectives_say_what_the_rank_sends():
     ax = plots.plot_collectives([step_trace(*PHASES)], "One step")[1]
     # Each has a full tensor of 4 MB, of which the rank sends 2
-    assert {text.get_text() for text in ax.texts} == {"2.0"}
+    assert sorted(texts(ax)) == ["2.0", "2.0", "2.0", *sorted(PHASES)]
+
+
+def test_bars_without_room_for_a_number_are_added_up():
+    short = [
+        Collective(op="all_gather", bytes=3 * MB, sent_bytes=sent, start_s=0.1 * i, end_s=0.1 * i + 0.001)
+        for i, sent in enumerate((2 * MB, 3 * MB))
+    ]
+    trace = replace(step_trace(*PHASES), collectives=(*short, *step_trace().collectives[2:]))
+    ax = plots.plot_collectives([trace, trace], "One step")[1]
+    # Two bars of 1 ms in 300 send 2 + 3 MB; the third, of 50 ms, has its number
+    for note in ("2.0", "narrow bars: 2, together 5.0"):
+        assert texts(ax).count(note) == 2  # one for each rank
+
+
+def test_collectives_differ_in_hatch_not_in_colour_alone():
+    fig, ax = plots.plot_collectives([step_trace()], "One step")
+    assert [bar.get_hatch() for bar in ax.patches] == [None, "////", None]
+    assert [text.get_text() for text in fig.legends[0].texts] == ["all_gather", "reduce_scatter", "all_to_all"]
+
+
+def test_traffic_and_memory_lie_on_one_time_line():
+    traffic, memory = plots.plot_step([step_trace(*PHASES)] * 2, "One step")[1]
+    assert traffic.get_shared_x_axes().joined(traffic, memory)
+    # A step of 300 ms; at 0.1 s, or 100 ms, memory rises to 40 MB and the reduce-scatter begins
+    assert memory.get_xlim() == pytest.approx((0, 300))
+    assert list(memory.lines[0].get_xdata()) == [0, 100, 200]
+    assert [bar.get_x() for bar in traffic.patches if bar.get_hatch()] == [100, 100]
+
+
+def test_runs_that_coincide_can_all_be_seen():
+    runs = {name: [2.3, 2.0] for name in ("one", "two", "three")}
+    lines = plots.plot_step_losses(runs)[1].lines
+    assert [line.get_linewidth() for line in lines] == [5.5, 3.5, 1.5]  # thin on thick ...
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "-."]  # ... with gaps that show what lies below
+    assert [line.get_alpha() for line in lines] == [0.4, 1, 1]
 
 
 def test_a_rung_says_its_peak_and_the_change():
@@ -152,8 +194,24 @@ def test_a_memory_curve_in_megabytes_over_milliseconds():
     assert list(curve.get_ydata()) == [16, 40, 16]
     assert list(curve.get_xdata()) == [0, 100, 200]
     assert list(peak.get_ydata()) == [40, 40]
-    assert ax.texts[-1].get_text().strip() == "peak 40.0 MB"
+    assert texts(ax)[-1] == "peak 40.0 MB"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("time in the step (ms)", "allocated (MB)")
+
+
+def test_notes_stand_above_the_curve_at_their_moments():
+    trace = step_trace(*PHASES)
+    ax = plots.plot_memory_curve(trace.curve, "One step", plots.moments_of_one_unit(trace))[1]
+    # The gather ends at 50 ms, forward at 100; the reduce-scatter takes from 100 to 150; memory rises from 16 to 40 MB
+    lines = {text: line for text, line in zip(texts(ax)[-4:], ax.lines[2:], strict=True)}
+    moments = {text.split()[0]: (round(line.get_xdata()[0]), line.get_ydata()[0]) for text, line in lines.items()}
+    assert moments == {
+        "all-gather:": (50, 16),
+        "forward": (100, 40),
+        "backward": (100, 40),
+        "reduce-scatter:": (150, 40),
+    }
+    heights = [line.get_ydata()[1] for line in lines.values()]
+    assert len(set(heights)) == 4 and min(heights) > 40  # no two texts side by side, none on the curve
 
 
 def test_the_comparison_draws_held_in_front_of_peak():
@@ -174,6 +232,13 @@ def test_wrong_predictions_are_red():
     axes = plots.plot_digits(IMAGES, LABELS, torch.tensor([1, 7, 3]))[1]
     assert [ax.title.get_color() == "black" for ax in axes] == [True, False, True]
     assert [ax.get_title() for ax in axes] == ["1", "7", "3"]
+
+
+def test_figures_are_white_on_a_dark_page():
+    with plt.style.context("dark_background"):
+        fig, ax = plots.plot_memory_curve(step_trace().curve, "One step")
+    assert fig.get_facecolor() == ax.get_facecolor() == (1, 1, 1, 1)
+    assert ax.xaxis.label.get_color() == ax.title.get_color() == "black"
 
 
 def test_the_style_stays_within_the_figure():
