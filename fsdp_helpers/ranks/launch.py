@@ -7,7 +7,6 @@ third-party modules only: an edit to `fsdp_helpers` or to your own module counts
 
 import math
 import multiprocessing.connection
-import os
 import pickle
 import signal
 import sys
@@ -28,6 +27,7 @@ from fsdp_helpers.ranks.start import (
     RANK_NAME,
     check_not_imported,
     choose_start_method,
+    environment_changes,
     interrupts_wait,
     main_guard_advice,
     ready_to_start,
@@ -80,7 +80,9 @@ def launch(
     start_method = choose_start_method(start_method)
     payload = pickle_job(worker, args)
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
-        job = Job(payload=payload, world_size=world_size, device=device, folder=folder, environment=dict(os.environ))
+        job = Job(
+            payload=payload, world_size=world_size, device=device, folder=folder, environment=environment_changes()
+        )
         output = _Output(ProgressBar(), draws=progress, names=name_ranks and world_size > 1)
         ranks: list[_Rank] = []
         try:

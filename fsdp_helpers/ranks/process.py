@@ -35,7 +35,7 @@ class Job:
     world_size: int
     device: str
     folder: str
-    environment: dict[str, str]  # of the parent at the launch; the server that forks ranks may be older than it
+    environment: dict[str, str | None]  # what the parent changed (None: removed) since its ranks are forked
 
     def stack_file(self, rank: int) -> Path:
         return Path(self.folder, f"stack-{rank}.txt")
@@ -112,11 +112,12 @@ def _import_from_source(folder: str) -> None:
     sys.dont_write_bytecode = True
 
 
-def _take_environment(environment: dict[str, str]) -> None:
-    """What the parent set or removed since its first launch counts here too; what glibc was told at the start stays."""
-    tunables = {name: value for name, value in os.environ.items() if name == "GLIBC_TUNABLES"}
-    os.environ.clear()
-    os.environ.update(environment | tunables)
+def _take_environment(changes: dict[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _set_rank_variables(rank: int, world_size: int) -> None:

@@ -15,6 +15,7 @@ START_METHODS = ("forkserver", "spawn")
 NO_MAIN_GUARD = 113  # exit status of a rank whose import of the script came to `launch` again
 RANK_NAME = "rank "  # and its number: the name of its process
 _loads_worker = False
+_environment: dict[str, str] = {}  # as it was when the server was first started
 PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
@@ -68,8 +69,21 @@ def ready_to_start(start_method: str) -> Iterator[BaseContext]:
 def _start_server() -> None:
     from multiprocessing import forkserver  # not on Windows
 
+    if not _environment:
+        _environment.update(os.environ)
     forkserver.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
+
+
+def environment_changes() -> dict[str, str | None]:
+    """What this process set or, with None, removed since the server started, whose forks know nothing of it.
+
+    Only what differs travels: each string that a rank keeps lies somewhere between the large buffers of its steps.
+    """
+    if not _environment:
+        return {}
+    removed = dict.fromkeys(_environment.keys() - os.environ.keys() - {"GLIBC_TUNABLES"})
+    return removed | {name: value for name, value in os.environ.items() if _environment.get(name) != value}
 
 
 @contextmanager
