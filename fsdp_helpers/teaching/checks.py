@@ -279,7 +279,7 @@ def check_checkpointed_bytes(checkpointed_bytes: Callable[[int, int, int], int] 
 
 
 def check_whole_norm(whole_norm: Callable[[list[float]], float] | None) -> str:
-    """Notebook 07: the norm of a gradient from the norms of its slices, one per rank."""
+    """Notebook 07: the norm of a gradient from the norms of its slices, one a rank."""
     _expect_answered(whole_norm)
     for norms in ([3.0, 4.0], [2.0], [1.0, 2.0, 2.0]):
         given = whole_norm(norms)
