@@ -10,6 +10,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?:^|[\s\"'(=:\[])(?:/home/|/root/|/work/|/tmp/|/Users/|/usr/|[A-Z]:\\)|site-packages")
 WARNING = re.compile(r"\b\w*Warning\b: |^\[?W\d{3,}|\[W\d", re.MULTILINE)
+FOLD = re.compile(r"<details>.*?</details>", re.DOTALL)
 FENCE = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
 LAUNCHES_BY_HAND = {"02_ddp_baseline": 1}  # where it is introduced
 NOT_PROSE = (
@@ -71,7 +72,8 @@ def direct_launches(notebook) -> int:
 
 
 def count_words(text: str) -> int:
-    return len(re.findall(r"\w[\w'’.,-]*", text))
+    """Words that are seen at once; what is folded away, such as a solution, does not count."""
+    return len(re.findall(r"\w[\w'’.,-]*", FOLD.sub("", text)))
 
 
 def output_problems(cell) -> list[str]:
@@ -216,6 +218,12 @@ def test_each_problem_is_found(spoil, problem):
 
 def test_a_fold_with_code_is_balanced():
     assert unbalanced("<details><summary>Solution</summary>\n\n```python\npass\n```\n\n</details>") == []
+
+
+def test_folded_words_are_not_counted():
+    assert (
+        count_words("Try it.\n<details><summary>Hint</summary>\n\nor this\n</details>\n<details>or</details> Go.") == 3
+    )
 
 
 def test_launches_by_hand_are_counted():

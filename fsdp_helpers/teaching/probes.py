@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import clip_gradients
@@ -94,13 +92,6 @@ def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tupl
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     own_norm = torch.cat([gradient.flatten() for gradient in own]).double().norm()
     return own_norm.item(), clip_gradients(model, max_norm=1.0).item()
-
-
-def count_collectives_of(rank: int, world_size: int, worker: Callable) -> tuple[object, dict[str, int]]:
-    """What `worker(rank, world_size)` returns, and how many collectives of each kind it took part in."""
-    with trace_collectives() as seen:
-        result = worker(rank, world_size)
-    return result, {counted.op: counted.count for counted in count_collectives(seen)}
 
 
 def train_your_own(rank: int, world_size: int) -> list[float]:

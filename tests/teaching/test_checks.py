@@ -1,19 +1,25 @@
-import re
+import math
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from runs import tiny_record
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.models import build_model
 from fsdp_helpers.records import CollectiveCount
+from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 from fsdp_helpers.teaching import checks
+from fsdp_helpers.teaching.answers import NotYet
 
-RECORD = tiny_record()  # peaks at 40 bytes with one collective
-BUSY = replace(
-    RECORD,
-    ranks=(replace(RECORD.ranks[0], collectives=(CollectiveCount(op="all_gather", count=11, bytes=4, sent_bytes=2),)),),
-)
+
+def table(known):
+    """The lazy answer: what was right for some tested points, and nothing for the others."""
+    return lambda *point: known.get(point, 0)
 
 
 def rows_a_rank(num_rows, ranks):
@@ -27,179 +33,298 @@ def overlapping(num_rows, saved, loading, rank):
     return [r for r in range(saved) if r * old < end and rank * new < min((r + 1) * old, num_rows)]
 
 
-# checker, the arguments beside the answer, right answers, wrong answers
+def owners(num_rows, saved, loading, rank):
+    """Row by row: who wrote it?"""
+    new = rows_a_rank(num_rows, loading)
+    mine = range(min(rank * new, num_rows), min((rank + 1) * new, num_rows))
+    return {row // rows_a_rank(num_rows, saved) for row in mine}
+
+
+def last_rank_too_far(num_rows, saved, loading, rank):
+    """Off by one: also the rank whose rows begin where mine end; wrong for 12 rows, 4 -> 4."""
+    old, new = rows_a_rank(num_rows, saved), rows_a_rank(num_rows, loading)
+    end = min((rank + 1) * new, num_rows)
+    return [r for r in range(saved) if r * old <= end and rank * new < min((r + 1) * old, num_rows)]
+
+
+def ranks_without_rows(num_rows, saved, loading, rank):
+    """A rank beyond the last row takes the last file; wrong for 5 rows, 4 -> 4."""
+    return overlapping(num_rows, saved, loading, rank) or [rows_a_rank(num_rows, rows_a_rank(num_rows, saved)) - 1]
+
+
+def nine_million_wide(module, recurse, **_):
+    """A policy written out: linear layers of a certain width."""
+    return recurse or getattr(module, "out_features", 0) in (9000, 1000) and module.in_features > 1000
+
+
+OWN_DEEP_NET = build_model("deep")  # what a notebook has
+BY_NAME_OF_MINE = {id(OWN_DEEP_NET.fc1), id(OWN_DEEP_NET.fc2)}
+LARGE_LINEAR = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.weight.numel() > 5_000_000)
+
+# checker, right answers, wrong answers, the lazy one
 CHECKERS = [
     # 64 x 5 x 5 = 1,600 weights a kernel; 128 kernels and 128 biases: 204,800 + 128
-    (checks.check_parameter_count, {}, [204_928], [204_800, 0]),
-    (checks.check_largest_model, {}, [lambda size: size // 16], [lambda size: size / 16, lambda size: size // 4]),
-    (checks.check_peak_below, {"limit_bytes": 41}, [RECORD], []),
-    (checks.check_peak_below, {"limit_bytes": 40}, [], [RECORD]),
-    (checks.check_all_reduce_bytes, {}, [lambda size, n: 2 * (n - 1) / n * size], [lambda size, n: (n - 1) * size]),
+    (checks.check_parameter_count, [204_928, 204_928.0], [204_800, 64 * 5 * 5 + 128, 128 * 64 * 25 + 64], 0),
     (
-        checks.check_rank_indices,
-        {},
-        [lambda images, rank, n: list(range(images))[rank::n]],
-        [
-            lambda images, rank, n: list(range(images // n)),  # every rank the same ones
-            lambda images, rank, n: list(range(images))[:: n or rank],  # some twice, some never
-            lambda images, rank, n: list(range(images)) if rank == 0 else [],  # one rank does it all
-        ],
+        checks.check_largest_model,
+        [lambda size: size // 16, lambda size: math.floor(Fraction(size, 16))],
+        [lambda size: size / 16, lambda size: size // 4, lambda size: size // 20, lambda size: size // 16 + 1],
+        table({(0,): 0, (15,): 0, (16,): 1, (31,): 1, (8 * 10**9,): 5 * 10**8}),
     ),
-    (checks.check_own_worker, {}, [], []),  # below, since it launches
-    (checks.check_held_bytes, {}, [lambda p, n: 16 * p / n], [lambda p, n: 16 * p, lambda p, n: 12 * p / n]),
-    (checks.check_padding, {}, [lambda p, n: -p % n], [lambda p, n: p % n, lambda p, n: n - p % n, lambda p, n: 0]),
-    (checks.check_units, {"wanted": {"fc1", "fc2"}}, [["fc2", "fc1"]], [["fc1"], ["fc1", "fc2", "fc3"], []]),
-    (checks.check_run_within, {"peak_bytes": 41, "num_collectives": 1}, [RECORD], [BUSY]),
-    (checks.check_run_within, {"peak_bytes": 40, "num_collectives": 1}, [], [RECORD]),
+    (
+        checks.check_all_reduce_bytes,
+        [lambda size, n: 2 * (n - 1) / n * size, lambda size, n: 2 * (n - 1) * (size // n)],
+        [lambda size, n: (n - 1) * size, lambda size, n: (n - 1) / n * size, lambda size, n: 2 * size],
+        table({(4_799_528, 2): 4_799_528, (1_000_000, 1): 0, (1_000_000, 4): 1_500_000}),
+    ),
+    (
+        checks.check_units,
+        [size_policy(5_000_000), LARGE_LINEAR, 1_002_001, nine_million_wide],
+        [size_policy(20_000), ModuleWrapPolicy({nn.Linear}), 100_000_000, lambda module, **_: False],
+        lambda module, recurse, **_: recurse or id(module) in BY_NAME_OF_MINE,
+    ),
     (
         checks.check_offload_split,
-        {},
-        [lambda p, n: (0, 16 * p / n)],
-        [lambda p, n: (4 * p / n, 12 * p / n), lambda p, n: (0, 16 * p)],
+        [lambda p, n: (0, 16 * p / n), lambda p, n: [0.0, 16 * p // n]],
+        [lambda p, n: (4 * p / n, 12 * p / n), lambda p, n: (0, 16 * p), lambda p, n: (16 * p / n, 0)],
+        table({(1_000_000, 1): (0, 16_000_000), (94_104_234, 2): (0, 752_833_872)}),
     ),
     (
         checks.check_transfer_seconds,
-        {},
-        [lambda p, n, speed: 8 * p / n / speed],
-        [lambda p, n, speed: 4 * p / n / speed, lambda p, n, speed: 8 * p / speed],
+        [lambda p, n, speed: 8 * p / n / speed, lambda p, n, speed: 4 * p / n / speed + p / n * 4 / speed],
+        [
+            lambda p, n, speed: 4 * p / n / speed,
+            lambda p, n, speed: 8 * p / speed,
+            lambda p, n, speed: 16 * p / n / speed,
+        ],
+        lambda p, n, speed: 0.000_32,
     ),
-    (checks.check_checkpoint_bytes, {}, [lambda p: 12 * p], [lambda p: 16 * p, lambda p: 4 * p]),
+    (
+        checks.check_checkpoint_bytes,
+        [lambda p: 12 * p, lambda p: 3.0 * p * 4],
+        [lambda p: 16 * p, lambda p: 4 * p, lambda p: 8 * p],
+        table({(1_199_882,): 14_398_584, (7 * 10**9,): 84 * 10**9}),
+    ),
     (
         checks.check_ranks_to_read,
-        {},
-        [overlapping],
+        [overlapping, owners, lambda *case: tuple(overlapping(*case))],
         [
             lambda num_rows, saved, loading, rank: list(range(saved)),  # all of them: too many
             lambda num_rows, saved, loading, rank: [rank],
-            lambda num_rows, saved, loading, rank: overlapping(num_rows, saved, loading, 0),
+            last_rank_too_far,
+            ranks_without_rows,
+            lambda *case: 2 * overlapping(*case),
         ],
+        table({(12, 4, 4, 0): [0], (12, 4, 4, 1): [1], (12, 4, 4, 2): [2], (12, 4, 4, 3): [3]}),
     ),
     (
         checks.check_saving_interval,
-        {},
-        [lambda save_s, between_s: (2 * save_s * between_s) ** 0.5],
-        [lambda save_s, between_s: (save_s * between_s) ** 0.5, lambda save_s, between_s: between_s / 2],
+        [lambda save_s, between_s: (2 * save_s * between_s) ** 0.5, lambda *times: math.sqrt(math.prod(times) * 2)],
+        [
+            lambda save_s, between_s: (save_s * between_s) ** 0.5,
+            lambda save_s, between_s: between_s / 2,
+            lambda save_s, between_s: 0,
+        ],
+        table({(10.0, 86_400.0): (2 * 10 * 86_400) ** 0.5}),
+    ),
+]
+FUNCTIONS = [row[0] for row in CHECKERS if row[0] not in (checks.check_parameter_count, checks.check_units)]
+
+
+# ---------------------------------------------------------------- runs
+
+
+def attempt(peak_bytes=1, *, world_size=2, held_bytes=0, num_collectives=1, **settings):
+    """The record of a run that never was, the same on each of its ranks."""
+    counts = (CollectiveCount(op="all_gather", count=num_collectives, bytes=4, sent_bytes=2),)
+    record = tiny_record()
+    rank = replace(record.ranks[0], peak_bytes=peak_bytes, held_bytes=held_bytes, collectives=counts)
+    return replace(record, config=TrainConfig(**settings), world_size=world_size, ranks=(rank,) * world_size)
+
+
+def local(batch, peak_bytes, **settings):
+    return attempt(peak_bytes, world_size=1, held_bytes=19_200_000, global_batch_size=batch, **settings)
+
+
+FSDP = {"strategy": "fsdp", "global_batch_size": 96}
+CUT = {"model": "deep", "strategy": "fsdp-auto-wrap", "global_batch_size": 32}
+VIT = {"model": "vit-deep", "strategy": "fsdp-auto-wrap", "global_batch_size": 64, "precision": "bf16"}
+HIGH = 20_000_000
+
+# As above, with records; the lazy one changes what its text leaves as it is.
+RUNS = [
+    (
+        checks.check_largest_batch,
+        # 19.2 MB are held and 0.55 MB an image comes on top: 54.4 MB with 64 images, 89.6 MB with 128
+        [local(64, 54_400_000), local(64, 54_400_000, seed=1, max_steps=5)],
+        [
+            (local(128, 89_600_000), "target is below 60.0 MB"),
+            (local(1, 19_750_000), "next power of two would still fit"),
+            (local(32, 36_800_000), "next power of two would still fit"),
+            (local(72, 58_800_000), "no power of two"),
+            (local(64, None), "run of one step"),
+            (local(128, 50_000_000, dropout=False), "leaves dropout at True; your run has False"),
+            (attempt(HIGH, strategy="ddp"), "about strategy local; your run has 'ddp'"),
+        ],
+        local(64, 54_400_000, model="simple"),
     ),
     (
-        checks.check_checkpointed_bytes,
-        {},
-        [lambda blocks, kept, given: (blocks - 1) * given + kept],
-        [lambda blocks, kept, given: blocks * given, lambda blocks, kept, given: blocks * kept],
+        checks.check_lower_peak,
+        [
+            attempt(29_000_000, world_size=4, **FSDP),
+            attempt(HIGH, world_size=3, **{**FSDP, "strategy": "fsdp-auto-wrap"}),
+        ],
+        [
+            (attempt(36_000_000, **FSDP), "peaks at 36.0 MB on a rank, the target is below 30.0 MB"),
+            (attempt(HIGH, **{**FSDP, "global_batch_size": 48}), "leaves global_batch_size at 96; your run has 48"),
+            (attempt(HIGH, **FSDP, precision="bf16"), "leaves precision"),
+            (attempt(HIGH, **FSDP, activation_checkpointing="units"), "leaves activation_checkpointing"),
+            (attempt(HIGH, **FSDP, micro_batches=2), "leaves micro_batches"),
+            (attempt(HIGH, world_size=12, **{**FSDP, "strategy": "ddp"}), "about strategy fsdp or fsdp-auto-wrap"),
+        ],
+        attempt(HIGH, **FSDP, model="simple"),
     ),
     (
-        checks.check_whole_norm,
-        {},
-        [lambda norms: sum(norm**2 for norm in norms) ** 0.5],
-        [sum, max, lambda norms: sum(norms) / len(norms)],
+        checks.check_threshold,
+        [attempt(HIGH, num_collectives=8, **CUT), attempt(HIGH, num_collectives=9, **CUT, min_num_params=5_000_000)],
+        [
+            (attempt(1_500_000_000, num_collectives=5, **CUT), "peaks at 1.50 GB"),
+            (attempt(HIGH, num_collectives=17, **CUT), "17 collectives a step, the target is at most 9"),
+            (attempt(HIGH, **{**CUT, "model": "shallow"}), "leaves model at 'deep'; your run has 'shallow'"),
+            (attempt(HIGH, **{**CUT, "strategy": "ddp"}), "about strategy fsdp-auto-wrap; your run has 'ddp'"),
+            (attempt(HIGH, world_size=4, **CUT), r"about 2 rank\(s\); your run has 4"),
+            (attempt(HIGH, **CUT, api="fsdp1"), "leaves api at 'fsdp2'"),
+            (attempt(HIGH, **CUT, reshard_after_forward=False), "leaves reshard_after_forward at True"),
+        ],
+        attempt(HIGH, **{**CUT, "global_batch_size": 2}),
+    ),
+    (
+        checks.check_levers,
+        [attempt(75_000_000, **VIT), attempt(HIGH, **VIT, micro_batches=4, sync_micro_batches=True, api="fsdp1")],
+        [
+            (attempt(90_000_000, **VIT), "peaks at 90.0 MB"),
+            (attempt(HIGH, **VIT, activation_checkpointing="units"), "leaves activation_checkpointing at 'none'"),
+            (attempt(HIGH, **VIT, activation_checkpointing="selective"), "leaves activation_checkpointing"),
+            (attempt(HIGH, **{**VIT, "global_batch_size": 32}), "leaves global_batch_size at 64; your run has 32"),
+            (attempt(HIGH, **{**VIT, "model": "vit"}), "leaves model at 'vit-deep'; your run has 'vit'"),
+            (attempt(HIGH, world_size=4, **VIT), r"about 2 rank\(s\)"),
+        ],
+        attempt(HIGH, **VIT, dropout=False),
     ),
 ]
 
 
-def answers(kind: int) -> list:
+# ---------------------------------------------------------------- every checker
+
+
+def cases(rows: list, column: int) -> list:
     return [
-        pytest.param(checker, settings, answer, id=f"{checker.__name__}-{number}")
-        for checker, settings, *table in CHECKERS
-        for number, answer in enumerate(table[kind])
+        pytest.param(row[0], answer, id=f"{row[0].__name__}-{number}")
+        for row in rows
+        for number, answer in enumerate(row[column] if isinstance(row[column], list) else [row[column]])
     ]
 
 
-@pytest.mark.parametrize("checker, settings, answer", answers(0))
-def test_right_answers_are_accepted(checker, settings, answer):
-    assert checker(answer, **settings).startswith("Right: ")
+@pytest.mark.parametrize("checker, answer", cases(CHECKERS + RUNS, 1))
+def test_right_answers_are_accepted(checker, answer):
+    assert checker(answer).startswith("Right: ")
 
 
-@pytest.mark.parametrize("checker, settings, answer", answers(1))
-def test_wrong_answers_are_rejected_in_one_line(checker, settings, answer):
-    with pytest.raises(checks.NotYet) as rejected:
-        checker(answer, **settings)
+@pytest.mark.parametrize("checker, answer", cases(CHECKERS, 2) + cases(CHECKERS + RUNS, 3))
+def test_wrong_and_lazy_answers_are_rejected_in_one_line(checker, answer):
+    with pytest.raises(NotYet) as rejected:
+        checker(answer)
     assert len(str(rejected.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("checker, settings", [pytest.param(row[0], row[1]) for row in CHECKERS])
+@pytest.mark.parametrize("checker, refused", cases(RUNS, 2))
+def test_runs_that_miss_or_cheat_are_told_so(checker, refused):
+    record, message = refused
+    with pytest.raises(NotYet, match=message):
+        checker(record)
+
+
+@pytest.mark.parametrize("checker", [row[0] for row in CHECKERS + RUNS])
 @pytest.mark.parametrize("answer", [..., None])
-def test_starters_fail_loudly(checker, settings, answer):
-    with pytest.raises(checks.NotYet, match="replace the ... with your answer"):
-        checker(answer, **settings)
+def test_starters_fail_loudly(checker, answer):
+    with pytest.raises(NotYet, match="replace the ... with your answer"):
+        checker(answer)
+
+
+@pytest.mark.parametrize("checker", [row[0] for row in CHECKERS + RUNS])
+@pytest.mark.parametrize("answer", ["64", [1, 2], {}, True, float("nan"), 10**400])
+def test_an_answer_of_another_kind(checker, answer):
+    with pytest.raises(NotYet) as rejected:
+        checker(answer)
+    assert len(str(rejected.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("checker", FUNCTIONS)
+@pytest.mark.parametrize("given", [..., None, "many", object(), float("inf"), True, ["2"], 1 + 2j, 10**400])
+def test_a_function_that_returns_another_kind(checker, given):
+    with pytest.raises(NotYet) as rejected:
+        checker(lambda *numbers: given)
+    assert len(str(rejected.value).splitlines()) == 1
+
+
+def fails(*numbers):
+    raise KeyError("no\nsuch number")
+
+
+@pytest.mark.parametrize("checker", [*FUNCTIONS, checks.check_units])
+@pytest.mark.parametrize("function, error", [(fails, "KeyError: 'no"), (lambda: 1, "TypeError: .* argument")])
+def test_a_function_that_fails_is_told_its_own_error(checker, function, error):
+    with pytest.raises(NotYet, match=f"fails: {error}") as rejected:
+        checker(function if checker is not checks.check_units else lambda **_: function(1))
+    assert len(str(rejected.value).splitlines()) == 1
+
+
+def test_messages_do_not_give_the_answer():
+    """The first miss, with the edge cases: the numbers that would be right are not in it."""
+    for checker, answer, right in (
+        (checks.check_parameter_count, 1, "204,928"),
+        (checks.check_largest_model, lambda size: size // 4, "16 "),
+        (checks.check_all_reduce_bytes, lambda size, n: 5, "4,799,528,"),
+        (checks.check_offload_split, lambda p, n: (0, 5), "16,000,000"),
+        (checks.check_checkpoint_bytes, lambda p: 5, "14,398,584"),
+        (checks.check_ranks_to_read, lambda *case: [1], "[0]"),
+        (checks.check_saving_interval, lambda *times: 5, "1,314.5"),
+    ):
+        with pytest.raises(NotYet) as rejected:
+            checker(answer)
+        assert right not in str(rejected.value)
 
 
 @pytest.mark.parametrize(
-    "checker",
+    "answer, message",
     [
-        checks.check_largest_model,
-        checks.check_all_reduce_bytes,
-        checks.check_rank_indices,
-        checks.check_held_bytes,
-        checks.check_padding,
-        checks.check_offload_split,
-        checks.check_transfer_seconds,
-        checks.check_checkpoint_bytes,
-        checks.check_ranks_to_read,
-        checks.check_saving_interval,
-        checks.check_checkpointed_bytes,
-        checks.check_whole_norm,
+        (last_rank_too_far, "12 rows, written by 4 ranks and read by 4: rank 0 keeps rows 0 to 2"),
+        (ranks_without_rows, "5 rows, written by 4 ranks and read by 4: rank 3 keeps no rows"),
     ],
 )
-def test_a_function_that_still_returns_dots(checker):
-    with pytest.raises(checks.NotYet, match="replace the ... with your answer"):
-        checker(lambda *numbers: ...)
+def test_off_by_ones_are_found_where_ranks_stay_the_same(answer, message):
+    with pytest.raises(NotYet, match=message):
+        checks.check_ranks_to_read(answer)
 
 
-OWN_WORKER = """
-import torch
-import torch.distributed as dist
+def test_the_starter_of_04_and_what_its_own_model_says():
+    assert choose_units(OWN_DEEP_NET, lambda module, recurse, **_: recurse or id(module) in BY_NAME_OF_MINE) == [
+        "fc1",
+        "fc2",
+    ]
+    with pytest.raises(NotYet, match="makes 5 unit.*: fc1, fc2, fc3, fc4, fc5|makes 6 unit"):
+        checks.check_units(size_policy(20_000))
 
 
-def ranks_squared(rank, world_size):
-    {body}
-"""
-
-
-@pytest.fixture
-def write_worker(tmp_path, monkeypatch):
-    """Writes the body of the reader's worker; returns the name of its module."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write(body: str) -> str:
-        (tmp_path / "own_worker.py").write_text(OWN_WORKER.format(body=body))
-        return "own_worker"
-
-    yield write
-    sys.modules.pop("own_worker", None)
-
-
-def test_own_workers(write_worker):
-    """One test for all, since each launch costs seconds; the file changes, its name does not."""
-    wrong = {
-        "return ...": "replace the ... with your answer",
-        "return sum(other**2 for other in range(world_size))": "took part in no all-reduce",
-        "dist.all_reduce(torch.ones(1)); return 5": "on 2 ranks, rank 0 returns 5",
-        "value = torch.tensor([rank]); dist.all_reduce(value); return int(value)": "on 3 ranks, rank 0 returns 3",
-        "return value": "your worker fails.*NameError",
-    }
-    for body, message in wrong.items():
-        with pytest.raises(checks.NotYet, match=f"(?s){re.escape(message) if '*' not in message else message}"):
-            checks.check_own_worker(write_worker(body))
-    right = "value = torch.tensor([rank**2]); dist.all_reduce(value); return int(value)"
-    assert checks.check_own_worker(write_worker(right)).startswith("Right: ")
-
-
-def test_own_worker_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(checks.NotYet, match="own_nothing.py cannot be imported.*run the cell that writes it"):
-        checks.check_own_worker("own_nothing")
-    (tmp_path / "own_empty.py").write_text("")
-    with pytest.raises(checks.NotYet, match="own_empty.py has no function ranks_squared"):
-        checks.check_own_worker("own_empty")
-
-
-def test_every_checker_is_in_the_table():
-    assert {row[0].__name__ for row in CHECKERS} == {name for name in vars(checks) if name.startswith("check_")}
+def test_every_checker_is_in_a_table():
+    tested = {row[0].__name__ for row in CHECKERS + RUNS}
+    assert tested == {name for name in vars(checks) if name.startswith("check_")}
 
 
 def test_a_notebook_shows_one_line(tmp_path, monkeypatch):
-    assert checks.NotYet("no number")._render_traceback_() == ["Not yet: no number"]
+    assert NotYet("no number")._render_traceback_() == ["Not yet: no number"]
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    code = "from fsdp_helpers.teaching.checks import check_padding; check_padding(...)"
+    code = "from fsdp_helpers.teaching.checks import check_units; check_units(...)"
     done = subprocess.run(
         [sys.executable, "-m", "IPython", "--HistoryManager.enabled=False", "-c", code],
         capture_output=True,

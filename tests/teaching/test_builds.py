@@ -1,0 +1,258 @@
+"""The build exercises: what is folded in the notebooks as their solution is what is run here."""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from fsdp_helpers.teaching import builds
+from fsdp_helpers.teaching.answers import NotYet
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
+CHECKERS = {
+    "my_ddp": builds.check_average_gradients,
+    "my_unit": builds.check_unit,
+    "my_cut": builds.check_cut,
+    "my_plan": builds.check_plan,
+    "my_loop": builds.check_loop,
+    "my_accumulation": builds.check_accumulation,
+}
+ON_RANKS = [name for name in CHECKERS if name != "my_plan"]
+
+
+def exercises() -> dict[str, tuple[str, str, str]]:
+    """By module: the starter, the folded solution and the call of the checker, as the notebooks have them."""
+    found = {}
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        cells = nbformat.read(path, as_version=4).cells
+        for text, starter, check in zip(cells, cells[1:], cells[2:], strict=False):
+            magic, _, code = starter.source.partition("\n")
+            if starter.cell_type == "code" and magic.startswith("%%writefile my_"):
+                (solution,) = SOLUTION.findall(text.source)
+                found[magic.split()[1].removesuffix(".py")] = code, solution, check.source
+    return found
+
+
+EXERCISES = exercises()
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a module of the reader; ranks and this process find it in the current folder's stead."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, code: str) -> str:
+        (tmp_path / f"{name}.py").write_text(code)
+        return name
+
+    yield write
+    for name in CHECKERS:
+        sys.modules.pop(name, None)
+
+
+def check(name: str, **settings) -> str:
+    return CHECKERS[name](name, **settings)
+
+
+def fewer(name: str) -> dict:
+    """Half of the evidence: one launch on 2 ranks; of the loop, which needs two numbers of ranks, all of it."""
+    return {} if name in ("my_plan", "my_loop") else {"ranks": (2,)}
+
+
+def changed(name: str, *changes: tuple[str, str]) -> str:
+    """The folded solution with something in it changed."""
+    code = EXERCISES[name][1]
+    for old, new in changes:
+        assert old in code, f"{old!r} is not in the solution of {name}"
+        code = code.replace(old, new)
+    return code
+
+
+# ---------------------------------------------------------------- accepted
+
+
+@pytest.mark.parametrize("name", CHECKERS)
+def test_the_folded_solution_is_accepted(write, name):
+    assert check(write(name, EXERCISES[name][1]), **fewer(name)).startswith("Right")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in ON_RANKS if name != "my_loop"])
+def test_the_folded_solution_is_accepted_on_three_ranks_too(write, name):
+    assert check(write(name, EXERCISES[name][1]), ranks=(3,)).startswith("Right")
+
+
+OTHER_WAYS = {
+    # all gradients as one tensor, cut wherever a bucket is full
+    "my_ddp": """
+import torch
+import torch.distributed as dist
+
+def average_gradients(model, bucket_bytes):
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
+    for part in flat.split(bucket_bytes // 4):
+        dist.all_reduce(part)
+    start = 0
+    for parameter in model.parameters():
+        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+""",
+    # four units that take embed and head along, and a root with nothing of its own
+    "my_cut": """
+from torch.distributed.fsdp import fully_shard
+
+def shard_model(model, mesh):
+    modules = [model.embed, *model.blocks, model.head]
+    for first, end in ((0, 3), (3, 5), (5, 7), (7, 10)):
+        fully_shard(modules[first:end], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+""",
+    "my_plan": """
+import math
+
+def blocks_to_offload(num_blocks, block_params, world_size, activation_bytes, device_bytes, host_bytes):
+    left = device_bytes - activation_bytes - 8 * block_params
+    if left < 0:
+        return None
+    staying = min(num_blocks, math.floor(left * world_size / (16 * block_params)))
+    leaving = num_blocks - staying
+    return leaving if 16 * block_params * leaving <= host_bytes else None
+""",
+    "my_accumulation": """
+import torch
+
+def add_up_gradients(model, parts, loss_of):
+    model.set_requires_gradient_sync(False)
+    for part in parts[:-1]:
+        (loss_of(model, *part) / len(parts)).backward()
+    model.set_requires_gradient_sync(True)
+    (loss_of(model, *parts[-1]) / len(parts)).backward()
+
+def gradient_norm(model):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).full_tensor().item()
+""",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ON_RANKS)) for name in OTHER_WAYS]
+)
+def test_another_way_is_accepted(write, name):
+    assert check(write(name, OTHER_WAYS[name]), **fewer(name)).startswith("Right")
+
+
+# ---------------------------------------------------------------- refused
+
+
+STARTERS = {
+    "my_ddp": "on 2 ranks.*no collective was seen",
+    "my_unit": "on 2 ranks, my_unit.py fails: TypeError: a Unit needs `shard`",
+    "my_cut": "on 2 ranks, .* parameters are in no unit",
+    "my_plan": "replace the ... with your answer",
+    "my_loop": "begins with step 0: nothing was loaded",
+    "my_accumulation": "on 2 ranks, with 4 parts, nothing was reduced",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "my_plan")) for name in STARTERS]
+)
+def test_the_starter_fails_loudly(write, name):
+    with pytest.raises(NotYet, match=STARTERS[name]) as refused:
+        check(write(name, EXERCISES[name][0]))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
+WRONG = [
+    ("my_ddp", [("    flat /= dist.get_world_size()\n", "")], "the losses are not those of DDP"),
+    ("my_ddp", [("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "6 collectives were seen"),
+    ("my_ddp", [("size + parameter.grad.nbytes > bucket_bytes", "False")], "47.7 kB were sent in one collective"),
+    ("my_ddp", [("    average(bucket)  # the last one, full or not\n", "")], "the losses are not those of DDP"),
+    ("my_ddp", [("dist.all_reduce(flat)", "dist.all_sum(flat)")], r"my_ddp.py fails in line 18: AttributeError"),
+    ("my_unit", [("        self.shard.grad /= self.world_size\n", "")], "the losses are not those of one process"),
+    ("my_unit", [("parameter.data = torch.empty(0)", "pass")], "bytes are held between steps"),
+    (
+        "my_unit",
+        [
+            ("dist.reduce_scatter_tensor(self.shard.grad, whole)", "dist.all_reduce(whole)"),
+            ("torch.empty_like(self.shard)", "whole.chunk(self.world_size)[dist.get_rank()].clone()"),
+        ],
+        "'all_reduce': 1",
+    ),
+    ("my_unit", [("(0, -len(flat) % self.world_size)", "(0, 0)")], "my_unit.py fails|are all equally long"),
+    ("my_cut", [AS_ONE_UNIT], "the peak is .* the target below"),
+    (
+        "my_cut",
+        [("fully_shard(list(pair), mesh=mesh)", "[fully_shard(one, mesh=mesh) for one in pair]")],
+        "26 collectives",
+    ),
+    (
+        "my_cut",
+        [("fully_shard(model, mesh=mesh)  # the root", "pass  # the root")],
+        "my_cut.py fails: RuntimeError: FSDP requires a single root module",
+    ),
+    ("my_plan", [("range(num_blocks + 1)", "range(1, num_blocks + 1)")], "fits with fewer blocks|does fit both"),
+    ("my_plan", [("<= device_bytes", "< device_bytes")], "does fit both memories|fits with fewer"),
+    ("my_plan", [("range(num_blocks + 1)", "range(num_blocks)")], "does fit both memories"),
+    (
+        "my_plan",
+        [("on_host = offloaded * state_bytes", "on_host = offloaded * state_bytes / world_size")],
+        "the host would be",
+    ),
+    ("my_plan", [("    return None\n", "    return 0\n")], "would be too small"),
+    ("my_plan", [("            return offloaded\n", "            return str(offloaded)\n")], "a number is asked for"),
+    ("my_plan", [("at_work = 8", "at_work = none")], "fails: NameError"),
+    ("my_loop", [('        schedule.load_state_dict(state["schedule"])\n', "")], "an undisturbed run another one"),
+    ("my_loop", [("set_state_dict(model, optimizer,", "print(model, optimizer,")], "undisturbed run another one|fails"),
+    ("my_loop", [('first_step = state["step"]', 'first_step = state["step"] + 1')], "an undisturbed run another one"),
+    ("my_loop", [("% 2 == 0", "% 3 == 0")], "goes on with step 3; it saves after every second"),
+    ("my_accumulation", [("index == len(parts) - 1", "True")], "12 reduce-scatters were seen"),
+    ("my_accumulation", [("index == len(parts) - 1", "False")], "nothing was reduced"),
+    ("my_accumulation", [(" / len(parts)", "")], "4.00 times as long as in one process"),
+    ("my_accumulation", [("    dist.all_reduce(squares)", "    pass")], "not the norm of the whole gradient"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[0] in ON_RANKS)) for case in WRONG],
+)
+def test_wrong_builds_are_refused_in_one_line(write, name, changes, message):
+    with pytest.raises(NotYet, match=message) as refused:
+        check(write(name, changed(name, *changes)))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", CHECKERS)
+def test_modules_that_cannot_be_read(write, name):
+    """Before anything is launched."""
+    with pytest.raises(NotYet, match=f"there is no {name}.py here; run the cell that writes it"):
+        check(name)
+    with pytest.raises(NotYet, match=rf"{name}.py cannot be imported: SyntaxError: .*line 1"):
+        check(write(name, "def broken(:\n"))
+    with pytest.raises(NotYet, match=f"{name}.py has no "):
+        check(write(name, "# nothing yet\n"))
+    with pytest.raises(NotYet, match="the name of your module is asked for"):
+        CHECKERS[name](sys)
+
+
+def test_lookup_tables_of_sizes_are_refused(write):
+    with pytest.raises(NotYet):
+        check(write("my_plan", "def blocks_to_offload(*sizes):\n    return {(8, 1000, 2, 0, 0, 0): 3}.get(sizes)\n"))
+
+
+# ---------------------------------------------------------------- the notebooks
+
+
+def test_every_build_has_its_exercise_and_its_checker():
+    assert EXERCISES.keys() == CHECKERS.keys()
+    assert {checker.__name__ for checker in CHECKERS.values()} == {n for n in vars(builds) if n.startswith("check_")}
+    for name, (starter, solution, check_cell) in EXERCISES.items():
+        compile(starter, name, "exec"), compile(solution, name, "exec")
+        assert "..." in starter and "..." not in solution
+        assert f'builds.{CHECKERS[name].__name__}("{name}")' in check_cell
