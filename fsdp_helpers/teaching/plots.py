@@ -94,7 +94,7 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
         "all-gather: parameters are whole": gather.end_s,
         "forward has kept its activations": forward.end_s,
         "backward has made whole gradients": reduce.start_s,
-        "reduce-scatter: slices remain": reduce.end_s,
+        "reduce-scatter: their slices of the mean": reduce.end_s,
     }
 
 
@@ -190,7 +190,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
-    """One bar per rung: bytes held (solid) and peak (light), the predicted peak as a mark, the change; its step time."""
+    """One bar per rung: bytes held (solid), peak (light), its prediction (a mark) and its change; and the step time."""
     with figure_style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))

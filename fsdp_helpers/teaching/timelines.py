@@ -77,7 +77,7 @@ def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms:
         else:
             narrow.append(seen.sent_bytes)
     if narrow:
-        text = f" narrow bars: {len(narrow)}, together {sum(narrow) / MB:.1f}"
+        text = f" {len(narrow)} narrow bar{'s' * (len(narrow) > 1)}: {sum(narrow) / MB:.1f}"
         ax.text(length_ms, rank, text, va="center", fontsize=8, color=TEXT_COLOUR)
 
 

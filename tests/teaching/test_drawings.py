@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
@@ -117,7 +117,9 @@ def test_a_slice_without_room_names_its_rows_alone():
 
 def test_the_image_of_the_readme(tmp_path):
     drawings.write_step_image(tmp_path / "step.png")
-    assert plt.imread(tmp_path / "step.png").ndim == 3
+    for picture in (tmp_path / "step.png", PROJECT / "notebooks" / "images" / "step.png"):
+        is_filled = abs(plt.imread(picture)[..., :3] - to_rgb(STATE_COLOURS["parameters"])).max(axis=-1) < 0.01
+        assert 0.04 < is_filled.mean() < 0.1  # 12 of the 48 slices of the drawing are filled with parameters
     shown = re.findall(r"!\[.+\]\((.+\.png)\)", (PROJECT / "README.md").read_text())
     assert shown[0] == "notebooks/images/step.png"
     assert all((PROJECT / image).is_file() for image in shown)

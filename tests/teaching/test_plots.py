@@ -152,7 +152,7 @@ def test_bars_without_room_for_a_number_are_added_up():
     trace = replace(step_trace(*PHASES), collectives=(*short, *step_trace().collectives[2:]))
     ax = plots.plot_collectives([trace, trace], "One step")[1]
     # Two bars of 1 ms in 300 send 2 + 3 MB; the third, of 50 ms, has its number
-    for note in ("2.0", "narrow bars: 2, together 5.0"):
+    for note in ("2.0", "2 narrow bars: 5.0"):
         assert texts(ax).count(note) == 2  # one for each rank
 
 

@@ -16,7 +16,7 @@ def test_an_optimiser_built_before_sharding_moves_nothing():
 
 def test_a_start_on_meta_gives_each_rank_its_slices_alone(capfd):
     # (784 x 512 + 512) + (512 x 10 + 10) = 407,050 parameters, 4 bytes each, over 2 ranks; 512 and 10 rows divide by 2
-    stages = {"on meta, sharded": 0, "after to_empty": 814_100, "values that are not finite": 0}
+    stages = {"slices on meta": 4, "then on meta": 0, "bytes": 814_100, "values that are not finite": 0}
     assert on_two_ranks(probes.start_on_meta) == [stages, stages]
     assert "Warning" not in capfd.readouterr().err
 
