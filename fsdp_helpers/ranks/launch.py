@@ -200,7 +200,7 @@ def _death(rank: _Rank) -> Failure:
     rank.process.join(END_S)
     code = rank.process.exitcode
     if code == NO_MAIN_GUARD:
-        raise RuntimeError(main_guard_advice())
+        raise RuntimeError(main_guard_advice()) from None
     if code is not None and code < 0:
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = " (often the system, out of memory)" if name == "SIGKILL" else ""

@@ -82,8 +82,10 @@ def environment_changes() -> dict[str, str | None]:
     """
     if not _environment:
         return {}
-    removed = dict.fromkeys(_environment.keys() - os.environ.keys() - {"GLIBC_TUNABLES"})
-    return removed | {name: value for name, value in os.environ.items() if _environment.get(name) != value}
+    differing = {
+        name for name in _environment.keys() | os.environ.keys() if _environment.get(name) != os.environ.get(name)
+    }
+    return {name: os.environ.get(name) for name in differing - {"GLIBC_TUNABLES"}}
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def test_spawned_ranks_keep_every_promise():
 # What Windows lacks, taken away at the top of a script: a spawned rank imports the script, and lacks it too.
 WITHOUT = """
 import faulthandler, multiprocessing, os, signal, sys, tempfile
+import torch.distributed.checkpoint, torch.distributed.fsdp  # for other systems torch asks for other names
 
 multiprocessing.get_all_start_methods = lambda: ["spawn"]
 for module, names in {
