@@ -43,6 +43,9 @@ def test_spawned_ranks_keep_every_promise():
 WITHOUT = """
 import faulthandler, multiprocessing, os, signal, sys, tempfile
 import torch.distributed.checkpoint, torch.distributed.fsdp  # for other systems torch asks for other names
+from multiprocessing import resource_tracker
+
+resource_tracker._HAVE_SIGMASK = False  # as Python itself finds it there
 
 multiprocessing.get_all_start_methods = lambda: ["spawn"]
 for module, names in {
