@@ -62,7 +62,7 @@ def _provided(module: ModuleType) -> Iterator[Import]:
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield module.__name__, node.name, node.name
         elif isinstance(node, ast.Assign):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            names = [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
             yield from ((module.__name__, name, name) for name in names)
 
 

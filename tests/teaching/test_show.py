@@ -41,7 +41,7 @@ def test_what_a_module_defines_itself_is_imported_from_it_unless_it_is_shown():
     assert of_module in show.needed_imports(by_hand.train_fsdp_by_hand)
     assert of_module not in show.needed_imports(by_hand.train_fsdp_by_hand, FlatUnit)
     # a constant, and an alias of a type
-    assert "loop import Batches\n" in show.needed_imports(loop.evaluate)
+    assert "loop import Batches, layer_by_layer\n" in show.needed_imports(loop.evaluate)
     assert show.needed_imports(needs_nothing) == ""
 
 
