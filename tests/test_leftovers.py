@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from leftovers import PROJECT
 
 TESTS = Path(__file__).parent
