@@ -14,7 +14,7 @@ from fsdp_helpers.records import (
 def test_to_json_is_the_contract():
     content = json.loads(json.dumps(tiny_record().to_json()))  # plain values only
     check_json(content)
-    assert content["ranks"][0]["collectives"] == [{"op": "all_reduce", "count": 1, "bytes": 4}]
+    assert content["ranks"][0]["collectives"] == [{"op": "all_reduce", "count": 1, "bytes": 4, "sent_bytes": 0}]
 
 
 def test_a_run_that_had_nothing_left_to_train_is_in_the_contract_too():
