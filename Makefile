@@ -48,7 +48,7 @@ test-notebooks: $(INSTALLED)
 
 # The long evidence alone: the whole grids of which `make test` runs one telling case each.
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m long tests
+	$(BIN)/python -m pytest -m long $(LONG_ARGS) tests
 
 test-all: test test-long
 
