@@ -116,7 +116,7 @@ class _Output:
 
     def line(self, rank: int, stream: str, text: str) -> None:
         name = f"[rank {rank}] " if self.names else ""
-        self.bar.print((name + text).rstrip() if not text else name + text, getattr(sys, stream))
+        self.bar.print(name + text if text else name.rstrip(), getattr(sys, stream))
 
     def report(self, *report: Any) -> None:
         if self.draws:
