@@ -92,16 +92,16 @@ def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> 
 
 def save_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The heart of `save`: every rank writes the slices that it keeps, under the names of the plain model."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state["state"]}, checkpoint_id=folder)
+    model_state, optimizer_state = get_state_dict(model, optimizer)  # moments, and settings such as the learning rate
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
 
 def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The heart of `load`: every rank reads what it keeps now, from whichever files it is in."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
-    state = {"model": model_state, "optimizer": optimizer_state["state"]}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)  # fills them
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def save_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -136,7 +136,6 @@ def resume_through(
     load_it(folder, model, optimizer)
     loaded_for = len(optimizer.state)
     new_schedule.load_state_dict(schedule.state_dict())
-    optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
     built = model, optimizer, new_schedule
     losses += _train_steps(rank, world_size, config, dataset, built, first_step=half, count=half)
     return saved_for, loaded_for, losses

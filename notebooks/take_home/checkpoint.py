@@ -1,5 +1,5 @@
 """Model, Adam, schedule and place in the data, saved and then resumed on another number of ranks:
-`torchrun --nproc-per-node 3 checkpoint.py FOLDER 4` saves after 4 steps; with 2 and 8 it goes on to 8."""
+`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` saves after 3 steps; with 2 and 6 it goes on to 6."""
 
 import os
 import sys
