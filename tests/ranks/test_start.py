@@ -1,6 +1,7 @@
 """How ranks are started: forked or spawned, with and without a main guard, where signals are missing or ignored."""
 
 import ast
+import importlib
 import multiprocessing
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from programs import running, running_python
 from runs import mostly_long
 
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.ranks.start import choose_start_method
 
 
@@ -105,16 +106,17 @@ def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
     assert last.startswith("RuntimeError: my_script.py has no main guard: ") and '`if __name__ == "__main__":`' in last
 
 
-def test_a_module_that_launches_while_ranks_import_it_does_not_go_on_for_ever(tmp_path):
-    (tmp_path / "my_module.py").write_text(
+def test_a_module_that_launches_while_ranks_import_it_does_not_go_on_for_ever(tmp_path, monkeypatch, capfd):
+    (tmp_path / "module_that_launches.py").write_text(
         "from fsdp_helpers.ranks.launch import launch\n"
         "def work(rank, world_size): return rank\n"
         "print(launch(work, world_size=2, device='cpu'))\n"
     )
-    with running_python("import my_module", cwd=tmp_path) as process:
-        output, errors = process.communicate(timeout=120)
-    assert output == ""
-    assert "RankError: rank" in errors and "calls launch while a rank imports it" in errors.splitlines()[-1]
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankError) as caught:
+        importlib.import_module("module_that_launches")
+    assert "calls launch while a rank imports it" in caught.value.summary
+    assert capfd.readouterr() == ("", "")
 
 
 OWN_TUNABLES = "glibc.malloc.perturb=0"  # a setting of the reader's
