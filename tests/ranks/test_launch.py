@@ -4,6 +4,7 @@ import os
 import py_compile
 import re
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -212,22 +213,28 @@ def test_an_edit_counts_from_the_next_launch(tmp_path, monkeypatch):
 
 @contextmanager
 def hanging_launches(folder: Path) -> Iterator:
-    """A Python that launches ranks that hang, and, once interrupted, others that do not; three times over."""
+    """A Python that, for each line that it reads, launches ranks that hang, and others once it is interrupted."""
     (folder / "tmp").mkdir()
     code = f"""
-        import tempfile
+        import sys, tempfile
         tempfile.tempdir = {str(folder / "tmp")!r}
         from fsdp_helpers.ranks.launch import launch
         from workers_for_tests import return_rank, leave_processes
-        for _ in range(3):
+        for _ in sys.stdin:
             print("starting", flush=True)
             try:
                 launch(leave_processes, {str(folder)!r}, "interrupt", world_size=2, device="cpu")
             except KeyboardInterrupt:
                 print("interrupted", launch(return_rank, world_size=2, device="cpu"), flush=True)
     """
-    with running_python(code) as process:
+    with running_python(code, stdin=subprocess.PIPE) as process:
         yield process
+
+
+def start_hanging(process) -> None:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "starting\n", process.stderr.read()
 
 
 def written_pids(folder: Path) -> list[int]:
@@ -255,16 +262,16 @@ def interrupt(process, folder: Path) -> None:
 def test_interrupted_while_starting_interrupted_while_running_and_killed(tmp_path):
     """One Python after the other would say the same of each, and take three times as long to load torch."""
     with hanging_launches(tmp_path) as process:
-        assert process.stdout.readline() == "starting\n"
+        start_hanging(process)
         time.sleep(0.5)  # torch is being loaded for the ranks, which takes seconds
         interrupt(process, tmp_path)
 
-        assert process.stdout.readline() == "starting\n"
+        start_hanging(process)
         pids = written_pids(tmp_path)
         interrupt(process, tmp_path)
         assert not any(is_running(pid) for pid in pids)
 
-        assert process.stdout.readline() == "starting\n"
+        start_hanging(process)
         pids = written_pids(tmp_path)
         assert launch_folders(tmp_path) != []
         process.kill()
