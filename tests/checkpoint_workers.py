@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.resume import run_checkpoints
-from fsdp_helpers.checkpointing.state import load_full, save_full
+from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
@@ -95,7 +95,7 @@ def save_under_each(rank, world_size, folder, configs):
             torch.save(expected, folder / f"{name}.expected")
 
 
-def load_each(rank, world_size, folder, names, config, full=False):
+def load_each(rank, world_size, folder, names, config):
     """For each saved name: parameters that differ from the saved ones before the load, what differs after (rank 0)."""
     found = {}
     for name in names:
@@ -103,10 +103,7 @@ def load_each(rank, world_size, folder, names, config, full=False):
         model, optimizer = build(config, seed=2)
         parameters = {name: kept for name, kept in expected.items() if name.startswith("model.")}
         before = differences(whole_parameters(model), parameters)
-        if full:
-            load_full(folder / f"{name}.pt", model, optimizer)
-        else:
-            load(folder / name, model, optimizer)
+        load(folder / name, model, optimizer)
         found[name] = before, differences(whole_state(model, optimizer), expected)
     return found
 

@@ -11,6 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+# OpenMP reads this when torch is loaded, here and in all that a test starts: threads that wait sleep. Left alone, they
+# spin, and where the cores are in use a step on two threads takes ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 import torch.distributed as dist

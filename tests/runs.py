@@ -1,6 +1,6 @@
 """Runs and records that several tests share."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,7 @@ RANK_KEYS = {
 }
 
 
-def mostly_long(cases: Iterable, *, telling: tuple[int, ...] = (0,)) -> list:
+def mostly_long(cases: Iterable, *, telling: Container[int] = (0,)) -> list:
     """Cases for `parametrize`: those at the positions `telling` always run, the others are the long evidence."""
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [

@@ -1,6 +1,9 @@
-"""The models and batches of the take-home scripts, trained by the package. Every rank imports this module."""
+"""The take-home scripts, and their models and batches trained by the package. Every rank imports this module."""
 
+import contextlib
 import importlib.util
+import io
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +26,19 @@ def load_script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run_main(rank, world_size, name, port, arguments) -> str:
+    """The `main` of a script in a rank that stands as under torchrun, on the CPU; what it prints.
+
+    The store of the meeting point is the agent's there, and the test's here.
+    """
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    torch.cuda.device_count = lambda: 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        load_script(name).main(*arguments)
+    return printed.getvalue()
 
 
 def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) -> list[float]:

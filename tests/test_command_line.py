@@ -185,8 +185,7 @@ def test_torchrun_gives_the_very_same_losses(run_cli, torchrun, digits_dir, tmp_
 
 def test_torchrun_gives_the_very_same_losses_sharded(run_cli, torchrun, digits_dir, tmp_path):
     arguments = ["train", "--strategy", "fsdp", "--max-steps", 4, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
-    by_launch = run_cli(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json", offline=True)
-    assert by_launch.returncode == 0, by_launch.stderr
+    assert main_in_process(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json") == 0
     agent = (torchrun, "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"))
     by_torchrun = run_cli(*arguments, "--json", tmp_path / "torchrun.json", starter=agent, offline=True)
     assert by_torchrun.returncode == 0, by_torchrun.stderr

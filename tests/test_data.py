@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import workers_for_tests as workers
 from torchvision.datasets import MNIST
 
 from fsdp_helpers import mnist
@@ -29,6 +30,7 @@ from fsdp_helpers.data import (
     rank_batches,
 )
 from fsdp_helpers.mnist import FAILED_DOWNLOAD, MNIST_FILES, DataError
+from fsdp_helpers.ranks.launch import launch
 
 NAMES = [name for name, _ in MNIST.resources]
 SMALL = "t10k-labels-idx1-ubyte.gz"  # the smallest of the four
@@ -145,18 +147,10 @@ def test_downloaded_once(mirror, tmp_path):
 
 
 def test_two_processes_starting_together_download_once(mirror, tmp_path):
-    code = (
-        "from torchvision.datasets import MNIST; from fsdp_helpers import data, mnist; "
-        f"MNIST.mirrors, MNIST.resources = [{mirror.url!r}], {MNIST.resources!r}; "
-        f"mnist.MNIST_FILES = {mnist.MNIST_FILES!r}; input(); print(data.prepare_data({str(tmp_path)!r}))"
+    sources = launch(
+        workers.prepare_together, tmp_path, mirror.url, MNIST.resources, mnist.MNIST_FILES, world_size=2, device="cpu"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate(timeout=90) for process in processes]
-    assert [output.split()[-1] for output, _ in outputs] == ["mnist", "mnist"], outputs
+    assert sources == ["mnist", "mnist"]
     assert mirror.gets == {name: 1 for name in NAMES}
     assert left_over(tmp_path) == ["MNIST"]
 

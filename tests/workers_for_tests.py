@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.datasets import MNIST
 
+from fsdp_helpers import mnist
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.data import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import progress
@@ -50,10 +53,6 @@ def describe_itself(rank, world_size):
 
 def return_environment(rank, world_size):
     return dict(os.environ)
-
-
-def return_tunables(rank, world_size):
-    return os.environ.get("GLIBC_TUNABLES")
 
 
 def all_reduce_rank(rank, world_size):
@@ -285,6 +284,16 @@ def gradients_held_back(rank, world_size):
     own = model.module.weight.grad.item()
     model(inputs).sum().backward()
     return own, model.module.weight.grad.item()
+
+
+# ---------------------------------------------------------------- data
+
+
+def prepare_together(rank, world_size, folder, url, resources, files):
+    """Every rank asks for the data at the same moment; the mirror, and what it should have, are a test's."""
+    MNIST.mirrors, MNIST.resources, mnist.MNIST_FILES = [url], resources, files
+    dist.barrier()
+    return prepare_data(folder)
 
 
 # ---------------------------------------------------------------- many runs, one launch

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -145,28 +145,3 @@ def gather_on_rank_0(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.cpu() if this_rank() == 0 else None
     return value
-
-
-def load_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0 reads the file and deals it out, tensor by tensor. Every rank has to call this."""
-    state = read_state(model, optimizer)
-    saved = torch.load(path, weights_only=True, mmap=True) if this_rank() == 0 else None
-    whole = _leaves({"model": saved["model"], "optimizer": saved["optimizer"]["state"]}) if saved else {}
-    for name, value in state.values.items():
-        if isinstance(value, Tensor):
-            _deal_out(whole.get(name), value)
-    put_back(model, optimizer, state)
-
-
-def _deal_out(whole: Tensor | None, own: Tensor) -> None:
-    """Fill `own`, a rank's slice or copy, from the `whole` tensor that rank 0 has."""
-    if isinstance(own, DTensor):
-        if whole is None:
-            whole = torch.empty(own.shape, dtype=own.dtype)  # its shape counts; the values come from rank 0
-        dealt = distribute_tensor(whole.to(own.device_mesh.device_type), own.device_mesh, own.placements)
-        own.to_local().copy_(dealt.to_local())
-    else:
-        if whole is not None:
-            own.copy_(whole)
-        if dist.is_initialized():
-            dist.broadcast(own, src=0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from runs import mostly_long
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
@@ -34,13 +35,13 @@ FSDP_RUNS = [
 
 
 def settings(model: str, images: int, world_size: int, **changes) -> TrainConfig:
-    """Four steps on `images` for each rank; memory is that of the third."""
+    """Three steps on `images` for each rank; memory is that of the third."""
     return TrainConfig(
         model=model,
         min_num_params=THRESHOLDS[model],
         global_batch_size=images * world_size,
-        train_images=4 * images * world_size,
-        max_steps=4,
+        train_images=3 * images * world_size,
+        max_steps=3,
         test_images=1,
         **changes,
     )
@@ -59,6 +60,12 @@ def predict(config: TrainConfig, world_size: int, backend: str = "gloo"):
     return peak_of_step(measured, config, world_size, units_of(config), backend=backend)
 
 
+@cache
+def num_params(model: str) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(model).parameters())
+
+
 def compare(configs: list[TrainConfig], world_size: int, data_dir) -> list[float]:
     """Peaks of rank 0, each over its prediction; all runs in one launch."""
     configs = [replace(config, data_dir=str(data_dir)) for config in configs]
@@ -67,9 +74,7 @@ def compare(configs: list[TrainConfig], world_size: int, data_dir) -> list[float
     for config, rank in zip(configs, found, strict=True):
         peak = predict(config, world_size)
         ratios.append(rank.peak_bytes / peak.bytes)
-        held = held_bytes(
-            config.strategy, profile(config.model, 4).num_params, world_size, bucket_view=config.bucket_view
-        )
+        held = held_bytes(config.strategy, num_params(config.model), world_size, bucket_view=config.bucket_view)
         assert rank.held_bytes > 0.999 * held, config  # gloo may keep a buffer a while longer: there may be more
         print(f"{world_size} ranks, {config}: {rank.peak_bytes:,}, ratio {ratios[-1]:.4f}, {peak.when}")
     return ratios
@@ -90,6 +95,7 @@ TELLING = {
     "DDP": ("vit", 32, {"strategy": "ddp"}),
     "DDP, gradients in its buckets": ("shallow", 4, {"strategy": "ddp", "bucket_view": True}),
 }
+# With either API; of each lever one is among the telling cases.
 LEVERS = {
     "four micro-batches, reduced once": {"micro_batches": 4},
     "four micro-batches, each reduced": {"micro_batches": 4, "sync_micro_batches": True},
@@ -99,27 +105,36 @@ LEVERS = {
 }
 
 
+TELLING_LEVERS = [*zip(LEVERS, ("fsdp2", "fsdp1", "fsdp2", "fsdp1", "fsdp2"), strict=True)]
+OTHER_LEVERS = [(name, api) for name in LEVERS for api in ("fsdp1", "fsdp2") if (name, api) not in TELLING_LEVERS]
+
+
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> dict[str, float]:
-    """Measured over predicted, of each telling case and each lever with either API; two ranks, one launch."""
-    cases = {name: settings(model, images, 2, **changes) for name, (model, images, changes) in TELLING.items()}
-    for name, changes in LEVERS.items():
-        for api in ("fsdp1", "fsdp2"):
-            cases[f"{api}, {name}"] = settings("vit", 64, 2, strategy="fsdp-auto-wrap", api=api, **changes)
-    return dict(zip(cases, compare(list(cases.values()), 2, tmp_path_factory.mktemp("no-mnist")), strict=True))
+def two_ranks(tmp_path_factory):
+    """Measured over predicted of a case on two ranks; all telling cases are run in one launch, and all others."""
+
+    @cache
+    def run_all(telling: bool) -> dict:
+        cases = {}
+        if telling:
+            cases = {name: settings(model, images, 2, **changes) for name, (model, images, changes) in TELLING.items()}
+        for name, api in TELLING_LEVERS if telling else OTHER_LEVERS:
+            cases[name, api] = settings("vit", 64, 2, strategy="fsdp-auto-wrap", api=api, **LEVERS[name])
+        return dict(zip(cases, compare(list(cases.values()), 2, tmp_path_factory.mktemp("no-mnist")), strict=True))
+
+    return lambda case: run_all(case not in OTHER_LEVERS)[case]
 
 
 @pytest.mark.timeout(900)  # the first test makes the runs of all
 @pytest.mark.parametrize("name", TELLING)
 def test_telling_cases_within_1_percent(name, two_ranks):
-    assert two_ranks[name] == pytest.approx(1, abs=0.01)
+    assert two_ranks(name) == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize("name", LEVERS)
+@pytest.mark.parametrize("name, api", mostly_long(TELLING_LEVERS + OTHER_LEVERS, telling=range(5)))
 def test_levers_within_2_percent(name, api, two_ranks):
-    assert two_ranks[f"{api}, {name}"] == pytest.approx(1, abs=0.02)
+    assert two_ranks((name, api)) == pytest.approx(1, abs=0.02)
 
 
 def test_one_rank(tmp_path):
@@ -141,22 +156,42 @@ def test_cutting_pays_only_with_images_to_spare():
 # ---------------------------------------------------------------- all of them
 
 
-def cases_of(model: str, world_size: int) -> list[TrainConfig]:
-    strategies = [{"strategy": "ddp"}, *FSDP_RUNS]
-    return [settings(model, images, world_size, **run) for run in strategies for images in (4, 32)]
+GRID = [(model, world_size) for world_size in (1, 2, 4) for model in MODELS]
+WAYS = [{"strategy": "ddp"}, *FSDP_RUNS]
+
+
+@pytest.fixture(scope="module")
+def errors_of(tmp_path_factory):
+    """How far measurements are from the model's: DDP and both APIs, one unit and units, 4 and 32 images a rank.
+
+    Memory that a rank has freed stays with its process, so no two of DeepNet's runs share one.
+    """
+
+    @cache
+    def run_all(model: str, world_size: int) -> list[float]:
+        configs = [settings(model, images, world_size, **way) for way in WAYS for images in (4, 32)]
+        launches = [[config] for config in configs] if model == "deep" else [configs]
+        folder = tmp_path_factory.mktemp("no-mnist")
+        return [abs(ratio - 1) for runs in launches for ratio in compare(runs, world_size, folder)]
+
+    return run_all
 
 
 @pytest.mark.long
-def test_the_whole_grid(tmp_path):
-    ratios = []
-    for world_size in (1, 2, 4):
-        for model in MODELS:
-            ratios += compare(cases_of(model, world_size), world_size, tmp_path)
-    errors = [abs(ratio - 1) for ratio in ratios]
+@pytest.mark.parametrize("model, world_size", GRID)
+def test_the_grid_within_5_percent(model, world_size, errors_of):
+    errors = errors_of(model, world_size)
+    assert len(errors) == 5 * 2
+    assert max(errors) < 0.05
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)  # where it is asked for alone, it makes all 150 runs
+def test_the_whole_grid(errors_of):
+    errors = [error for case in GRID for error in errors_of(*case)]
     print(f"{len(errors)} runs: median error {median(errors):.4f}, worst {max(errors):.4f}")
     assert len(errors) == 5 * 5 * 3 * 2
     assert median(errors) < 0.01
-    assert max(errors) < 0.05
 
 
 # ---------------------------------------------------------------- one real rank of many, and strangers

@@ -3,7 +3,6 @@ import platform
 
 import pytest
 import workers_for_tests as workers
-from programs import running_python
 
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES, malloc_tunables
 from fsdp_helpers.ranks.launch import launch
@@ -27,16 +26,3 @@ def test_freed_memory_is_used_again():
     faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
     assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
     assert max(faults[2:]) < 100
-
-
-def test_the_allocator_settings_end_with_the_start():
-    """A Python that launches has the reader's own setting again, also for what it starts itself."""
-    code = """
-        import os, workers_for_tests as workers
-        from fsdp_helpers.ranks.launch import launch
-        launch(workers.return_rank, world_size=1, device="cpu")
-        print(launch(workers.return_tunables, world_size=1, device="cpu")[0], os.environ.get("GLIBC_TUNABLES"))
-    """
-    with running_python(code, variables={"GLIBC_TUNABLES": OWN}) as process:
-        output, errors = process.communicate(timeout=200)
-    assert output.split() == [f"{MALLOC_TUNABLES}:{OWN}", OWN], errors

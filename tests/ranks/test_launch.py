@@ -1,7 +1,10 @@
+import contextlib
+import io
 import os
 import py_compile
 import re
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -129,26 +132,20 @@ def test_a_rank_that_ignores_sigterm_is_ended_too():
     assert time.monotonic() - start_s < 20
 
 
+class Nowhere(io.TextIOBase):
+    """Takes what is printed, and keeps none of it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@pytest.mark.timeout(60)  # where this goes wrong, it goes on for ever
 def test_a_rank_that_never_stops_printing_is_ended_like_any_other():
-    # In a process of its own: where this goes wrong, it goes on for ever.
-    code = """
-        import contextlib, io
-        from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
-        from workers_for_tests import print_for_ever, raise_while_another_prints
-
-        def outcome(worker):
-            try:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    launch(worker, world_size=2, device="cpu", timeout_s=2)
-            except (RankError, RankTimeout) as error:
-                print(type(error).__name__, flush=True)
-
-        outcome(raise_while_another_prints)
-        outcome(print_for_ever)
-    """
-    with running_python(code) as process:
-        output, _ = process.communicate(timeout=200)
-    assert output.split() == ["RankError", "RankTimeout"]
+    with contextlib.redirect_stdout(Nowhere()):
+        with pytest.raises(RankError, match="rank 0 of 2 failed: ZeroDivisionError: on purpose"):
+            launch(workers.raise_while_another_prints, world_size=2, device="cpu")
+        with pytest.raises(RankTimeout, match="after 1 s, 2 of 2 ranks had not finished"):
+            launch(workers.print_for_ever, world_size=2, device="cpu", timeout_s=1)
 
 
 # ---------------------------------------------------------------- refused before anything starts
@@ -211,81 +208,77 @@ def test_an_edit_counts_from_the_next_launch(tmp_path, monkeypatch):
     assert launch(my_worker_to_edit.work, world_size=1, device="cpu") == ["new"]
 
 
-def test_a_module_written_beside_the_notebook(tmp_path):
-    # What '%%writefile my_worker.py' does: a file in the working directory, imported by name.
-    (tmp_path / "my_worker.py").write_text("def work(rank, world_size):\n    return rank * 10\n")
-    code = """
-        from fsdp_helpers.ranks.launch import launch
-        from my_worker import work
-        print(launch(work, world_size=2, device="cpu"))
-    """
-    with running_python(code, cwd=tmp_path) as process:
-        output, errors = process.communicate(timeout=90)
-    assert output == "[0, 10]\n", errors
-
-
 # ---------------------------------------------------------------- interrupts and kills
 
 
 @contextmanager
-def hanging_launch(folder: Path) -> Iterator:
+def hanging_launches(folder: Path) -> Iterator:
+    """A Python that, for each line that it reads, launches ranks that hang, and others once it is interrupted."""
     (folder / "tmp").mkdir()
     code = f"""
-        import tempfile
+        import sys, tempfile
         tempfile.tempdir = {str(folder / "tmp")!r}
         from fsdp_helpers.ranks.launch import launch
         from workers_for_tests import return_rank, leave_processes
-        print("starting", flush=True)
-        try:
-            launch(leave_processes, {str(folder)!r}, "interrupt", world_size=2, device="cpu")
-        except KeyboardInterrupt:
-            print("interrupted", launch(return_rank, world_size=2, device="cpu"), flush=True)
+        for _ in sys.stdin:
+            print("starting", flush=True)
+            try:
+                launch(leave_processes, {str(folder)!r}, "interrupt", world_size=2, device="cpu")
+            except KeyboardInterrupt:
+                print("interrupted", launch(return_rank, world_size=2, device="cpu"), flush=True)
     """
-    with running_python(code) as process:
+    with running_python(code, stdin=subprocess.PIPE) as process:
         yield process
+
+
+def start_hanging(process) -> None:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "starting\n", process.stderr.read()
 
 
 def written_pids(folder: Path) -> list[int]:
     """The process ids of both ranks and of all that they started, once they are written."""
     files = [folder / f"pids-{rank}" for rank in range(2)]
     assert wait_until(lambda: all(file.exists() for file in files), 200)
-    return [int(pid) for file in files for pid in file.read_text().split()]
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    for file in files:
+        file.unlink()
+    assert len(pids) == 12 and all(is_running(pid) for pid in pids)
+    return pids
 
 
 def launch_folders(folder: Path) -> list[str]:
     return [path.name for path in (folder / "tmp").iterdir() if path.name.startswith("fsdp_helpers-")]
 
 
-def test_interrupt_ends_the_ranks_and_the_next_launch_works(tmp_path):
-    with hanging_launch(tmp_path) as process:
-        pids = written_pids(tmp_path)
-        os.killpg(process.pid, signal.SIGINT)  # as Jupyter interrupts a kernel: the whole process group
-        output, errors = process.communicate(timeout=200)
-    assert output.splitlines()[1:] == ["interrupted [(0, 2), (1, 2)]"], errors
-    assert errors == ""
-    assert len(pids) == 12 and not any(is_running(pid) for pid in pids)
-    assert launch_folders(tmp_path) == []
+def interrupt(process, folder: Path) -> None:
+    """As Jupyter interrupts a kernel, the whole process group; and the next launch works."""
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout.readline() == "interrupted [(0, 2), (1, 2)]\n", process.stderr.read()
+    assert launch_folders(folder) == []
 
 
-def test_interrupt_while_the_first_ranks_are_starting(tmp_path):
-    with hanging_launch(tmp_path) as process:
-        assert process.stdout.readline() == "starting\n"
+def test_interrupted_while_starting_interrupted_while_running_and_killed(tmp_path):
+    """One Python after the other would say the same of each, and take three times as long to load torch."""
+    with hanging_launches(tmp_path) as process:
+        start_hanging(process)
         time.sleep(0.5)  # torch is being loaded for the ranks, which takes seconds
-        os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=200)
-    assert output == "interrupted [(0, 2), (1, 2)]\n", errors
-    assert errors == ""
-    assert launch_folders(tmp_path) == []
+        interrupt(process, tmp_path)
 
+        start_hanging(process)
+        pids = written_pids(tmp_path)
+        interrupt(process, tmp_path)
+        assert not any(is_running(pid) for pid in pids)
 
-def test_a_killed_parent_takes_its_ranks_along(tmp_path):
-    with hanging_launch(tmp_path) as process:
+        start_hanging(process)
         pids = written_pids(tmp_path)
         assert launch_folders(tmp_path) != []
         process.kill()
-        process.communicate(timeout=100)
-        assert len(pids) == 12 and wait_until(lambda: not any(is_running(pid) for pid in pids))
+        _, errors = process.communicate(timeout=100)
+        assert wait_until(lambda: not any(is_running(pid) for pid in pids))
         assert wait_until(lambda: launch_folders(tmp_path) == [])
+        assert errors == ""
 
 
 # ---------------------------------------------------------------- side by side

@@ -1,5 +1,7 @@
 """How ranks are started: forked or spawned, with and without a main guard, where signals are missing or ignored."""
 
+import ast
+import importlib
 import multiprocessing
 import sys
 from pathlib import Path
@@ -7,8 +9,10 @@ from pathlib import Path
 import pytest
 import workers_for_tests as workers
 from programs import running, running_python
+from runs import mostly_long
 
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES
+from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.ranks.start import choose_start_method
 
 
@@ -62,7 +66,7 @@ if __name__ == "__main__":
     from workers_for_tests import hang_on, raise_on, return_rank
 
     print(launch(return_rank, world_size=2, device="cpu"))
-    for worker, timeout_s in ((raise_on, None), (hang_on, 8)):
+    for worker, timeout_s in ((raise_on, None), (hang_on, 1)):
         try:
             launch(worker, 1, world_size=2, device="cpu", timeout_s=timeout_s)
         except (RankError, RankTimeout) as error:
@@ -78,7 +82,7 @@ def test_a_system_without_a_server_and_without_signals(tmp_path):
     assert output.splitlines() == [
         "[(0, 2), (1, 2)]",
         "['rank 1 of 2 failed: ZeroDivisionError: on purpose, on rank 1', '']",
-        "['after 8 s, 2 of 2 ranks had not finished (0 had)', 'rank 0 was running; this system cannot ask it where']",
+        "['after 1 s, 2 of 2 ranks had not finished (0 had)', 'rank 0 was running; this system cannot ask it where']",
     ], errors
 
 
@@ -90,7 +94,7 @@ print(launch(return_rank, world_size=2, device="cpu", start_method={start_method
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", mostly_long(["forkserver", "spawn"]))
 def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
     script = tmp_path / "my_script.py"
     script.write_text(UNGUARDED.format(start_method=start_method))
@@ -102,29 +106,48 @@ def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
     assert last.startswith("RuntimeError: my_script.py has no main guard: ") and '`if __name__ == "__main__":`' in last
 
 
-def test_a_module_that_launches_while_ranks_import_it_does_not_go_on_for_ever(tmp_path):
-    (tmp_path / "my_module.py").write_text(
+def test_a_module_that_launches_while_ranks_import_it_does_not_go_on_for_ever(tmp_path, monkeypatch, capfd):
+    (tmp_path / "module_that_launches.py").write_text(
         "from fsdp_helpers.ranks.launch import launch\n"
         "def work(rank, world_size): return rank\n"
         "print(launch(work, world_size=2, device='cpu'))\n"
     )
-    with running_python("import my_module", cwd=tmp_path) as process:
-        output, errors = process.communicate(timeout=120)
-    assert output == ""
-    assert "RankError: rank" in errors and "calls launch while a rank imports it" in errors.splitlines()[-1]
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankError) as caught:
+        importlib.import_module("module_that_launches")
+    assert "calls launch while a rank imports it" in caught.value.summary
+    assert capfd.readouterr() == ("", "")
+
+
+OWN_TUNABLES = "glibc.malloc.perturb=0"  # a setting of the reader's
+OWN_WORKER = """
+import os
+
+def work(rank, world_size):
+    return rank * 10, os.environ.get("GLIBC_TUNABLES")
+"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_launch_where_interrupts_are_ignored():
-    """As under `nohup ... &`: the ranks start, talk and end, and interrupts stay ignored."""
+def test_a_python_with_settings_of_its_own(tmp_path):
+    """A worker that `%%writefile` put beside the notebook; the reader's allocator settings; and, as under
+    `nohup ... &`, interrupts that are ignored, and stay ignored."""
+    (tmp_path / "my_worker.py").write_text(OWN_WORKER)
     code = """
         import os, signal
         from fsdp_helpers.ranks.launch import launch
-        from workers_for_tests import all_reduce_rank
+        from my_worker import work
         os.kill(os.getpid(), signal.SIGINT)
-        print(launch(all_reduce_rank, world_size=2, device="cpu"), signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
+        launch(work, world_size=1, device="cpu")
+        ranks = launch(work, world_size=2, device="cpu")
+        print((ranks, os.environ.get("GLIBC_TUNABLES"), signal.getsignal(signal.SIGINT) is signal.SIG_IGN))
     """
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    with running_python(code, prelude=ignoring) as process:
-        output, errors = process.communicate(timeout=90)
-    assert output == "[3.0, 3.0] True\n", errors
+    own = {"GLIBC_TUNABLES": OWN_TUNABLES}
+    with running_python(code, prelude=ignoring, variables=own, cwd=tmp_path) as process:
+        output, errors = process.communicate(timeout=200)
+    assert errors == ""
+    ranks, tunables, ignored = ast.literal_eval(output)
+    # Ranks have the reader's setting after the series' own; the Python that launches has the reader's alone again.
+    assert ranks == [(0, f"{MALLOC_TUNABLES}:{OWN_TUNABLES}"), (10, f"{MALLOC_TUNABLES}:{OWN_TUNABLES}")]
+    assert (tunables, ignored) == (OWN_TUNABLES, True)

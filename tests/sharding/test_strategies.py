@@ -32,6 +32,8 @@ ONE_UNIT, AUTO_WRAP = SHARDED[:2], SHARDED[2:4]
 APIS = ["fsdp1", "fsdp2"]
 # Two ranks with 32 images each: enough that activations count. The others are here for their losses.
 BATCH_SIZES = {1: 64, 2: 64, 3: 24, 4: 24}
+# Enough for a steady step. Two and three ranks train 20 steps for their losses; a second run would be no quicker.
+FEW_STEPS = {1: {"max_steps": 4}, 2: {}, 3: {}, 4: {"max_steps": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +229,13 @@ def padded_units(api: str, world_size: int, *, wrapped: bool) -> list[int]:
 def test_fsdp_sends_what_the_formula_says(strategy, api, world_size, run):
     """Neither 3 nor 4 ranks divide 1,199,882 parameters, nor all numbers of rows: padding counts, to the byte."""
     units = padded_units(api, world_size, wrapped=strategy == "fsdp-auto-wrap")
-    for rank in run(strategy, api, world_size).ranks:
+    for rank in run(strategy, api, world_size, **FEW_STEPS[world_size]).ranks:
         assert sum(seen.sent_bytes for seen in rank.collectives) == step_sent_bytes(strategy, units, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ddp_sends_what_the_formula_says(world_size, run):
-    for rank in run("ddp", world_size=world_size).ranks:
+    for rank in run("ddp", world_size=world_size, **FEW_STEPS[world_size]).ranks:
         sent = sum(seen.sent_bytes for seen in rank.collectives)
         # Each bucket is rounded to whole bytes by itself
         assert abs(sent - step_sent_bytes("ddp", [P_SHALLOW], world_size)) < sum(c.count for c in rank.collectives)
@@ -253,7 +255,7 @@ def test_fsdp_sends_as_much_as_ddp_or_half_as_much_again(api, run):
 def test_hybrid_sends_within_its_groups(api, run):
     """Two groups of two ranks: halves within a group, and a slice's all-reduce across them. N is 2 each time, not 4."""
     units = padded_units(api, 2, wrapped=True)
-    for rank in run("fsdp-auto-wrap", api, 4, sharding="hybrid").ranks:
+    for rank in run("fsdp-auto-wrap", api, 4, sharding="hybrid", **FEW_STEPS[4]).ranks:
         sent = {seen.op: seen.sent_bytes for seen in rank.collectives}
         assert sent["all_gather"] + sent["reduce_scatter"] == step_sent_bytes("fsdp-auto-wrap", units, 2)
         assert sent["all_reduce"] == 4 * sum(units) // 2

@@ -7,7 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from take_home_workers import FOLDER, MAX_NORM, train_as_package, train_undisturbed
+from runs import mostly_long
+from take_home_workers import FOLDER, MAX_NORM, run_main, train_as_package, train_undisturbed
+from torch.distributed import TCPStore
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
@@ -33,26 +35,39 @@ def logs_below(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run_script(tmp_path_factory):
-    """What a script prints under torchrun; each command runs once, however many tests look at it."""
+def run_script():
+    """What the `main` of a script prints, run by ranks; each run is made once, however many tests look at it."""
     outputs = {}
 
-    def run(torchrun: str, name: str, world_size: int, *arguments, on_gpus: bool = False) -> str:
-        which = (name, world_size, arguments, on_gpus)
+    def run(name: str, world_size: int, *arguments) -> str:
+        which = (name, world_size, arguments)
         if which not in outputs:
-            # No PYTHONPATH: the script finds torch and itself, as on a machine that has nothing else.
-            environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-            if not on_gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = ""
-            home = tmp_path_factory.mktemp("elsewhere")
-            options = ["--standalone", "--nproc-per-node", str(world_size), *logs_below(home)]
-            command = [torchrun, *options, FOLDER / name, *map(str, arguments)]
-            done = subprocess.run(
-                command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=300
-            )
-            assert done.returncode == 0, done.stderr
-            outputs[which] = done.stdout
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            found = launch(run_main, name, store.port, arguments, world_size=world_size, device="cpu", timeout_s=200)
+            assert found[1:] == [""] * (world_size - 1)  # rank 0 alone prints
+            outputs[which] = found[0]
         return outputs[which]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_torchrun(tmp_path_factory):
+    """What a script prints under torchrun."""
+
+    def run(torchrun: str, name: str, world_size: int, *arguments, on_gpus: bool = False) -> str:
+        # No PYTHONPATH: the script finds torch and itself, as on a machine that has nothing else.
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        if not on_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        home = tmp_path_factory.mktemp("elsewhere")
+        options = ["--standalone", "--nproc-per-node", str(world_size), *logs_below(home)]
+        command = [torchrun, *options, FOLDER / name, *map(str, arguments)]
+        done = subprocess.run(
+            command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run
 
@@ -107,42 +122,52 @@ def test_shown_whole(name):
 # ---------------------------------------------------------------- what they compute
 
 
+@pytest.mark.parametrize("world_size", mostly_long([2, 3]))
 @pytest.mark.parametrize("name", AS_PACKAGE)
-def test_two_ranks_learn_what_the_package_learns(name, run_script, torchrun):
-    found = losses(run_script(torchrun, name, 2))
-    assert found == pytest.approx(package_losses(name, 2), abs=1e-5)
+def test_ranks_learn_what_the_package_learns(name, world_size, run_script):
+    found = losses(run_script(name, world_size))
+    assert found == pytest.approx(package_losses(name, world_size), abs=1e-5)
     assert found[STEPS - 1] < found[0]  # and they do learn
 
 
-def test_saved_on_three_ranks_resumed_on_two(run_script, torchrun, tmp_path):
-    first = losses(run_script(torchrun, "checkpoint.py", 3, tmp_path, 3))
-    second = losses(run_script(torchrun, "checkpoint.py", 2, tmp_path, 6))
+@pytest.mark.parametrize("name", mostly_long(AS_PACKAGE, telling=(2,)))
+def test_torchrun_starts_the_file_and_it_says_the_same(name, run_script, run_torchrun, torchrun):
+    assert run_torchrun(torchrun, name, 2) == run_script(name, 2)
+
+
+def check_resumed(first: dict[int, float], second: dict[int, float], folder: Path) -> None:
     assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
     undisturbed = train_undisturbed("checkpoint.py", 6)
     assert [*first.values(), *second.values()] == pytest.approx(undisturbed, abs=1e-5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003", "000006"]
+    assert sorted(path.name for path in folder.iterdir()) == ["000003", "000006"]
 
 
-def test_a_half_written_checkpoint_is_passed_over(run_script, torchrun, tmp_path):
-    """A run that was killed while it saved has no .metadata: the next one goes on from the checkpoint before."""
-    (tmp_path / "000002").mkdir()
-    (tmp_path / "000002" / "__0_0.distcp").write_bytes(b"half")
-    assert list(losses(run_script(torchrun, "checkpoint.py", 2, tmp_path, 1))) == [0]
-
-
-def test_offload_says_where_the_bytes_are(run_script, torchrun):
-    # Four layers of 33,472 parameters and 650 in the last: 134,538. Two ranks keep 16 bytes of each between them.
-    assert "rank 0 keeps 1076304 bytes, 1076304 of them on the host" in run_script(torchrun, "offload.py", 2)
-
-
-def test_clipping_reports_one_norm_a_step(run_script, torchrun):
-    assert len(re.findall(r"  norm \d+\.\d{5}$", run_script(torchrun, "levers.py", 2), re.MULTILINE)) == STEPS
+def test_saved_on_three_ranks_resumed_on_two(run_script, tmp_path):
+    first, second = (losses(run_script("checkpoint.py", *run)) for run in ((3, tmp_path, 3), (2, tmp_path, 6)))
+    check_resumed(first, second, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", AS_PACKAGE)
-def test_three_ranks_learn_what_the_package_learns(name, run_script, torchrun):
-    assert losses(run_script(torchrun, name, 3)) == pytest.approx(package_losses(name, 3), abs=1e-5)
+def test_saved_on_three_ranks_resumed_on_two_by_torchrun(run_torchrun, torchrun, tmp_path):
+    runs = ((3, tmp_path, 3), (2, tmp_path, 6))
+    first, second = (losses(run_torchrun(torchrun, "checkpoint.py", *run)) for run in runs)
+    check_resumed(first, second, tmp_path)
+
+
+def test_a_half_written_checkpoint_is_passed_over(run_script, tmp_path):
+    """A run that was killed while it saved has no .metadata: the next one goes on from the checkpoint before."""
+    (tmp_path / "000002").mkdir()
+    (tmp_path / "000002" / "__0_0.distcp").write_bytes(b"half")
+    assert list(losses(run_script("checkpoint.py", 2, tmp_path, 1))) == [0]
+
+
+def test_offload_says_where_the_bytes_are(run_script):
+    # Four layers of 33,472 parameters and 650 in the last: 134,538. Two ranks keep 16 bytes of each between them.
+    assert "rank 0 keeps 1076304 bytes, 1076304 of them on the host" in run_script("offload.py", 2)
+
+
+def test_clipping_reports_one_norm_a_step(run_script):
+    assert len(re.findall(r"  norm \d+\.\d{5}$", run_script("levers.py", 2), re.MULTILINE)) == STEPS
 
 
 @pytest.mark.long
@@ -160,14 +185,14 @@ def test_every_rank_leaves_in_good_order(name, torchrun, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", AS_PACKAGE)
-def test_the_same_file_on_a_gpu(name, run_script, torchrun):
-    found = losses(run_script(torchrun, name, 1, on_gpus=True))
+def test_the_same_file_on_a_gpu(name, run_torchrun, torchrun):
+    found = losses(run_torchrun(torchrun, name, 1, on_gpus=True))
     # Another device rounds otherwise; bf16 has three digits.
     assert found == pytest.approx(package_losses(name, 1), abs=0.05 if name == "levers.py" else 1e-3)
 
 
 @pytest.mark.gpu
-def test_resumed_on_a_gpu(run_script, torchrun, tmp_path):
-    runs = [run_script(torchrun, "checkpoint.py", 1, tmp_path, last, on_gpus=True) for last in (3, 6)]
+def test_resumed_on_a_gpu(run_torchrun, torchrun, tmp_path):
+    runs = [run_torchrun(torchrun, "checkpoint.py", 1, tmp_path, last, on_gpus=True) for last in (3, 6)]
     found = [loss for run in runs for loss in losses(run).values()]
     assert found == pytest.approx(train_undisturbed("checkpoint.py", 6), abs=1e-3)

@@ -100,11 +100,13 @@ def test_a_record_from_before_sent_bytes_still_loads():
     assert all(comparison_cells(row)[6] == "not counted" for row in rows)
 
 
-def test_the_command(run_cli, digits_dir, tmp_path):
+def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
     arguments = ["compare", "--models", "shallow", "--steps", 4, "--device", "cpu", "--data-dir", digits_dir]
-    done = run_cli(*arguments, "--json", tmp_path / "table.json", "--figure", tmp_path / "table.png", offline=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    outputs = ["--json", tmp_path / "table.json", "--figure", tmp_path / "table.png"]
+    assert main_in_process(*arguments, *outputs) == 0
+    lines = capfd.readouterr().out.splitlines()
     assert lines[0].split() == " ".join(HEADERS).split()
     assert [label for label in ON_CPU if not any(f" {label} " in line for line in lines)] == []
     content = json.loads((tmp_path / "table.json").read_text())
