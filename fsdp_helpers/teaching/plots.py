@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from fsdp_helpers.measuring.copies import OffloadCopy
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.records import (
     ComparisonRow,
@@ -27,7 +28,7 @@ from fsdp_helpers.teaching.style import (
     STRATEGY_COLOURS,
     figure_style,
 )
-from fsdp_helpers.teaching.timelines import draw_collectives, draw_memory_curve, draw_notes
+from fsdp_helpers.teaching.timelines import draw_collectives, draw_copies, draw_memory_curve, draw_notes
 
 
 def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
@@ -261,3 +262,12 @@ def plot_savings(savings: Mapping[str, Sequence[SavingRecord]]) -> tuple[Figure,
         time_ax.set_yticks(places, [name for name, _ in bars])
         time_ax.invert_yaxis()
     return fig, axes
+
+
+def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> tuple[Figure, Axes]:
+    """One step with offload on a time line: collectives, and the copies between host and device, unit by unit."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
+        draw_copies(ax, trace, copies, units)
+        ax.set(title="one step with offload, rank 0")
+    return fig, ax
