@@ -22,7 +22,7 @@ class OffloadCopy:
     name: str  # of the parameter
     way: str  # TO_DEVICE or TO_HOST
     bytes: int
-    start_s: float
+    start_s: float  # on the clock of `time.perf_counter()`
     was_made: bool  # False where host and device are one memory, and the slice stays where it is
 
     def unit(self, units: Sequence[str]) -> str:
@@ -40,10 +40,10 @@ def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
     """
     found: list[OffloadCopy] = []
     seen: list[Seen] = []
-    began_s, to = time.perf_counter(), Tensor.to
+    to = Tensor.to
 
     def noting_to(tensor: Tensor, *args, **kwargs) -> Tensor:
-        start_s = time.perf_counter() - began_s
+        start_s = time.perf_counter()
         result = to(tensor, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if args and isinstance(args[0], torch.device) and caller.startswith(FULLY_SHARD):

@@ -74,9 +74,9 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
         width_s = max(seen.end_s - seen.start_s, 0.004 * length_s)  # visible, however short
         ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, height=0.5, linewidth=0, **_look(seen.op))
     for unit, way, start_s in unit_copies(copies, units):
-        line = lines.index(way)
-        ax.plot(1e3 * start_s, line, marker="v" if way == TO_DEVICE else "^", color="black", markersize=5)
-        ax.text(1e3 * start_s, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top", fontsize=8)
+        line, time_ms = lines.index(way), 1e3 * (start_s - trace.began_s)
+        ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color="black", markersize=5)
+        ax.text(time_ms, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top", fontsize=8)
     ops = dict.fromkeys(seen.op for seen in trace.collectives)
     handles = [Patch(label=op, **_look(op)) for op in ops]
     ax.figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))

@@ -86,8 +86,10 @@ def test_the_copies_of_a_step_with_offload(digits_dir):
     }
     assert ways[TO_DEVICE] == ["root", *BLOCKS, *reversed(BLOCKS)]
     assert ways[TO_HOST] == [*reversed(BLOCKS), "root"]
-    gathers = [seen.start_s for seen in step.collectives if seen.op == "all_gather"]
-    assert len(gathers) == len(ways[TO_DEVICE])
+    gathers = [seen for seen in step.collectives if seen.op == "all_gather"]
+    asked_s = [start_s - step.began_s for _, way, start_s in unit_copies(copies, units) if way == TO_DEVICE]
+    assert len(gathers) == len(asked_s)
+    assert all(0 < asked < seen.end_s for asked, seen in zip(asked_s, gathers, strict=True))
     fig, ax = plots.plot_copies(step, copies, units)
     assert [text.get_text() for text in ax.texts].count("root") == 2
     assert [label.get_text() for label in ax.get_yticklabels()] == ["collectives", TO_DEVICE, TO_HOST]
