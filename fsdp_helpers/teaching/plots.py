@@ -185,7 +185,9 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
             look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLOURS[strategies[place]]}
             ax.plot(list(by_ranks), sizes, style, label=name, **look)
         ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)", ylim=(0, None))
+        highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / MB
+        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)")
+        ax.set_ylim(0, 1.1 * highest)
         ax.legend()
     return fig, ax
 
