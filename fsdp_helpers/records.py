@@ -98,6 +98,7 @@ class StepTrace:
 
     curve: MemoryCurve
     collectives: tuple[Collective, ...]
+    began_s: float = 0.0  # on the clock of `time.perf_counter()`; all other times count from here
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,6 +138,7 @@ class MemoryTrace:
         within = [(time_s, size) for time_s, size in self._points if start_s <= time_s <= end_s]
         points = [(start_s, before[-1] if before else 0), *within]
         return StepTrace(
+            began_s=start_s,
             curve=MemoryCurve(
                 times_s=tuple(time_s - start_s for time_s, _ in points),
                 allocated_bytes=tuple(size - uncounted_bytes for _, size in points),

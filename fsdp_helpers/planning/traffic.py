@@ -67,6 +67,16 @@ def step_sent_bytes(
     )
 
 
+def step_copied_bytes(unit_params: Sequence[int], num_ranks: int) -> tuple[int, int]:
+    """Bytes that one rank copies in a step with everything offloaded: from host to device, and from device to host.
+
+    A unit's slice travels to the device each time the unit is gathered, so the root's once and every other one twice.
+    A slice of each gradient travels back once. `unit_params` are as in `step_sent_bytes`; fp32.
+    """
+    root, total = unit_params[0], sum(unit_params)
+    return FP32_BYTES * (root + 2 * (total - root)) // num_ranks, FP32_BYTES * total // num_ranks
+
+
 def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
     """Values of one unit with the padding that makes all slices equal; `shapes` are those of its parameters.
 

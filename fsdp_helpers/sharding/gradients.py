@@ -59,7 +59,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in own]
     squares = sum((norm.square() for norm in norms), start=torch.zeros((), dtype=torch.float64))
-    if (sharing := _ranks_that_share(model)) is not None:
+    if (sharing := ranks_that_share(model)) is not None:
         group, device = sharing
         squares = squares.to(device)  # offloaded gradients lie on the host, and the ranks meet on the device
         dist.all_reduce(squares, group=group)
@@ -70,7 +70,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def _ranks_that_share(model: nn.Module) -> tuple[dist.ProcessGroup, torch.device] | None:
+def ranks_that_share(model: nn.Module) -> tuple[dist.ProcessGroup, torch.device] | None:
     """The ranks whose slices make one whole gradient, and where they meet; None where each rank has all of it."""
     if isinstance(model, FSDPModule):
         parameter = next(model.parameters())

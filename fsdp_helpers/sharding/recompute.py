@@ -4,7 +4,7 @@ Chen et al. 2016, arXiv:1604.06174. Selective checkpointing keeps what is expens
 Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -19,11 +19,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 # Fused attention is not among them: its dropout draws random numbers, and recomputing must draw the same ones again.
 MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
 
-WRAPPERS: dict[str, Callable[[nn.Module], CheckpointWrapper]] = {
-    "units": checkpoint_wrapper,
-    "selective": partial(checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)),
-}
-
 
 def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) -> nn.Module:
     """Wrap the named modules of `model`, in place: "units" recomputes all of each, "selective" all but its products.
@@ -34,7 +29,11 @@ def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) ->
     if not names:
         raise ValueError(f"no module of {type(model).__name__} is large enough to checkpoint; lower min_num_params")
     chosen = {model.get_submodule(name) for name in outermost(names)}
-    apply_activation_checkpointing(model, WRAPPERS[kind], check_fn=lambda module: module in chosen)
+    wrapper = checkpoint_wrapper
+    if kind == "selective":
+        keep_products = partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)
+        wrapper = partial(checkpoint_wrapper, context_fn=keep_products)
+    apply_activation_checkpointing(model, wrapper, check_fn=lambda module: module in chosen)
     return model
 
 

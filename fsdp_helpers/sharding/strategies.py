@@ -35,8 +35,6 @@ SHARDING_STRATEGIES = {
     "hybrid": ShardingStrategy.HYBRID_SHARD,  # shards within a group of ranks, copies across groups
     "none": ShardingStrategy.NO_SHARD,  # whole copies, as DDP
 }
-# Gathered and computed in bfloat16; kept, reduced and updated in fp32, where a small gradient still changes a sum.
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 WRAPPER_NAMES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # what FSDP1 and checkpointing add to a name
@@ -115,6 +113,8 @@ def shard_fsdp1(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
 ) -> nn.Module:
     """`FullyShardedDataParallel`: wraps every unit in a module of its own, parameters in one flat tensor a unit."""
+    # Gathered and computed in bfloat16; kept, reduced and updated in fp32, where a small gradient still changes a sum.
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with warnings.catch_warnings():
         # With one rank there is nothing to shard; FSDP1 says so and goes on as NO_SHARD, which is what we want.
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
@@ -125,10 +125,10 @@ def shard_fsdp1(
             device_id=device,  # needed on the CPU too: without it FSDP1 looks for an accelerator
             auto_wrap_policy=policy,
             sharding_strategy=SHARDING_STRATEGIES[config.sharding],
-            device_mesh=_mesh(device, config),  # with a mesh its state dict holds DTensors, as FSDP2's does
+            device_mesh=make_mesh(device, config),  # with a mesh its state dict holds DTensors, as FSDP2's does
             backward_prefetch=BACKWARD_PREFETCH[config.backward_prefetch],
             cpu_offload=CPUOffload(offload_params=True) if offload else None,
-            mixed_precision=MixedPrecision(**BF16) if config.precision == "bf16" else None,
+            mixed_precision=bf16 if config.precision == "bf16" else None,
             use_orig_params=True,  # the optimiser and the state dict see the names and shapes of the model
         )
 
@@ -140,11 +140,12 @@ def shard_fsdp2(
 
     The root is not freed after forward in either case: backward begins with it.
     """
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # pinning needs an accelerator
     settings = {
-        "mesh": _mesh(device, config),
+        "mesh": make_mesh(device, config),
         "offload_policy": on_host if offload else OffloadPolicy(),
-        "mp_policy": MixedPrecisionPolicy(**BF16) if config.precision == "bf16" else MixedPrecisionPolicy(),
+        "mp_policy": bf16 if config.precision == "bf16" else MixedPrecisionPolicy(),
     }
     frees = config.reshard_after_forward and config.sharding != "grad-op"
     for name in choose_units(model, policy):
@@ -177,7 +178,7 @@ def count_units(model: nn.Module) -> int:
     return len(unit_names(model))
 
 
-def _mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
+def make_mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
     """All ranks in a row or, for "hybrid", in two groups: copies along the first dimension, shards along the second."""
     if config.sharding == "hybrid":
         return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))

@@ -12,6 +12,8 @@ from functools import partial
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, lambda_auto_wrap_policy, size_based_auto_wrap_policy
 
+from fsdp_helpers.models import count_params
+
 Policy = Callable[..., bool] | CustomPolicy
 
 
@@ -29,12 +31,27 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
     for a `CustomPolicy` that gives a unit settings of its own.
     """
     if isinstance(policy, CustomPolicy):
-        policy = partial(lambda_auto_wrap_policy, lambda_fn=partial(_yes_or_no, policy))
+        policy = as_callable(policy)
     names: list[str] = []
-    if policy is not None and policy(module=model, recurse=True, nonwrapped_numel=_numel(model)):
+    if policy is not None and policy(module=model, recurse=True, nonwrapped_numel=count_params(model)):
         for name, child in model.named_children():
-            _choose_below(name, child, policy, names)
+            choose_below(name, child, policy, names)
     return names
+
+
+def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
+    """Append the units in `module`, and its own `name` if it is one, to `names`; returns how many parameters they took.
+
+    The policy is asked twice: whether to look at the children, and, with what they left, whether to take `module`.
+    """
+    num_params = count_params(module)
+    if not policy(module=module, recurse=True, nonwrapped_numel=num_params):
+        return 0
+    taken = sum(choose_below(f"{name}.{part}", child, policy, names) for part, child in module.named_children())
+    if policy(module=module, recurse=False, nonwrapped_numel=num_params - taken):
+        names.append(name)
+        return num_params
+    return taken
 
 
 def unit_sizes(model: nn.Module, policy: Policy | None) -> tuple[int, ...]:
@@ -47,6 +64,11 @@ def unit_sizes(model: nn.Module, policy: Policy | None) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def as_callable(policy: CustomPolicy) -> Policy:
+    """torch's `CustomPolicy`, to be asked like any other. Its answers have to be yes or no: see `choose_units`."""
+    return partial(lambda_auto_wrap_policy, lambda_fn=partial(_yes_or_no, policy))
+
+
 def _yes_or_no(policy: CustomPolicy, module: nn.Module) -> bool:
     answer = policy._lambda_fn(module)
     if answer and answer is not True:
@@ -55,19 +77,3 @@ def _yes_or_no(policy: CustomPolicy, module: nn.Module) -> bool:
             "only; let it return True or False"
         )
     return bool(answer)
-
-
-def _choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
-    """Append the units in `module` to `names`; returns how many parameters they took."""
-    numel = _numel(module)
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    taken = sum(_choose_below(f"{name}.{part}", child, policy, names) for part, child in module.named_children())
-    if policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
-        names.append(name)
-        return numel
-    return taken
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from fsdp_helpers.measuring.copies import OffloadCopy
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.records import (
     ComparisonRow,
@@ -27,7 +28,7 @@ from fsdp_helpers.teaching.style import (
     STRATEGY_COLOURS,
     figure_style,
 )
-from fsdp_helpers.teaching.timelines import draw_collectives, draw_memory_curve, draw_notes
+from fsdp_helpers.teaching.timelines import draw_collectives, draw_copies, draw_memory_curve, draw_notes
 
 
 def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
@@ -184,7 +185,9 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, 
             look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLOURS[strategies[place]]}
             ax.plot(list(by_ranks), sizes, style, label=name, **look)
         ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)", ylim=(0, None))
+        highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / MB
+        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)")
+        ax.set_ylim(0, 1.1 * highest)
         ax.legend()
     return fig, ax
 
@@ -261,3 +264,12 @@ def plot_savings(savings: Mapping[str, Sequence[SavingRecord]]) -> tuple[Figure,
         time_ax.set_yticks(places, [name for name, _ in bars])
         time_ax.invert_yaxis()
     return fig, axes
+
+
+def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> tuple[Figure, Axes]:
+    """One step with offload on a time line: collectives, and the copies between host and device, unit by unit."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
+        draw_copies(ax, trace, copies, units)
+        ax.set(title="one step with offload, rank 0")
+    return fig, ax

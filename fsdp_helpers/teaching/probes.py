@@ -17,7 +17,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import clip_gradients
-from fsdp_helpers.sharding.strategies import STRATEGIES, unit_names
+from fsdp_helpers.sharding.strategies import STRATEGIES
 from fsdp_helpers.training.loop import add_up_gradients
 from fsdp_helpers.training.worker import first_batches
 
@@ -62,11 +62,6 @@ def describe_sharded(rank: int, world_size: int, config: TrainConfig) -> tuple[s
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         parameters.append((name, type(parameter).__name__, list(parameter.shape), list(local.shape)))
     return str(model), parameters
-
-
-def list_units(rank: int, world_size: int, config: TrainConfig) -> list[str]:
-    """The names of the FSDP units that a strategy makes, the root among them."""
-    return unit_names(STRATEGIES[config.strategy](build_model(config.model), rank_device(), config))
 
 
 def nest_by_hand(rank: int, world_size: int) -> str:

@@ -36,7 +36,7 @@ Built = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSched
 def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str) -> list[SavingRecord]:
     """One training state, saved in three ways: time, bytes on disk and memory of each."""
     with trace_memory(rank_device()) as trace:
-        model, optimizer = _trained_for_a_step(rank, world_size, config)
+        model, optimizer = trained_for_a_step(rank, world_size, config)
         writing_group = dist.new_group(backend="gloo")  # for the thread that writes in the background
         ways = {
             "full": lambda path: save_full(f"{path}.pt", model, optimizer),
@@ -74,7 +74,7 @@ def _finish(writing: Future | None) -> None:
 
 def gather_by_torch(rank: int, world_size: int, config: TrainConfig) -> bool:
     """Does torch's own gathering return both of Adam's moments, or one of them twice?"""
-    model, optimizer = _trained_for_a_step(rank, world_size, config)
+    model, optimizer = trained_for_a_step(rank, world_size, config)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     _, whole = get_state_dict(model, optimizer, options=options)
     return rank != 0 or all(
@@ -84,7 +84,7 @@ def gather_by_torch(rank: int, world_size: int, config: TrainConfig) -> bool:
 
 def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> None:
     """The most common accident: it looks right, since one rank is enough to write a file."""
-    model, optimizer = _trained_for_a_step(rank, world_size, config)
+    model, optimizer = trained_for_a_step(rank, world_size, config)
     if rank == 0:
         save_full(f"{folder}/model.pt", model, optimizer)  # gathering takes all ranks, and only this one came
     dist.barrier()
@@ -177,7 +177,7 @@ def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: i
     return train_worker(rank, world_size, config)
 
 
-def _trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and an optimiser with a state worth saving."""
     dataset = load_rank_data(config, rank_device())
     model, optimizer, schedule = _build(config, seed=config.seed)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
 from fsdp_helpers.teaching.style import FRAME_COLOUR, OP_COLOURS, OP_HATCHES, PHASE_COLOURS, TEXT_COLOUR
@@ -60,6 +61,40 @@ def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
     ax.figure.legend(handles=handles, loc="outside upper right", ncols=max(1, len(handles)))
     ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
     ax.set(xlim=(0, length_ms), ylim=(len(traces) - 0.5, -0.95))
+
+
+def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> None:
+    """Collectives as bars on the first line; below them the copies of each unit, to the device and to the host."""
+    lines = ("collectives", TO_DEVICE, TO_HOST)
+    for phase in trace.curve.phases:
+        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
+        ax.text(500 * (phase.start_s + phase.end_s), -0.55, phase.name, ha="center", va="bottom", color=TEXT_COLOUR)
+    length_s = max(stretch.end_s for stretch in (*trace.curve.phases, *trace.collectives))
+    for seen in trace.collectives:
+        width_s = max(seen.end_s - seen.start_s, 0.004 * length_s)  # visible, however short
+        ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, height=0.5, linewidth=0, **_look(seen.op))
+    for unit, way, start_s in unit_copies(copies, units):
+        line, time_ms = lines.index(way), 1e3 * (start_s - trace.began_s)
+        ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color="black", markersize=5)
+        ax.text(time_ms, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top", fontsize=8)
+    ops = dict.fromkeys(seen.op for seen in trace.collectives)
+    handles = [Patch(label=op, **_look(op)) for op in ops]
+    ax.figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    ax.set_yticks(range(len(lines)), lines)
+    ax.set(xlabel="time in the step (ms)", ylim=(len(lines) - 0.4, -0.95))
+
+
+def unit_copies(copies: Sequence[OffloadCopy], units: Sequence[str]) -> list[tuple[str, str, float]]:
+    """Unit, way and time of each group of copies: one of each parameter of a unit, one after the other."""
+    found: list[tuple[str, str, float]] = []
+    names: set[str] = set()  # of the parameters in the last group
+    for copy in copies:
+        unit = copy.unit(units)
+        if not found or found[-1][:2] != (unit, copy.way) or copy.name in names:
+            found.append((unit, copy.way, copy.start_s))
+            names = set()
+        names.add(copy.name)
+    return found
 
 
 def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms: float) -> None:

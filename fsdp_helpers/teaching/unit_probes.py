@@ -1,0 +1,162 @@
+"""Small rank functions that look at units: who makes them, when they are whole, what they hold and copy."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.measuring.copies import OffloadCopy, trace_copies
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.records import StepTrace
+from fsdp_helpers.sharding.strategies import apply_fsdp_offload, unit_names
+from fsdp_helpers.training.loop import train_step
+from fsdp_helpers.training.worker import first_batches
+
+
+def units_by_class(rank: int, world_size: int) -> dict[str, list[str]]:
+    """The units of a transformer, cut by the class of its blocks: by two policies of FSDP1, and in a loop for FSDP2."""
+    block = nn.TransformerEncoderLayer
+    policies = {
+        "ModuleWrapPolicy": ModuleWrapPolicy({block}),
+        "transformer_auto_wrap_policy": partial(transformer_auto_wrap_policy, transformer_layer_cls={block}),
+    }
+    units = {}
+    for name, policy in policies.items():
+        model = FullyShardedDataParallel(build_model("vit"), auto_wrap_policy=policy, device_id=rank_device())
+        units[name] = unit_names(model)
+
+    model = build_model("vit").to(rank_device())
+    for module in model.modules():
+        if isinstance(module, block):
+            fully_shard(module)
+    fully_shard(model)  # the root, last
+    return units | {"fully_shard in a loop": unit_names(model)}
+
+
+def transformer_in_units(root: bool | None = None, blocks: bool | int = True) -> nn.Module:
+    """A small transformer, each block a unit; `root` and `blocks` say what is freed after forward."""
+    model = build_model("vit").to(rank_device())
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=blocks)
+    return fully_shard(model, reshard_after_forward=root)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """A rank's slice of a sharded tensor, or all of another."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_bytes(model: nn.Module) -> dict[str, int]:
+    """The bytes that this rank has now of the parameters of the root, and of all blocks together."""
+    found = {"root": 0, "blocks": 0}
+    for name, parameter in model.named_parameters():
+        found["blocks" if name.startswith("blocks.") else "root"] += own_part(parameter).nbytes
+    return found
+
+
+def between_forward_and_backward(rank: int, world_size: int, choices: Sequence[bool | int]) -> list[dict[str, int]]:
+    """What each choice of `reshard_after_forward` leaves of the blocks, and what backward gathers and sends for it."""
+    found = []
+    for blocks in choices:
+        model = transformer_in_units(blocks=blocks)
+        loss = model(torch.ones(4, 1, 28, 28, device=rank_device())).square().mean()
+        kept = own_bytes(model)["blocks"]
+        with trace_collectives() as collectives:
+            loss.backward()
+        gathers = [seen for seen in collectives if seen.op == "all_gather"]
+        sent = sum(seen.sent_bytes for seen in gathers)
+        found.append({"kept bytes": kept, "gathers in backward": len(gathers), "sent bytes": sent})
+    return found
+
+
+def around_an_evaluation(rank: int, world_size: int, root: bool | None) -> dict[str, dict[str, int]]:
+    """The bytes that a rank has of root and blocks before an evaluation, after it, and after `reshard()`."""
+    model = transformer_in_units(root=root)
+    found = {"before": own_bytes(model)}
+    with torch.no_grad():  # no backward will come and free the root
+        model(torch.ones(4, 1, 28, 28, device=rank_device()))
+    found["after an evaluation"] = own_bytes(model)
+    model.reshard()
+    return found | {"after model.reshard()": own_bytes(model)}
+
+
+class SmallLanguageModel(nn.Module):
+    """A little of everything: tied layers, a frozen layer with a small trained detour (LoRA), a scale, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 64)
+        self.frozen = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)  # Hu et al. 2021
+        self.scale = nn.Parameter(torch.ones(64))
+        self.register_buffer("positions", torch.zeros(16, 64))
+        self.head = nn.Linear(64, 1000, bias=False)
+        self.head.weight = self.embedding.weight  # tied: one parameter under two names
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.positions  # (N, 16, 64)
+        hidden = hidden + (self.frozen(hidden) + self.up(self.down(hidden))) * self.scale
+        return self.head(hidden)  # (N, 16, 1000)
+
+
+def special_parameters(rank: int, world_size: int) -> tuple[list[list], dict[str, int]]:
+    """In one unit, after a backward: what this rank has of each parameter and buffer, and of its gradient.
+
+    Besides: the bytes that were gathered and reduced for them.
+    """
+    torch.manual_seed(0)
+    model = SmallLanguageModel().to(rank_device())
+    fully_shard(model, ignored_params={model.scale})
+    tokens = torch.randint(1000, (2, 16), generator=torch.Generator().manual_seed(rank)).to(rank_device())
+    with trace_collectives() as collectives:
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    rows = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        kind = "slice" if isinstance(tensor, DTensor) else "whole"
+        rows.append([name, kind, own_part(tensor).nbytes, gradient_here(tensor)])
+    return rows, {seen.op: seen.bytes for seen in count_collectives(collectives)}
+
+
+def gradient_here(tensor: Tensor) -> str:
+    """What this rank has of a gradient, and, where it is whole, whether the other ranks have the same."""
+    if tensor.grad is None:
+        return "none"
+    if isinstance(tensor, DTensor):
+        return "slice"
+    sums = gather_over_ranks(tensor.grad.sum().item())
+    return "whole, the same on all ranks" if len(set(sums)) == 1 else "whole, another on each rank"
+
+
+def are_still_tied(rank: int, world_size: int) -> dict[str, bool]:
+    """Are the embedding and the output layer one parameter after sharding, in one unit and in two?"""
+    together, apart = SmallLanguageModel().to(rank_device()), SmallLanguageModel().to(rank_device())
+    fully_shard(together)
+    fully_shard(apart.embedding)  # a unit of its own ...
+    fully_shard(apart)  # ... and the output layer with all the rest
+    return {
+        "in one unit": together.head.weight is together.embedding.weight,
+        "in two units": apart.head.weight is apart.embedding.weight,
+    }
+
+
+def offloaded_step(rank: int, world_size: int, config: TrainConfig) -> tuple[StepTrace, list[OffloadCopy]]:
+    """The last of a few steps with FSDP2's offload policy: its collectives, and the copies that the policy asks for."""
+    batches = first_batches(rank, world_size, config)
+    torch.manual_seed(config.seed)
+    with trace_memory(rank_device()) as trace:
+        model = apply_fsdp_offload(build_model(config.model), rank_device(), config)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)  # steps on the host
+        for images, labels in batches:
+            with trace_copies(model) as copies:
+                train_step(model, images, labels, optimizer)
+    return trace.last("train step"), copies

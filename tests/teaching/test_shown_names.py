@@ -1,0 +1,110 @@
+"""What the notebooks show can be copied: no listing uses a private name that its reader has not been shown.
+
+Quick: notebooks are read, not run.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+
+PATHS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+MAGIC = re.compile(r"^[%!].*$", re.MULTILINE)
+LISTS = ("show.source", "show.difference")
+
+
+def listing_problems(notebook) -> list[str]:
+    """One line for each private name that a listing uses and neither it nor an earlier cell of the notebook shows."""
+    found, shown = [], set()
+    for number, things in listings(notebook):
+        shown |= {thing.__name__ for thing in things}
+        for thing in things:
+            unknown = private_names(textwrap.dedent(inspect.getsource(thing))) - shown
+            found += [f"cell {number}: {thing.__name__} uses {name}, which is not shown" for name in sorted(unknown)]
+    return found
+
+
+def listings(notebook) -> Iterator[tuple[int, list[object]]]:
+    """Each cell that shows sources, and the functions and classes that it shows."""
+    imported = {}
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type != "code":
+            continue
+        nodes = list(ast.walk(ast.parse(MAGIC.sub("", cell.source))))
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "fsdp_helpers":
+                imported |= {alias.asname or alias.name: look_up(node.module, alias.name) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in LISTS:
+                yield number, [eval(ast.unparse(argument), imported) for argument in node.args]
+
+
+def look_up(module: str, name: str) -> object:
+    """What `from module import name` brings."""
+    found = getattr(importlib.import_module(module), name, None)
+    return importlib.import_module(f"{module}.{name}") if found is None else found
+
+
+def private_names(code: str) -> set[str]:
+    """Names with a leading underscore, attributes too, that `code` uses and does not define; `_` alone is no name."""
+    nodes = list(ast.walk(ast.parse(code)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {name for name in used - defined if re.match(r"_[^_]", name)}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_listings_use_what_the_reader_has_seen(path):
+    assert listing_problems(nbformat.read(path, as_version=4)) == []
+
+
+def test_the_notebooks_have_listings():
+    counts = [len(list(listings(nbformat.read(path, as_version=4)))) for path in PATHS]
+    assert sum(counts) > 20  # else the test above would look at nothing
+
+
+# ---------------------------------------------------------------- the check can fail
+
+
+def notebook_that_shows(*cells: str):
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+
+
+IMPORTS = """
+from fsdp_helpers.measuring import memory
+from fsdp_helpers.measuring.memory import _local_bytes, state_bytes
+"""
+
+
+@pytest.mark.parametrize("shows", ["show.source(state_bytes)", "%time\nx = 1\nshow.source(memory.state_bytes)"])
+def test_a_private_helper_that_is_not_shown_is_found(shows):
+    problem = "cell 1: state_bytes uses _local_bytes, which is not shown"
+    assert listing_problems(notebook_that_shows(IMPORTS, shows)) == [problem]
+    assert listing_problems(notebook_that_shows(IMPORTS, shows, "show.source(_local_bytes)")) == [problem]
+
+
+def test_a_private_helper_that_was_shown_may_be_used():
+    assert listing_problems(notebook_that_shows(IMPORTS, "show.source(_local_bytes)", "show.source(state_bytes)")) == []
+    assert listing_problems(notebook_that_shows(IMPORTS, "show.source(state_bytes, _local_bytes)")) == []
+
+
+CLASS = """
+class Own:
+    def _its(self):
+        self._kept = [_ for _ in other._secret(_used)]
+        self._its(), self._kept
+"""
+
+
+def test_which_names_are_private():
+    assert private_names(CLASS) == {"_secret", "_used"}
+    assert private_names("rank.__dict__, __name__") == set()
