@@ -155,13 +155,14 @@ def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[fl
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
     """The largest difference between two lists of losses, step by step."""
-    return max(abs(one - other) for one, other in zip(losses, others, strict=True))
+    pairs = np.array(list(zip(losses, others, strict=True)))
+    return float(np.abs(pairs[:, 0] - pairs[:, 1]).max())  # not a number if one of them is none
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float], tolerance: float = 1e-5) -> str:
     """All of `runs` have the losses of `plain` training. Raises ValueError for one that has not."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
-    worst = max(differences, key=differences.get)
+    worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= tolerance:
         raise ValueError(f"{worst}: a loss differs from plain training by {differences[worst]:.2g}, over {tolerance:g}")
     return f"{len(runs)} runs; largest difference from plain training {differences[worst]:.1e}, in {worst}"

@@ -6,6 +6,7 @@ and start.npz (the parameters to begin with, by name), and leaves result.json th
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -45,11 +46,17 @@ def start_model(folder: Path, name: str) -> nn.Module:
 
 
 def prepare_cpu(folder: Path, settings: dict) -> None:
-    """Tell XLA, before it starts: CPU replicas, no aliased parameters, and where compiled graphs are to be written."""
+    """Tell XLA, before it starts: CPU replicas, no aliased parameters, and that compiled graphs are to be kept."""
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["CPU_NUM_DEVICES"] = str(settings["replicas"])
     if settings.get("without") != "aliasing":
         os.environ["XLA_ENABLE_PARAM_ALIASING"] = "0"  # sync() then returns while its step is still running
+    keep_graphs(folder)
+
+
+def keep_graphs(folder: Path) -> None:
+    """Have the graphs of this run written as text, and those of an earlier one gone."""
+    shutil.rmtree(folder / "graphs", ignore_errors=True)
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder / 'graphs'} --xla_dump_hlo_as_text"
 
 

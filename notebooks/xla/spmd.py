@@ -45,7 +45,7 @@ def train(model: FSDPv2, batches: list, mesh: spmd.Mesh) -> list[float]:
 
 def main(folder: Path, settings: dict) -> None:
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(settings["replicas"]))
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder / 'graphs'} --xla_dump_hlo_as_text"
+    replicas.keep_graphs(folder)
     xr.use_spmd()
     devices = np.arange(xr.global_runtime_device_count())
     mesh = spmd.Mesh(devices, (len(devices), 1), ("fsdp", "model"))
@@ -55,9 +55,9 @@ def main(folder: Path, settings: dict) -> None:
         "losses": losses,
         "devices": len(devices),
         "processes": xr.process_count(),
-        "parameters": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
         "cut": {
-            name: torch_xla._XLAC._get_xla_sharding_spec(parameter) for name, parameter in model.named_parameters()
+            name: [list(parameter.shape), torch_xla._XLAC._get_xla_sharding_spec(parameter)]
+            for name, parameter in model.named_parameters()
         },
         "ops": Counter(COUNTED.findall(replicas.newest_graph(folder))),
     }

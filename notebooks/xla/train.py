@@ -122,7 +122,7 @@ def replica(rank: int, folder: Path, settings: dict) -> None:
 def main(folder: Path, settings: dict) -> None:
     replicas.prepare_cpu(folder, settings)
     torch_xla.launch(replica, args=(folder, settings))  # starts a process, and in it a thread per replica
-    files = sorted(folder.glob("replica-*.json"))
+    files = [folder / f"replica-{rank}.json" for rank in range(settings["replicas"])]
     replicas.write_result(folder, [json.loads(file.read_text()) for file in files])
 
 
