@@ -79,7 +79,8 @@ def end_with_starter() -> None:
     """Nothing is left behind: whoever started this holds its standard input, and when that closes, all of this ends."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 1):
+            pass
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     if os.environ.get("FSDP_XLA_HELD"):  # by hand, standard input may be anything
