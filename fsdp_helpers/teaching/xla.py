@@ -154,21 +154,25 @@ def explain(output: str) -> str:
 
 
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
-    """What `work` returns, as JSON has it; where PyTorch/XLA is missing, what it returned when it was kept.
+    """What `work` returns, as JSON has it; where PyTorch/XLA is missing, the kept record, and a sentence that says so.
 
-    Says in a sentence when it is a kept one. `keep` writes the record anew.
+    `keep` writes the record anew.
     """
-    path = RECORDS / f"{key}.json"
     try:
         result = work()
     except XlaMissing as missing:
-        record = json.loads(path.read_text())
-        print(f"{missing}. Below is the kept record of {record['finished']}.")
-        return record["result"]
+        return kept(key, str(missing))
     if keep:
-        finished = datetime.now(UTC).date().isoformat()
-        path.write_text(json.dumps({"finished": finished, "result": result}, indent=1) + "\n")
+        record = {"finished": datetime.now(UTC).date().isoformat(), "result": result}
+        (RECORDS / f"{key}.json").write_text(json.dumps(record, indent=1) + "\n")
     return json.loads(json.dumps(result))
+
+
+def kept(key: str, why: str) -> object:
+    """What was kept of an earlier run; prints `why` it is not run here, and when it was."""
+    record = json.loads((RECORDS / f"{key}.json").read_text())
+    print(f"{why}. Below is the kept record of {record['finished']}.")
+    return record["result"]
 
 
 def listing(name: str, *functions: str) -> Markdown:

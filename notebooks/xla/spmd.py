@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import replicas
-import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.distributed.spmd as spmd
@@ -19,7 +18,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
-from train import COUNTED, LEARNING_RATE, MOMENTUM
+from train import COUNTED, start_optimizer
 
 
 def wrap(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:
@@ -29,7 +28,7 @@ def wrap(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:
 
 def train(model: FSDPv2, batches: list, mesh: spmd.Mesh) -> list[float]:
     """The loss of each step, over the global batch: this process sees it whole, and so does its loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = start_optimizer(model)
     losses = []
     for images, labels in batches:
         images, labels = images.to("xla"), labels.to("xla")

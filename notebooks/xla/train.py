@@ -51,6 +51,15 @@ def wrap(model: nn.Module, run: dict, settings: dict) -> FSDP:
     return sharded(model)
 
 
+def start_optimizer(model: nn.Module) -> torch.optim.SGD:
+    """SGD over a replica's slices, its momentum begun with zeros: so the first step is the program of all others."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)  # after the wrapping
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    torch_xla.sync()
+    return optimizer
+
+
 def my_part(batch: tuple[Tensor, Tensor], rank: int, world_size: int) -> list[Tensor]:
     """A replica's images and labels of a global batch, on its device."""
     return [part.chunk(world_size)[rank].to(torch_xla.device()) for part in batch]
@@ -95,7 +104,7 @@ def one_run(folder: Path, settings: dict, run: dict) -> dict:
     rank, world_size, lock = xr.global_ordinal(), xr.world_size(), replicas.one_at_a_time(settings)
     with lock:
         model = wrap(replicas.start_model(folder, run["model"]), run, settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)  # after the wrapping
+        optimizer = start_optimizer(model)
         if run.get("resume"):
             resume(f"{folder}/{run['resume']}_rank-{rank}-of-{world_size}.pth", model, optimizer)
     batches = replicas.read_batches(folder)[slice(*run["steps"])]

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import replicas
-import torch
 import torch.distributed as dist
 import torch_xla.distributed.xla_backend  # noqa: F401  registers the backend "xla"
 import torch_xla.runtime as xr
@@ -23,10 +22,9 @@ def main(folder: Path, settings: dict) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     (run,) = settings["runs"]
     model = train.wrap(replicas.start_model(folder, run["model"]), run, settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=train.LEARNING_RATE, momentum=train.MOMENTUM)
     batches = [[part.chunk(world_size)[rank] for part in batch] for batch in replicas.read_batches(folder)]
     result = {
-        "losses": train.train(model, batches, optimizer, run, replicas.LOCK),
+        "losses": train.train(model, batches, train.start_optimizer(model), run, replicas.LOCK),
         "world size for torchrun": world_size,
         "world size for XLA": xr.world_size(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

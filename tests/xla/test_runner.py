@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,26 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_started(script, tmp_path)
     with pytest.raises(xla.XlaTimeout, match="still running after 2 s and was ended"):
         xla.run_script("lesson", tmp_path, {}, timeout_s=2)
     assert time.monotonic() - start_s < 60  # and not 100: conftest.py fails this test if a process is left
+
+
+def test_a_script_ends_with_what_started_it(script, tmp_path):
+    """A kernel that is killed has no time to tidy up; its scripts hear that it is gone."""
+    scripts = PROJECT / "notebooks" / "xla"
+    script(
+        f"import sys, time\nsys.path.insert(0, {str(scripts)!r})\nimport replicas\n"
+        "def wait(folder, settings):\n    (folder / 'began').touch()\n    time.sleep(100)\n"
+        "replicas.main(wait, sys.argv)\n"
+    )
+    code = (
+        "from pathlib import Path\nfrom fsdp_helpers.teaching import xla\n"
+        f"xla.SCRIPTS = Path({str(tmp_path)!r})\nxla.run_script('lesson', xla.SCRIPTS, {{}})"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PROJECT)})
+    while not (tmp_path / "began").exists():
+        time.sleep(0.1)  # the time limit of all tests is that of this loop
+        assert starter.poll() is None
+    starter.kill()
+    starter.wait()  # conftest.py fails this test if the script lives on
 
 
 def test_a_stuck_collective_is_explained():
