@@ -1,0 +1,93 @@
+"""What the scripts of this folder share: where they read and write, replicas on a CPU, and their lock.
+
+A script is started with a folder that holds settings.json (what to do), batches.npz (images and labels of each step)
+and start.npz (the parameters to begin with, by name), and leaves result.json there.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fsdp_helpers.models import build_model  # the one part of the package that these scripts use: plain torch
+
+LOCK = threading.Lock()
+
+
+def read_settings(folder: Path) -> dict:
+    return json.loads((folder / "settings.json").read_text())
+
+
+def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """The global batch of every step: images (B, 1, 28, 28) and labels (B,)."""
+    with np.load(folder / "batches.npz") as file:
+        images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
+    return list(zip(images, labels, strict=True))
+
+
+def start_model(folder: Path, name: str) -> nn.Module:
+    """The named network with the parameters that everyone begins with."""
+    model = build_model(name, dropout=False)
+    with np.load(folder / f"start-{name}.npz") as file:
+        model.load_state_dict({key: torch.from_numpy(file[key]) for key in file.files})
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False  # FSDPv2 hangs a hook on what comes before, which must not change in place
+    return model
+
+
+def prepare_cpu(folder: Path, settings: dict) -> None:
+    """Tell XLA, before it starts: CPU replicas, no aliased parameters, and that compiled graphs are to be kept."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["CPU_NUM_DEVICES"] = str(settings["replicas"])
+    if settings.get("without") != "aliasing":
+        os.environ["XLA_ENABLE_PARAM_ALIASING"] = "0"  # sync() then returns while its step is still running
+    keep_graphs(folder)
+
+
+def keep_graphs(folder: Path) -> None:
+    """Have the graphs of this run written as text, and those of an earlier one gone."""
+    shutil.rmtree(folder / "graphs", ignore_errors=True)
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder / 'graphs'} --xla_dump_hlo_as_text"
+
+
+def one_at_a_time(settings: dict) -> AbstractContextManager:
+    """The lock under which a replica traces and compiles a step, so that the next finds its program and shares it."""
+    return nullcontext() if settings.get("without") == "lock" else LOCK
+
+
+def newest_graph(folder: Path) -> str:
+    """The last step that was compiled, as XLA runs it: HLO after all optimisations, as text."""
+    graphs = sorted((folder / "graphs").glob("*SyncTensorsGraph*after_optimizations.txt"))
+    return graphs[-1].read_text()
+
+
+def write_result(folder: Path, result: object) -> None:
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def end_with_starter() -> None:
+    """Nothing is left behind: whoever started this holds its standard input, and when that closes, all of this ends."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    if os.environ.get("FSDP_XLA_HELD"):  # by hand, standard input may be anything
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def main(script: Callable[[Path, dict], None], arguments: list[str]) -> None:
+    end_with_starter()
+    folder = Path(arguments[1])
+    script(folder, read_settings(folder))

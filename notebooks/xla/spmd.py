@@ -1,0 +1,67 @@
+"""FSDPv2: one program for all devices, and the compiler cuts it (SPMD). No threads, no work-arounds.
+
+PYTHONPATH=../.. PYTHON spmd.py FOLDER
+"""
+
+import os
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import replicas
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.distributed.spmd as spmd
+import torch_xla.runtime as xr
+from torch import nn
+from torch_xla.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
+from train import COUNTED, start_optimizer
+
+
+def wrap(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:
+    """The same policy as elsewhere; a parameter is cut along its longest dimension."""
+    return FSDPv2(model, mesh=mesh, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=10_000))
+
+
+def train(model: FSDPv2, batches: list, mesh: spmd.Mesh) -> list[float]:
+    """The loss of each step, over the global batch: this process sees it whole, and so does its loss."""
+    optimizer = start_optimizer(model)
+    losses = []
+    for images, labels in batches:
+        images, labels = images.to("xla"), labels.to("xla")
+        spmd.mark_sharding(images, mesh, ("fsdp", None, None, None))  # each device gets its images
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch_xla.sync()
+        losses.append(loss.item())
+    return losses
+
+
+def main(folder: Path, settings: dict) -> None:
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(settings["replicas"]))
+    replicas.keep_graphs(folder)
+    xr.use_spmd()
+    devices = np.arange(xr.global_runtime_device_count())
+    mesh = spmd.Mesh(devices, (len(devices), 1), ("fsdp", "model"))
+    model = wrap(replicas.start_model(folder, settings["model"]), mesh)
+    losses = train(model, replicas.read_batches(folder), mesh)
+    result = {
+        "losses": losses,
+        "devices": len(devices),
+        "processes": xr.process_count(),
+        "cut": {
+            name: [list(parameter.shape), torch_xla._XLAC._get_xla_sharding_spec(parameter)]
+            for name, parameter in model.named_parameters()
+        },
+        "ops": Counter(COUNTED.findall(replicas.newest_graph(folder))),
+    }
+    replicas.write_result(folder, result)
+
+
+if __name__ == "__main__":
+    replicas.main(main, sys.argv)

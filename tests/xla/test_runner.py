@@ -1,0 +1,180 @@
+"""Scripts of another interpreter: found or missed in one sentence, ended in time, told in words. Needs no torch_xla."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from leftovers import PROJECT
+
+from fsdp_helpers.teaching import xla
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """A machine on which nothing of PyTorch/XLA is installed."""
+    monkeypatch.delenv(xla.VARIABLE, raising=False)
+    monkeypatch.setattr(xla, "BUILT_BY_MAKE", tmp_path / "none" / "python")
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """Write a script that this interpreter runs, as if it were that of the other environment."""
+    monkeypatch.setenv(xla.VARIABLE, sys.executable)
+    monkeypatch.setattr(xla, "SCRIPTS", tmp_path)
+    return lambda code: (tmp_path / "lesson.py").write_text(code)
+
+
+def test_a_missing_environment_is_one_sentence(nowhere, tmp_path):
+    with pytest.raises(xla.XlaMissing, match="`make xla` installs it") as caught:
+        xla.run_script("train", tmp_path, {})
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_variable_names_the_interpreter(nowhere, monkeypatch):
+    monkeypatch.setenv(xla.VARIABLE, sys.executable)
+    assert xla.find_python() == Path(sys.executable)
+    monkeypatch.setenv(xla.VARIABLE, "/nowhere/python")  # a wish that cannot be met is no missing environment
+    with pytest.raises(ValueError, match="names /nowhere/python, and there is no such file"):
+        xla.find_python()
+
+
+def test_what_make_built_is_found(nowhere, monkeypatch):
+    monkeypatch.setattr(xla, "BUILT_BY_MAKE", Path(sys.executable))
+    assert xla.find_python() == Path(sys.executable)
+
+
+def test_settings_go_in_and_a_result_comes_out(script, tmp_path):
+    script(
+        "import json, sys, pathlib\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "settings = json.loads((folder / 'settings.json').read_text())\n"
+        "(folder / 'result.json').write_text(json.dumps(settings['steps'] + 1))\n"
+    )
+    assert xla.run_script("lesson", tmp_path, {"steps": 20}) == 21
+
+
+def test_an_old_result_is_not_taken_for_a_new_one(script, tmp_path):
+    (tmp_path / "result.json").write_text("1")
+    script("")
+    assert xla.run_script("lesson", tmp_path, {}) is None
+
+
+def test_a_failed_script_is_its_last_line(script, tmp_path):
+    script("raise KeyError('no such layer')")
+    with pytest.raises(xla.XlaError, match=r"lesson.py ended with status 1: (?s:.*)KeyError: 'no such layer'"):
+        xla.run_script("lesson", tmp_path, {})
+
+
+def test_a_script_that_hangs_is_ended_with_all_that_it_started(script, tmp_path):
+    sleeper = "import time; time.sleep(100)"
+    script(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {sleeper!r}])")
+    start_s = time.monotonic()
+    with pytest.raises(xla.XlaTimeout, match="still running after 2 s and was ended"):
+        xla.run_script("lesson", tmp_path, {}, timeout_s=2)
+    assert time.monotonic() - start_s < 60  # and not 100: conftest.py fails this test if a process is left
+
+
+def test_a_script_ends_with_what_started_it(script, tmp_path):
+    """A kernel that is killed has no time to tidy up; its scripts hear that it is gone."""
+    scripts = PROJECT / "notebooks" / "xla"
+    script(
+        f"import sys, time\nsys.path.insert(0, {str(scripts)!r})\nimport replicas\n"
+        "def wait(folder, settings):\n    (folder / 'began').touch()\n    time.sleep(100)\n"
+        "replicas.main(wait, sys.argv)\n"
+    )
+    code = (
+        "from pathlib import Path\nfrom fsdp_helpers.teaching import xla\n"
+        f"xla.SCRIPTS = Path({str(tmp_path)!r})\nxla.run_script('lesson', xla.SCRIPTS, {{}})"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PROJECT)})
+    while not (tmp_path / "began").exists():
+        time.sleep(0.1)  # the time limit of all tests is that of this loop
+        assert starter.poll() is None
+    starter.kill()
+    starter.wait()  # conftest.py fails this test if the script lives on
+
+
+def test_a_stuck_collective_is_explained():
+    said = (
+        "F rendezvous.cc:127] Termination timeout for `all gather RendezvousKey{op_id=0}` of 10 seconds exceeded. "
+        "Exiting to ensure a consistent program state. Expected 2 threads to join the rendezvous, but only 1 of them "
+        "arrived on time.\n"
+    )
+    advice = xla.explain(said)
+    assert "1 replica(s) came to it within 10 s" in advice
+    assert all(measure in advice for measure in ("lock", "PARAM_ALIASING", "pin_layout")) and "run it again" in advice
+
+
+def test_an_interpreter_without_torch_xla_is_named_as_the_cause(tmp_path, monkeypatch):
+    monkeypatch.setenv(xla.VARIABLE, sys.executable)  # this environment has none
+    with pytest.raises(xla.XlaError, match="its Python has no torch_xla; `make xla` builds one that has"):
+        xla.run_script("train", tmp_path, {})
+
+
+# ---------------------------------------------------------------- kept records
+
+
+def test_a_record_is_kept_and_recalled(nowhere, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(xla, "RECORDS", tmp_path)
+    assert xla.fresh_or_kept("lesson", lambda: {"losses": (1.0, 0.5)}, keep=True) == {"losses": [1.0, 0.5]}
+    assert capsys.readouterr().out == ""
+    again = xla.fresh_or_kept("lesson", xla.find_python)
+    assert again == {"losses": [1.0, 0.5]}
+    said = capsys.readouterr().out
+    assert said.startswith("PyTorch/XLA is not installed here") and "Below is the kept record of 20" in said
+    assert said.count("\n") == 1
+
+
+def test_nothing_is_kept_unless_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr(xla, "RECORDS", tmp_path)
+    assert xla.fresh_or_kept("lesson", lambda: 1) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_is_not_hidden_by_a_record(monkeypatch, tmp_path):
+    monkeypatch.setattr(xla, "RECORDS", tmp_path)
+    xla.fresh_or_kept("lesson", lambda: 1, keep=True)
+
+    def fail():
+        raise xla.XlaError("stuck")
+
+    with pytest.raises(xla.XlaError):
+        xla.fresh_or_kept("lesson", fail)
+
+
+def test_every_record_is_one_that_the_notebook_asks_for():
+    notebook = (PROJECT / "notebooks" / "12_xla.ipynb").read_text()
+    records = sorted(xla.RECORDS.glob("*.json"))
+    assert records
+    for path in records:
+        assert set(json.loads(path.read_text())) == {"finished", "result"}
+        assert f'\\"{path.stem}\\"' in notebook, f"{path.name} is in no cell"
+
+
+# ---------------------------------------------------------------- two worlds, kept apart
+
+
+def imports_torch_xla(path: Path) -> bool:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return any(name.split(".")[0] == "torch_xla" for name in names)
+
+
+def test_no_file_of_the_package_imports_torch_xla():
+    assert [path for path in (PROJECT / "fsdp_helpers").rglob("*.py") if imports_torch_xla(path)] == []
+    assert imports_torch_xla(xla.SCRIPTS / "train.py")  # the look can find one
+
+
+def test_a_listing_is_the_function_as_it_stands():
+    shown = xla.listing("train", "my_part").data
+    assert shown.startswith("```python\ndef my_part(batch") and shown.rstrip().endswith("```")
