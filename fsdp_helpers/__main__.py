@@ -124,7 +124,12 @@ def run() -> NoReturn:
     A rank of torchrun leaves without Python's clean-up, as those of `launch` do: gloo's threads outlive their group,
     and one that lets go of a tensor while Python is ending aborts the process.
     """
-    status = main()
+    try:
+        status = main()
+    except KeyboardInterrupt:  # in the first seconds, while torch is being loaded
+        status = _complain(INTERRUPTED, "interrupted; nothing was started")
+    except ModuleNotFoundError as error:
+        status = _complain(FAILED, f"{error}; run `source .venv/bin/activate`, or what you installed the project into")
     from fsdp_helpers.ranks.torchrun import started_by_torchrun
 
     if started_by_torchrun():

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -306,3 +307,17 @@ def train_each(rank, world_size, configs):
         gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
         records.append(train_worker(rank, world_size, config).ranks[rank])
     return records
+
+
+def report_until_ended(rank, world_size, folder):
+    """Write this rank's process id; report a step now and then, until there is a file that says stop."""
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    for step in range(10_000):
+        progress.report(step, 10_000, "counting")
+        if Path(folder, "stop").exists():
+            return "stopped"
+        time.sleep(0.1)
+
+
+def return_args(rank, world_size, *args):
+    return args

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_helpers.ranks import stacks
+from fsdp_helpers.ranks.edits import follow_edits
+from fsdp_helpers.ranks.errors import Interrupted, RankError, RankTimeout, shown_by_message
 from fsdp_helpers.ranks.group import choose_device
 from fsdp_helpers.ranks.keeper import TERM_S, end_group
 from fsdp_helpers.ranks.pickling import check_worker, pickle_job
 from fsdp_helpers.ranks.process import Failure, Job, run_rank
-from fsdp_helpers.ranks.progress import ProgressBar
+from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
 from fsdp_helpers.ranks.start import (
     NO_MAIN_GUARD,
     RANK_NAME,
@@ -31,6 +33,7 @@ from fsdp_helpers.ranks.start import (
     interrupts_wait,
     main_guard_advice,
     ready_to_start,
+    server_in_use,
 )
 
 GRACE_S = 0.5  # after a failure: wait this long for the failure that caused it
@@ -39,61 +42,62 @@ KILL_S = TERM_S + 5.0  # after SIGTERM: wait this long for keepers, which send S
 LONGEST_WAIT_S = 3600.0  # in one go; the system knows no wait of years
 
 
-class RankError(RuntimeError):
-    """A rank failed; the message holds its number and its original traceback."""
-
-    def __init__(self, rank: int, world_size: int, summary: str, details: str = "") -> None:
-        self.rank, self.summary, self.details = rank, summary, details
-        super().__init__(f"rank {rank} of {world_size} failed: {summary}" + (f"\n\n{details}" if details else ""))
-
-
-class RankTimeout(TimeoutError):
-    """Ranks were still running when the time was up; the message says where each one stood."""
-
-
 def launch(
     worker: Callable,
     *args: Any,
     world_size: int,
     device: str = "auto",
     timeout_s: float | None = None,
-    progress: bool = True,
+    progress: bool | ProgressBar = True,
     start_method: str | None = None,
     name_ranks: bool = True,
 ) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
     Each worker finds itself in a process group: gloo on the CPU, nccl with one device a rank on CUDA. The ranks meet
-    through a file in a private folder, so no port is taken that another program could want. What a worker
-    prints arrives here line by line; where there are several ranks, each line says which one printed it, unless
-    `name_ranks` is False. `start_method` is "forkserver" where the system has it, else "spawn", which loads torch
-    anew in every rank.
+    through a file in a private folder, so no port is taken that another program could want. What a worker prints
+    arrives here line by line; where there are several ranks, each line says which one printed it, unless `name_ranks`
+    is False. `progress` may be a bar that is drawn already. `start_method` is "forkserver" where the system has it,
+    else "spawn", which loads torch anew in every rank.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
     ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds,
-    RuntimeError in a script without a main guard. No process outlives the call, nor does one that a worker started.
+    Interrupted, a KeyboardInterrupt, after ^C or the stop button, RuntimeError in a script without a main guard. No
+    process outlives the call, nor does one that a worker started.
     """
     check_not_imported()
-    check_worker(worker)
-    _check_numbers(world_size, timeout_s)
-    device = choose_device(device, world_size)
-    start_method = choose_start_method(start_method)
-    payload = pickle_job(worker, args)
+    follow_edits()
+    with shown_by_message(ValueError):
+        check_worker(worker)
+        _check_numbers(world_size, timeout_s)
+        device = choose_device(device, world_size)
+        start_method = choose_start_method(start_method)
+        payload = pickle_job(worker, args)
+    bar = ProgressBar() if isinstance(progress, bool) else progress
+    output = _Output(bar, draws=progress is not False, names=name_ranks and world_size > 1)
+    output.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
-        job = Job(
-            payload=payload, world_size=world_size, device=device, folder=folder, environment=environment_changes()
-        )
-        output = _Output(ProgressBar(), draws=progress, names=name_ranks and world_size > 1)
-        ranks: list[_Rank] = []
+        reports = {"all_report": output.draws and bar.wants_all_ranks}
+        job = Job(payload, world_size, device, folder, environment_changes(), **reports)
         try:
-            with interrupts_wait(), ready_to_start(start_method) as context:
-                for rank in range(world_size):
-                    ranks.append(_start_rank(rank, job, context))
-            return _collect(ranks, job, output, timeout_s)
-        finally:
-            output.bar.close()
-            with interrupts_wait():
-                _stop(ranks)
+            with server_in_use():
+                return _run(job, start_method, output, timeout_s)
+        except KeyboardInterrupt:
+            raise Interrupted(output.where) from None
+
+
+def _run(job: Job, start_method: str, output: "_Output", timeout_s: float | None) -> list:
+    """Start the ranks, wait for their results, and stop whatever still runs, however this ends."""
+    ranks: list[_Rank] = []
+    try:
+        with interrupts_wait(), ready_to_start(start_method) as context:
+            for rank in range(job.world_size):
+                ranks.append(_start_rank(rank, job, context))
+        return _collect(ranks, job, output, timeout_s)
+    finally:
+        output.bar.close()
+        with interrupts_wait():
+            _stop(ranks)
 
 
 def _check_numbers(world_size: int, timeout_s: float | None) -> None:
@@ -106,21 +110,32 @@ def _check_numbers(world_size: int, timeout_s: float | None) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Output:
     """Where the ranks' lines and reports go."""
 
     bar: ProgressBar
     draws: bool
     names: bool
+    where: str = ""  # how far rank 0 has come, by its last report
+
+    def start(self, what: str) -> None:
+        if self.draws:
+            self.bar.start(what)
 
     def line(self, rank: int, stream: str, text: str) -> None:
         name = f"[rank {rank}] " if self.names else ""
         self.bar.print(name + text if text else name.rstrip(), getattr(sys, stream))
 
-    def report(self, *report: Any) -> None:
-        if self.draws:
-            self.bar.update(*report)
+    def report(self, rank: int, done: int, total: int, *said: Any) -> None:
+        if rank == 0:
+            self.where = f" at step {done} of {total}"
+        if not self.draws:
+            return
+        if self.bar.wants_all_ranks:
+            self.bar.update(rank, done, total, *said)
+        else:
+            self.bar.update(done, total, *said)
 
 
 @dataclass
@@ -192,7 +207,7 @@ def _receive(rank: _Rank, output: _Output) -> None:
     elif kind == "line":
         output.line(rank.rank, *content)
     else:
-        output.report(*content)
+        output.report(rank.rank, *content)
 
 
 def _death(rank: _Rank) -> Failure:
@@ -203,7 +218,7 @@ def _death(rank: _Rank) -> Failure:
         raise RuntimeError(main_guard_advice()) from None
     if code is not None and code < 0:
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        hint = " (often the system, out of memory)" if name == "SIGKILL" else ""
+        hint = " from outside (often by the system, out of memory)" if name == "SIGKILL" else ""
         return Failure(rank.rank, float("-inf"), f"the process was ended by {name}{hint}")
     return Failure(rank.rank, float("-inf"), f"the process left with exit status {code} before its worker returned")
 

@@ -1,5 +1,6 @@
 """What can travel to a rank and back: it is pickled, and what cannot be is named."""
 
+import importlib
 import inspect
 import io
 import os
@@ -7,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from types import FunctionType
 from typing import Any
 
 ADVICE = (
@@ -15,21 +17,24 @@ ADVICE = (
 )
 
 
+OR_A_CELL = " (a .py file, or a cell that begins with '%%writefile my_worker.py')"
+
+
 def check_worker(worker: Callable) -> None:
     """Raise ValueError for a worker that another process cannot import."""
     if not inspect.isfunction(worker):
         raise ValueError(f"a worker must be a function, this is {type(worker).__name__!r}: {worker!r}")
-    if worker.__module__ == "__main__" and not os.path.exists(worker.__code__.co_filename):
+    if "<" in worker.__qualname__:
+        raise ValueError(
+            f"{worker.__qualname__!r} is a lambda or is defined inside another function, so a new process cannot "
+            f"import it by name. Define it with 'def' at the top level of a module{OR_A_CELL}."
+        )
+    if worker.__module__ == "__main__" and not _can_import_main():
         raise ValueError(
             f"{worker.__name__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
             "and imports its worker by name, and it cannot import a cell. Two ways out: put the function into a module "
             f"(a .py file), or begin its cell with '%%writefile my_worker.py' and then 'from my_worker import "
             f"{worker.__name__}'."
-        )
-    if "<" in worker.__qualname__:
-        raise ValueError(
-            f"{worker.__qualname__!r} is a lambda or is defined inside another function, so a new process cannot "
-            "import it by name. Define it with 'def' at the top level of a module."
         )
 
 
@@ -91,10 +96,31 @@ class _Pickler(pickle.Pickler):
             if value.__module__ == "__main__" and not _can_import_main():
                 raise pickle.PicklingError(
                     f"{value.__qualname__!r} is defined in a notebook cell or an interactive session, and another "
-                    "process cannot import it from there; put it into a module (a .py file, or a cell that begins "
-                    "with '%%writefile my_module.py')"
+                    f"process cannot import it from there; put it into a module{OR_A_CELL}"
                 )
+            if _was_read_anew(value):
+                return _import_by_name, (value.__module__, value.__qualname__)
         return NotImplemented
+
+
+def _was_read_anew(value: type | FunctionType) -> bool:
+    """True for what an older reading of its module's file defined; a rank imports what the file defines now."""
+    now = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        now = getattr(now, name, None)
+    if now is None or now is value or type(now) is not type(value):
+        return False
+    if inspect.isclass(value):
+        return now.__qualname__ == value.__qualname__
+    # Not so a decorated function, which stands under the name of the one that it wraps.
+    return now.__code__.co_qualname == value.__code__.co_qualname == value.__qualname__
+
+
+def _import_by_name(module: str, qualname: str) -> Any:
+    found = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def _can_import_main() -> bool:

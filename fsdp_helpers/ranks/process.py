@@ -36,6 +36,7 @@ class Job:
     device: str
     folder: str
     environment: dict[str, str | None]  # what the parent changed (None: removed) since its ranks are forked
+    all_report: bool = False  # how far they have come; else rank 0 alone
 
     def stack_file(self, rank: int) -> Path:
         return Path(self.folder, f"stack-{rank}.txt")
@@ -63,7 +64,7 @@ def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection)
     send = _Sender(sender)
     streams = [LineSender(lambda line, name=name: send("line", (name, line))) for name in STREAMS]
     sys.stdout, sys.stderr = streams
-    if rank == 0:
+    if rank == 0 or job.all_report:
         send_reports_to(lambda *report: send("progress", report))
     status = 1
     try:

@@ -6,14 +6,17 @@ the parent process, torchrun's first rank draws them itself, and without either 
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from tqdm import tqdm
 
 SECONDS_BETWEEN_REPORTS = 0.1
 SECONDS_BETWEEN_LINES = 5.0
-BAR_WIDTH = 100
+# Steps in a second are left out: what is evaluated or saved between two steps would count as a slow step.
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+Item = TypeVar("Item")
 
 _sink: Callable[..., None] | None = None
 _last_report_s = 0.0
@@ -21,22 +24,40 @@ _in_lines = False
 
 
 def send_reports_to(sink: Callable[..., None] | None) -> None:
-    """From now on, `report(done, total, title, details)` calls `sink` with the same arguments."""
+    """From now on, `report(done, total, title, details, loss)` calls `sink` with the same arguments."""
     global _sink
     _sink = sink
 
 
 def wants_report(done: int, total: int) -> bool:
-    """True if a report now would be drawn: ask before computing costly details."""
-    return _sink is not None and (done == total or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
+    """True if a report now would be drawn: ask before computing costly details. The first and the last always are."""
+    is_end = done in (0, total)
+    return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
 
-def report(done: int, total: int, title: str, details: str = "") -> None:
-    """Say that `done` of `total` steps are behind us; at most ten times a second gets through."""
+def report(done: int, total: int, title: str, details: str = "", loss: float | None = None) -> None:
+    """Say that `done` of `total` steps are behind us; at most ten times a second gets through.
+
+    Where a first step takes long, report 0 before it: the clock of the bar runs from the first report on.
+    """
     global _last_report_s
     if wants_report(done, total):
         _last_report_s = time.monotonic()
-        _sink(done, total, title, details)
+        _sink(done, total, title, details, loss)
+
+
+def drawn(items: Iterable[Item], total: int, title: str) -> Iterator[Item]:
+    """`items`, one by one, with a bar for what this very process does with them."""
+    bar, last_s = ProgressBar(), 0.0
+    try:
+        bar.update(0, total, title)
+        for done, item in enumerate(items, start=1):
+            yield item
+            if done == total or time.monotonic() - last_s > SECONDS_BETWEEN_REPORTS:
+                last_s = time.monotonic()
+                bar.update(done, total, title)
+    finally:
+        bar.close()
 
 
 @contextmanager
@@ -56,25 +77,37 @@ class ProgressBar:
     Where nobody watches (a log file, CI) it draws nothing, or writes lines, see `in_lines`.
     """
 
+    wants_all_ranks = False  # the ranks keep step with one another: one of them reports for all
+
     def __init__(self) -> None:
         tqdm.get_lock()  # made now: tqdm would fail where an interrupt comes while it makes it
-        self._in_notebook = _is_notebook()
-        self._title = None
+        self._line = _NotebookLine() if is_notebook() else None
+        self._title = self._starting = None
         self._started_s = self._last_line_s = 0.0
-        self._bar = None  # a tqdm bar or, in a notebook, a display handle
+        self._first_done = 0
+        self._bar = None  # of tqdm, where this is no notebook
 
-    def update(self, done: int, total: int, title: str, details: str = "") -> None:
+    def start(self, what: str) -> None:
+        """Say at once what is starting, once; the first report takes the place of this line."""
+        if self._starting is None and self._title is None:
+            self._starting, self._started_s = what, time.monotonic()
+            if self._line is not None:
+                self._line.show(f"{what}: starting")
+            else:
+                self._bar = tqdm(desc=f"{what}: starting", bar_format="{desc}", disable=None, leave=False)
+
+    def update(self, done: int, total: int, title: str, details: str = "", loss: float | None = None) -> None:
         if title != self._title:
-            self.close()
-            self._title = title
-            self._started_s = self._last_line_s = time.monotonic()
-        if self._in_notebook:
-            self._draw_in_notebook(done, total, title, details)
+            self._begin(done, title)
+        if self._line is not None:
+            elapsed_s = time.monotonic() - self._started_s
+            self._line.show(bar_text(done, total, elapsed_s, title, details, self._first_done))
         elif _in_lines and not sys.stderr.isatty():
             self._write_line(done, total, title, details)
         else:
             if self._bar is None:
-                self._bar = tqdm(total=total, desc=title, unit="step", disable=None, leave=False)
+                settings = {"bar_format": BAR_FORMAT, "disable": None, "leave": False}
+                self._bar = tqdm(total=total, initial=done, desc=title, **settings)
             self._bar.set_postfix_str(details, refresh=False)
             self._bar.update(done - self._bar.n)
 
@@ -84,29 +117,58 @@ class ProgressBar:
             print(text, file=stream, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None and not self._in_notebook:
+        """Wipe the bar; in a notebook its last state stays, or how long it took what reported nothing."""
+        if self._line is not None and self._starting is not None:
+            self._line.show(f"{self._starting}: ended after {time.monotonic() - self._started_s:.1f} s")
+        self._end()
+
+    def _begin(self, done: int, title: str) -> None:
+        """A bar of its own for each title, below the last one; the first takes the place of the line at the start."""
+        if self._line is not None and self._starting is None:
+            self._line = _NotebookLine()
+        self._end()
+        self._title, self._first_done = title, done
+        self._started_s = self._last_line_s = time.monotonic()
+
+    def _end(self) -> None:
+        if self._bar is not None:
             self._bar.close()
-        self._bar = None
+        self._bar = self._title = self._starting = None
 
     def _write_line(self, done: int, total: int, title: str, details: str) -> None:
         if time.monotonic() - self._last_line_s >= SECONDS_BETWEEN_LINES:
             self._last_line_s = time.monotonic()
             print(f"{title}: {done} of {total}" + (f", {details}" if details else ""), file=sys.stderr, flush=True)
 
-    def _draw_in_notebook(self, done: int, total: int, title: str, details: str) -> None:
+
+class _NotebookLine:
+    """A line of text that is shown once and then replaced in place; a saved notebook keeps the last."""
+
+    def __init__(self) -> None:
+        self._handle = None
+
+    def show(self, text: str) -> None:
         from IPython.display import display
 
-        elapsed = time.monotonic() - self._started_s
-        line = tqdm.format_meter(
-            done, total, elapsed, ncols=BAR_WIDTH, prefix=title, unit="step", postfix=details or None
-        )
-        if self._bar is None:
-            self._bar = display({"text/plain": line}, raw=True, display_id=True)
+        if self._handle is None:
+            self._handle = display({"text/plain": text}, raw=True, display_id=True)
         else:
-            self._bar.update({"text/plain": line}, raw=True)
+            self._handle.update({"text/plain": text}, raw=True)
 
 
-def _is_notebook() -> bool:
+def bar_text(done: int, total: int, elapsed_s: float, title: str, details: str = "", first_done: int = 0) -> str:
+    """A bar as one line of text. The time that is left follows from the steps since the first report."""
+    return tqdm.format_meter(
+        done, total, elapsed_s, prefix=title, bar_format=BAR_FORMAT, postfix=details or None, initial=first_done
+    )
+
+
+def count_ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def is_notebook() -> bool:
+    """True in a kernel, whoever shows what it displays: JupyterLab, nbconvert, an editor."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

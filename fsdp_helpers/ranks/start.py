@@ -13,9 +13,12 @@ from fsdp_helpers.ranks.allocator import malloc_tunables
 
 START_METHODS = ("forkserver", "spawn")
 NO_MAIN_GUARD = 113  # exit status of a rank whose import of the script came to `launch` again
+IDLE_S = 180.0  # after so long without a launch the server ends, and gives its memory back
 RANK_NAME = "rank "  # and its number: the name of its process
 _loads_worker = False
-_environment: dict[str, str] = {}  # as it was when the server was first started
+_server_lock, _num_launches = threading.Lock(), 0
+_end_of_server: threading.Timer | None = None
+_environment: dict[str, str] = {}  # as it was when the server was started
 PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
@@ -73,6 +76,33 @@ def _start_server() -> None:
         _environment.update(os.environ)
     forkserver.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
+
+
+@contextmanager
+def server_in_use() -> Iterator[None]:
+    """Around a launch. A while after the last one the server ends, and the next launch starts it anew."""
+    global _num_launches, _end_of_server
+    with _server_lock:
+        _num_launches += 1
+        if _end_of_server is not None:
+            _end_of_server.cancel()
+    try:
+        yield
+    finally:
+        with _server_lock:
+            _num_launches -= 1
+            _end_of_server = threading.Timer(IDLE_S, end_idle_server)
+            _end_of_server.daemon = True
+            _end_of_server.start()
+
+
+def end_idle_server() -> None:
+    """End the server that holds torch loaded, unless ranks are running, which hold on to it."""
+    if "multiprocessing.forkserver" in sys.modules:  # else it was never started
+        with _server_lock:
+            if _num_launches == 0:
+                sys.modules["multiprocessing.forkserver"]._forkserver._stop()
+                _environment.clear()
 
 
 def environment_changes() -> dict[str, str | None]:

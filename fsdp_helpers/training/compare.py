@@ -1,6 +1,6 @@
 """The closing comparison: every strategy, both APIs, side by side on this machine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -12,6 +12,7 @@ from fsdp_helpers.training.watch import STEADY_STEP
 from fsdp_helpers.training.worker import train_worker
 
 HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "sent a step", "final loss")
+SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "loss")
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
@@ -86,19 +87,21 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
         format_seconds(row.step_s),
         format_bytes(row.held_bytes),
         format_bytes(row.peak_bytes),
-        "not counted" if row.sent_bytes is None else format_bytes(row.sent_bytes),
+        "?" if row.sent_bytes is None else format_bytes(row.sent_bytes),
         f"{row.final_loss:.4f}",
     ]
 
 
 def plain_table(rows: Sequence[ComparisonRow]) -> str:
-    """The comparison for a terminal: names to the left, numbers to the right."""
-    lines = [list(HEADERS), *(comparison_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    """The comparison for a terminal of 80 columns: names to the left, numbers to the right.
+
+    Times are medians, bytes those of one rank, sent in one step; the loss is that of the last step.
+    """
+    lines = [list(SHORT_HEADERS), *(comparison_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(SHORT_HEADERS))]
+    return "\n".join(" ".join(_padded(line, widths)) for line in lines)
+
+
+def _padded(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
+        yield cell.ljust(width) if column < 2 else cell.rjust(width + (column > 3))  # numbers further apart

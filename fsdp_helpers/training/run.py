@@ -1,19 +1,25 @@
 """One run, from its settings to its record: ranks of our own with `train`, or one rank among those of torchrun."""
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 
 import torch.distributed as dist
 
+from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import num_test_images, num_train_images, prepare_data
+from fsdp_helpers.mnist import DataError
+from fsdp_helpers.ranks.errors import shown_by_message
 from fsdp_helpers.ranks.group import choose_device, process_group
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.ranks.process import describe_error
-from fsdp_helpers.ranks.progress import ProgressBar, send_reports_to
+from fsdp_helpers.ranks.progress import ProgressBar, is_notebook, send_reports_to
 from fsdp_helpers.ranks.torchrun import read_place
 from fsdp_helpers.records import RunRecord
+from fsdp_helpers.training.live import LiveView
+from fsdp_helpers.training.watch import run_title
 from fsdp_helpers.training.worker import train_worker
 
 
@@ -24,33 +30,45 @@ def train(
     device: str = "auto",
     timeout_s: float | None = None,
     progress: bool = True,
+    watch: bool = False,
     on_data: Callable[[str], None] | None = None,
     **changes: object,
 ) -> RunRecord:
     """One run of `config`, with `changes` to its fields, in processes of its own; returns the record of rank 0.
 
     `world_size` is 1 for strategy "local" and 2 for the others, unless it is given. The data are prepared before any
-    process starts, and `on_data` hears which they are: "mnist" or "digits".
+    process starts, and `on_data` hears which they are: "mnist" or "digits". With `watch` a notebook shows a line for
+    each rank and the loss, step by step; elsewhere, and without it, one line says how far the run has come.
 
     Raises ValueError, DataError or CheckpointError before anything starts, for settings that cannot work, data that
     cannot be used and checkpoints that do not fit; RankError and RankTimeout as `launch` does.
     """
-    config = replace(config, **changes)
-    if world_size is None:
-        world_size = 1 if config.strategy == "local" else 2
-    config.check_world_size(world_size)
-    device = choose_device(device, world_size)
-    config.check_device(device)
-    source = prepare_run_data(config)
-    if on_data is not None:
-        on_data(source)
-    check_checkpoints(config, source)
-    try:
-        return launch(
-            train_worker, config, world_size=world_size, device=device, timeout_s=timeout_s, progress=progress
-        )[0]
-    finally:
-        tidy_up(config)
+    with shown_by_message(ValueError):
+        config = replace(config, **changes)
+        if world_size is None:
+            world_size = 1 if config.strategy == "local" else 2
+        config.check_world_size(world_size)
+        device = choose_device(device, world_size)
+        config.check_device(device)
+    view = LiveView() if watch and is_notebook() else ProgressBar()
+    with closing(view):
+        with shown_by_message(ValueError, DataError, CheckpointError):
+            if progress and on_data is None:  # else a line about the data comes first
+                view.start(run_title(config, world_size, device))
+            source = prepare_run_data(config)
+            if on_data is not None:
+                on_data(source)
+            check_checkpoints(config, source)
+        if progress:
+            view.start(run_title(config, world_size, device))
+        try:
+            settings = {"world_size": world_size, "device": device, "timeout_s": timeout_s}
+            record = launch(train_worker, config, progress=progress and view, **settings)[0]
+        finally:
+            tidy_up(config)
+    if isinstance(view, LiveView) and progress:
+        view.summarise(record)
+    return record
 
 
 def train_as_rank_of_torchrun(

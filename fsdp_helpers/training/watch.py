@@ -1,7 +1,7 @@
 """Looking on while a rank trains: time, memory and progress, off the clock."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,11 @@ class StepWatch:
     Begin before the model is built, so that the memory trace sees all of it.
     """
 
-    def __init__(self, config: TrainConfig, num_steps: int, dataset: Dataset, device: torch.device) -> None:
+    def __init__(
+        self, config: TrainConfig, num_steps: int, dataset: Dataset, device: torch.device, world_size: int = 1
+    ) -> None:
         self._config, self._num_steps, self._device = config, num_steps, device
+        self._title, self._last_loss = run_title(config, world_size, device.type), None
         # On the CPU the images came before the trace; on CUDA the allocator counts them too.
         self._dataset_bytes = dataset.train.num_bytes + dataset.test.num_bytes if device.type == "cuda" else 0
         self._memory = MemoryTrace(device)
@@ -46,6 +49,8 @@ class StepWatch:
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._first_step = len(self.step_seconds)
+        if self._first_step == 0:
+            progress.report(0, self._num_steps, self._title)
         self._clock_s = time.perf_counter()
 
     @property
@@ -82,10 +87,34 @@ class StepWatch:
             collectives=count_collectives(self.trace.collectives) if self.trace else (),
         )
 
+    def evaluation(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """`batches`, one by one, with reports of how many images have been looked at."""
+        num_images, done = 0, len(self.step_seconds)
+        for images, labels in batches:
+            if progress.wants_report(done, self._num_steps):
+                details = f"{self._epoch_text}evaluating, {num_images:,} images so far"
+                progress.report(done, self._num_steps, self._title, details)
+            num_images += len(labels)
+            yield images, labels
+        if self._last_loss is not None:
+            progress.report(done, self._num_steps, self._title, self._details(self._last_loss.item()))
+
     def _report(self, loss: Tensor) -> None:
+        self._last_loss = loss
         done, total = len(self.step_seconds), self._num_steps
         if progress.wants_report(done, total):
-            images_per_s = (done - self._first_step) * self._config.global_batch_size / self.epoch_seconds
-            epoch = f"epoch {self._epoch + 1}/{self._config.epochs}, " if self._config.epochs > 1 else ""
-            details = f"{epoch}{images_per_s:,.0f} images/s, loss {loss.item():.4f}"
-            progress.report(done, total, f"{self._config.model}, {self._config.strategy}", details)
+            progress.report(done, total, self._title, self._details(loss.item()), loss.item())
+
+    def _details(self, loss: float) -> str:
+        num_images = (len(self.step_seconds) - self._first_step) * self._config.global_batch_size
+        return f"{self._epoch_text}{num_images / self.epoch_seconds:,.0f} images/s, loss {loss:.4f}"
+
+    @property
+    def _epoch_text(self) -> str:
+        return f"epoch {self._epoch + 1}/{self._config.epochs}, " if self._config.epochs > 1 else ""
+
+
+def run_title(config: TrainConfig, world_size: int, device: str) -> str:
+    """What tells one run from another where both are shown: "shallow, fsdp (fsdp2), 2 ranks on cpu"."""
+    way = f" ({config.api})" if config.is_sharded else ", lean" if config.bucket_view else ""
+    return f"{config.model}, {config.strategy}{way}, {progress.count_ranks(world_size)} on {device}"

@@ -42,7 +42,7 @@ def run_training(
     parts = epochs_to_train(config, len(dataset.train) // config.global_batch_size, first_step)
     num_steps = sum(part.num_steps for part in parts)
 
-    watch = StepWatch(config, num_steps, dataset, rank_device())
+    watch = StepWatch(config, num_steps, dataset, rank_device(), world_size)
     model, optimizer = set_up(rank, config)
     if first_step:
         settle_buckets(model, dataset.train.images[: config.global_batch_size // world_size])
@@ -111,7 +111,7 @@ def train_epochs(
         losses = train_one_epoch(model, batches, optimizer, watch.after_step, **settings)
         losses = (sum_over_ranks(losses.double()) / world_size).tolist()
         test_batches = evaluation_batches(dataset.test, rank=rank, world_size=world_size)
-        test_sums = sum_over_ranks(evaluate(model, test_batches))
+        test_sums = sum_over_ranks(evaluate(model, watch.evaluation(test_batches)))
         seconds = max(gather_over_ranks(watch.epoch_seconds))
         epochs.append(epoch_record(config, epoch + 1, losses, seconds, test_sums))
         step_losses += losses

@@ -38,7 +38,8 @@ def test_one_bar_however_many_ranks(monkeypatch):
     text = terminal.getvalue()
     assert "\n" not in text  # one line, drawn over and over, and wiped at the end
     lines = [line for line in text.split("\r") if line.strip()]
-    assert all(line.startswith("counting: ") for line in lines)
+    assert lines[0].strip() == "report_progress, 3 ranks on cpu: starting"
+    assert all(line.startswith("counting: ") for line in lines[1:])
     counts = [int(number) for line in lines for number in re.findall(r"(\d+)/30", line)]
     assert counts == sorted(counts)  # one rank reports; three would go back and forth
 
@@ -77,9 +78,36 @@ def test_reports_are_thinned_out_but_the_last_arrives(reports):
         progress.report(step, 1000, "title")
     # 1,000 reports within far less than a second: at most ten a second get through, and always the last
     assert len(reports) < 100
-    assert reports[-1] == (1000, 1000, "title", "")
+    assert reports[-1] == (1000, 1000, "title", "", None)
 
 
 def test_without_a_listener_reports_are_dropped():
     assert not progress.wants_report(1, 1)
     progress.report(1, 1, "title")
+
+
+def test_the_time_left_follows_from_what_was_seen():
+    # 10 steps in 20 s since the first report, which said 50: 40 more take 80 s. Counted from 0, 60 steps would take 20.
+    text = progress.bar_text(60, 100, 20.0, "title", "loss 1.0", first_done=50)
+    assert text.startswith("title:  60%|") and text.endswith("| 60/100 [00:20<01:20, loss 1.0]")
+    assert "?" in progress.bar_text(0, 100, 0.0, "title") and "step/s" not in text
+
+
+def test_a_terminal_says_what_starts_until_the_first_report(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    bar = progress.ProgressBar()
+    bar.start("shallow, ddp, 2 ranks on cpu")
+    assert terminal.getvalue().strip() == "shallow, ddp, 2 ranks on cpu: starting"
+    bar.update(0, 10, "shallow, ddp, 2 ranks on cpu")
+    bar.start("something within it")  # said once
+    bar.close()
+    assert terminal.getvalue().count("starting") == 1 and "0/10 [00:00<?]" in terminal.getvalue()
+
+
+def test_items_of_this_very_process_are_drawn(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_REPORTS", -1.0)
+    assert list(progress.drawn("abc", 3, "letters")) == ["a", "b", "c"]
+    assert re.findall(r"(\d)/3", terminal.getvalue())[0] == "0"

@@ -3,14 +3,16 @@
 import ast
 import importlib
 import multiprocessing
+import multiprocessing.forkserver
 import sys
 from pathlib import Path
 
 import pytest
 import workers_for_tests as workers
-from programs import running, running_python
+from programs import is_running, running, running_python
 from runs import mostly_long
 
+from fsdp_helpers.ranks import start
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.ranks.start import choose_start_method
@@ -151,3 +153,15 @@ def test_a_python_with_settings_of_its_own(tmp_path):
     # Ranks have the reader's setting after the series' own; the Python that launches has the reader's alone again.
     assert ranks == [(0, f"{MALLOC_TUNABLES}:{OWN_TUNABLES}"), (10, f"{MALLOC_TUNABLES}:{OWN_TUNABLES}")]
     assert (tunables, ignored) == (OWN_TUNABLES, True)
+
+
+def test_the_server_ends_when_it_is_idle_and_the_next_launch_starts_another():
+    launch(workers.return_rank, world_size=1, device="cpu")
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    with start.server_in_use():
+        start.end_idle_server()
+        assert is_running(server)  # a launch is under way
+    start.end_idle_server()
+    assert not is_running(server)
+    assert launch(workers.return_rank, world_size=1, device="cpu") == [(0, 1)]
+    assert multiprocessing.forkserver._forkserver._forkserver_pid != server

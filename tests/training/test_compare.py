@@ -11,7 +11,7 @@ from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.records import ComparisonRow
 from fsdp_helpers.teaching.plots import plot_comparison
 from fsdp_helpers.training.compare import (
-    HEADERS,
+    SHORT_HEADERS,
     comparison_cells,
     comparison_configs,
     comparison_row,
@@ -86,8 +86,8 @@ def test_the_table_is_straight():
     )
     header, line = plain_table([row]).splitlines()
     assert len(header) == len(line)
-    assert header.split() == " ".join(HEADERS).split()
-    assert line.startswith("shallow  fsdp (fsdp1)  ") and line.endswith("0.8332")
+    assert header.split() == " ".join(SHORT_HEADERS).split()
+    assert line.startswith("shallow fsdp (fsdp1) ") and line.endswith("0.8332")
     assert [text in line for text in ("12.3 ms", "9.60 MB", "23.5 MB", "4.81 MB")] == [True] * 4
 
 
@@ -97,7 +97,14 @@ def test_a_record_from_before_sent_bytes_still_loads():
         ComparisonRow(**{name: value for name, value in row.items() if name != "sent_bytes"}) for row in kept["rows"]
     ]
     assert len(plain_table(rows).splitlines()) == 1 + len(rows)
-    assert all(comparison_cells(row)[6] == "not counted" for row in rows)
+    assert all(comparison_cells(row)[6] == "?" for row in rows)
+
+
+def test_the_table_fits_a_terminal():
+    sizes = {"held_bytes": 88_800_000, "peak_bytes": 88_800_000, "moved_bytes": 88_800_000, "sent_bytes": 88_800_000}
+    longest = {"model": "vit-deep", "strategy": "fsdp-auto-wrap", "api": "fsdp2", "world_size": 16}
+    row = ComparisonRow(**longest, **sizes, step_s=0.0888, final_loss=2.3333)
+    assert {len(line) for line in plain_table([row]).splitlines()} == {80}
 
 
 def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
@@ -107,7 +114,7 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     outputs = ["--json", tmp_path / "table.json", "--figure", tmp_path / "table.png"]
     assert main_in_process(*arguments, *outputs) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0].split() == " ".join(HEADERS).split()
+    assert lines[0].split() == " ".join(SHORT_HEADERS).split()
     assert [label for label in ON_CPU if not any(f" {label} " in line for line in lines)] == []
     content = json.loads((tmp_path / "table.json").read_text())
     assert content.keys() == {"device", "device_name", "finished", "versions", "rows"}

@@ -9,9 +9,10 @@ from torch import nn
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import Dataset, Split
 from fsdp_helpers.ranks import progress
-from fsdp_helpers.training.watch import StepWatch
+from fsdp_helpers.training.watch import StepWatch, run_title
 
 NO_IMAGES = Split(images=torch.empty(0, 1, 28, 28), labels=torch.empty(0, dtype=torch.int64))
+DATASET = Dataset(source="digits", train=NO_IMAGES, test=NO_IMAGES)
 
 
 class NoTrace:
@@ -51,8 +52,7 @@ def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock
     monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
     model = nn.Linear(1, 1)
     config = TrainConfig(global_batch_size=64, epochs=2)
-    dataset = Dataset(source="digits", train=NO_IMAGES, test=NO_IMAGES)
-    watch = StepWatch(config, 3, dataset, torch.device("cpu"))
+    watch = StepWatch(config, 3, DATASET, torch.device("cpu"))
     watch.watch(model, torch.optim.Adam(model.parameters()))
     watch.begin_epoch(0)
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
@@ -61,8 +61,38 @@ def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock
     watch.after_step(torch.tensor(0.5), batch_bytes=0)
     assert watch.step_seconds == [0.5, 0.5, 0.5]
     # 64 images in 0.5 s, then 128 in 1.0 s; then 64 of the second epoch in 0.5 s
-    assert [(done, total, details) for done, total, _, details in reports] == [
+    assert {title for _, _, title, *_ in reports} == {"shallow, local, 1 rank on cpu"}
+    assert [(done, total, details) for done, total, _, details, _ in reports] == [
+        (0, 3, ""),  # from here on the bar counts the time
         (1, 3, "epoch 1/2, 128 images/s, loss 2.0000"),
         (2, 3, "epoch 1/2, 128 images/s, loss 1.0000"),
         (3, 3, "epoch 2/2, 128 images/s, loss 0.5000"),
     ]
+
+
+def test_an_evaluation_says_how_far_it_is(reports, half_second_clock, monkeypatch):
+    monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
+    model = nn.Linear(1, 1)
+    watch = StepWatch(TrainConfig(global_batch_size=64), 1, DATASET, torch.device("cpu"))
+    watch.watch(model, torch.optim.Adam(model.parameters()))
+    watch.begin_epoch(0)
+    watch.after_step(torch.tensor(2.0), batch_bytes=0)
+    batches = [(torch.empty(size, 1), torch.empty(size)) for size in (1_000, 500)]
+    assert list(watch.evaluation(batches)) == batches
+    assert [details for *_, details, _ in reports[2:]] == [
+        "evaluating, 0 images so far",
+        "evaluating, 1,000 images so far",
+        "128 images/s, loss 2.0000",  # what stays
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings, world_size, title",
+    [
+        ({"strategy": "fsdp-auto-wrap", "api": "fsdp1"}, 2, "shallow, fsdp-auto-wrap (fsdp1), 2 ranks on cpu"),
+        ({"strategy": "fsdp-auto-wrap"}, 3, "shallow, fsdp-auto-wrap (fsdp2), 3 ranks on cpu"),
+        ({"strategy": "ddp", "bucket_view": True}, 1, "shallow, ddp, lean, 1 rank on cpu"),
+    ],
+)
+def test_a_title_says_what_differs(settings, world_size, title):
+    assert run_title(TrainConfig(**settings), world_size, "cpu") == title

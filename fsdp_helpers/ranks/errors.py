@@ -1,0 +1,49 @@
+"""How a launch ends when it does not end well. A notebook shows each of these without the frames that led to it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message holds its number and its original traceback."""
+
+    def __init__(self, rank: int, world_size: int, summary: str, details: str = "") -> None:
+        self.rank, self.world_size, self.summary, self.details = rank, world_size, summary, details
+        super().__init__(f"rank {rank} of {world_size} failed: {summary}" + (f"\n\n{details}" if details else ""))
+
+    def _render_traceback_(self) -> list[str]:
+        """Asked for by IPython. The rank's traceback ends in the summary, which is not said twice."""
+        if not self.details:
+            return [f"RankError: {self}"]
+        return [
+            f"RankError: rank {self.rank} of {self.world_size} failed, with this traceback of its own:",
+            self.details,
+        ]
+
+
+class RankTimeout(TimeoutError):
+    """Ranks were still running when the time was up; the message says where each one stood."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"RankTimeout: {self}"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The stop button, or ^C, while ranks were running; by now all of them have ended."""
+
+    def __init__(self, where: str = "") -> None:
+        super().__init__(f"interrupted{where}; all ranks are stopped")
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+@contextmanager
+def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
+    """Within the block, errors of these kinds are made for people: a notebook shows their message alone."""
+    try:
+        yield
+    except kinds as error:
+        lines = [f"{type(error).__name__}: {error}"]
+        error._render_traceback_ = lambda: lines
+        raise

@@ -1,0 +1,126 @@
+"""A run that is watched in a notebook: a line for each rank and the loss as a curve, drawn while it trains.
+
+What is shown is text and a picture that are replaced in place, no widget, so a saved notebook keeps the last of them.
+"""
+
+import base64
+import io
+import time
+from collections.abc import Sequence
+
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.ranks.progress import bar_text
+from fsdp_helpers.records import RunRecord
+
+SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_CURVES = 0.25, 1.0  # a curve takes a tenth of a second to draw
+PIXELS_PER_INCH = 220  # twice what is shown, for screens of double density
+BLUE, GREY = "#0072b2", "#6b7280"
+
+
+class LiveView:
+    """Takes the place of a `ProgressBar` in `launch`: every rank reports, and all are shown."""
+
+    wants_all_ranks = True
+
+    def __init__(self) -> None:
+        self._lines, self._curve = _InPlace(), _InPlace()
+        self._title = ""
+        self._reports: dict[int, tuple[int, int, str]] = {}  # by rank: steps done, steps in all, what else it says
+        self._steps: list[int] = []
+        self._losses: list[float] = []
+        self._started_s = self._lines_s = self._curve_s = 0.0
+
+    def start(self, what: str) -> None:
+        if not self._title:
+            self._title = what
+            self._lines.show({"text/plain": f"{what}: starting"})
+
+    def update(
+        self, rank: int, done: int, total: int, title: str, details: str = "", loss: float | None = None
+    ) -> None:
+        now_s = time.monotonic()
+        if not self._reports:
+            self._title, self._started_s = title, now_s
+        self._reports[rank] = (done, total, details)
+        if rank == 0 and loss is not None:
+            self._steps.append(done)
+            self._losses.append(loss)
+        if now_s - self._lines_s > SECONDS_BETWEEN_LINES:
+            self._lines_s = now_s
+            self._show_lines()
+        if len(self._losses) > 1 and now_s - self._curve_s > SECONDS_BETWEEN_CURVES:
+            self._curve_s = now_s
+            self._show_curve(self._steps, self._losses, total, "of rank 0's images")
+
+    def print(self, text: str, stream) -> None:
+        print(text, file=stream, flush=True)
+
+    def close(self) -> None:
+        """What the ranks said last stays."""
+        if self._reports:
+            self._show_lines()
+
+    def summarise(self, record: RunRecord) -> None:
+        """A run that has ended: what each rank held, and the loss of every step over the global batch."""
+        last = record.epochs[-1]
+        text = [f"{self._title}: {len(record.step_losses)} steps, test accuracy {last.test_accuracy:.2%}"]
+        for rank in record.ranks:
+            if rank.peak_bytes is not None:
+                text.append(
+                    f"rank {rank.rank}: held {format_bytes(rank.held_bytes)}, peak {format_bytes(rank.peak_bytes)}"
+                )
+        self._lines.show({"text/plain": "\n".join(text)})
+        if record.step_losses:
+            steps = range(record.first_step + 1, record.first_step + len(record.step_losses) + 1)
+            self._show_curve(steps, record.step_losses, steps[-1], "over the global batch")
+
+    def _show_lines(self) -> None:
+        elapsed_s = time.monotonic() - self._started_s
+        bars = [
+            bar_text(done, total, elapsed_s, f"rank {rank}", details)
+            for rank, (done, total, details) in sorted(self._reports.items())
+        ]
+        self._lines.show({"text/plain": "\n".join([self._title, *bars])})
+
+    def _show_curve(self, steps: Sequence[int], losses: Sequence[float], last_step: int, of_what: str) -> None:
+        alt = (
+            f"Loss {of_what}, {self._title}: {losses[0]:.3f} at step {steps[0]}, {losses[-1]:.3f} at step {steps[-1]}, "
+            f"lowest {min(losses):.3f}."
+        )
+        picture, size = loss_picture(steps, losses, last_step, f"Loss {of_what}, step by step")
+        self._curve.show({"image/png": picture, "text/plain": alt}, {"image/png": {"alt": alt, **size}})
+
+
+def loss_picture(
+    steps: Sequence[int], losses: Sequence[float], last_step: int, title: str
+) -> tuple[str, dict[str, int]]:
+    """The curve as a PNG in base64, and the width and height in which it is to be shown."""
+    from matplotlib.figure import Figure  # takes half a second, which other runs need not wait
+
+    fig = Figure(figsize=(8, 2.2), dpi=PIXELS_PER_INCH, layout="constrained", facecolor="white")
+    ax = fig.subplots()
+    ax.plot(steps, losses, color=BLUE, linewidth=1.5)
+    ax.plot(steps[-1:], losses[-1:], color=BLUE, marker="o", markersize=4)
+    ax.annotate(f" {losses[-1]:.3f}", (steps[-1], losses[-1]), color=GREY, va="center")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set(xlim=(1, max(2, last_step) * 1.05), ylim=(0, None), xlabel="step", ylabel="loss (nats)")
+    ax.set_title(title, loc="left", fontsize=10)
+    file = io.BytesIO()
+    fig.savefig(file, format="png")
+    width, height = (int(inches * PIXELS_PER_INCH / 2) for inches in fig.get_size_inches())
+    return base64.b64encode(file.getvalue()).decode(), {"width": width, "height": height}
+
+
+class _InPlace:
+    """An output that is shown once and replaced from then on."""
+
+    def __init__(self) -> None:
+        self._handle = None
+
+    def show(self, data: dict[str, str], metadata: dict | None = None) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(data, metadata=metadata, raw=True, display_id=True)
+        else:
+            self._handle.update(data, metadata=metadata, raw=True)

@@ -1,0 +1,243 @@
+"""A real kernel, as JupyterLab starts one: what a cell shows of a launch, and how launches end with the kernel.
+
+Two kernels start at once and serve all tests, since each needs seconds to load torch, once more for its ranks.
+"""
+
+import os
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import KernelManager
+from leftovers import SESSION_VARIABLE
+from programs import TESTS, is_running, wait_until
+
+PATIENCE_S = 200.0  # for a cell, also on a busy machine
+SET_UP = """
+from fsdp_helpers.ranks.launch import launch
+from workers_for_tests import all_reduce_rank, raise_on, report_until_ended, return_args
+"""
+HANG = "launch(report_until_ended, {folder!r}, world_size=2, device='cpu')"
+
+
+class Kernel:
+    """A kernel and a client of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        places = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "TMPDIR")}
+        environment = {**os.environ, **places, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+        del environment[SESSION_VARIABLE]  # a kernel lives for several tests, each of which may leave nothing
+        self.manager = KernelManager(connection_file=str(folder / "connection.json"))
+        self.manager.start_kernel(cwd=str(folder), env=environment)
+        self.client = self.manager.client()
+        self.client.start_channels()
+
+    @property
+    def pid(self) -> int:
+        return self.manager.provisioner.process.pid
+
+    def begin(self, code: str) -> str:
+        return self.client.execute(textwrap.dedent(code))
+
+    def end(self, request: str) -> list[dict]:
+        """The outputs of a cell, once it is idle; an output that is replaced in place counts as its last state."""
+        outputs = []
+        while True:
+            message = self.client.get_iopub_msg(timeout=PATIENCE_S)
+            kind, content = message["msg_type"], message["content"]
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if kind == "status" and content["execution_state"] == "idle":
+                return [output for output in outputs if output["kind"] not in ("execute_input", "status")]
+            display = content.get("transient", {}).get("display_id")
+            outputs = [output for output in outputs if display is None or output["display"] != display]
+            outputs.append({"kind": kind, "display": display, **content})
+
+    def run(self, code: str) -> list[dict]:
+        self.client.wait_for_ready(timeout=PATIENCE_S)
+        return self.end(self.begin(code))
+
+    def wait_for_report(self, request: str, step: int) -> None:
+        """Until the cell says that its ranks have come so far."""
+        while True:
+            message = self.client.get_iopub_msg(timeout=PATIENCE_S)
+            text = message["content"].get("data", {}).get("text/plain", "")
+            if message["parent_header"].get("msg_id") == request and f" {step}/" in text:
+                return
+
+    def processes(self) -> set[int]:
+        """All that the kernel has started, its fork server and their children included."""
+        return descendants(self.pid)
+
+    def shut_down(self) -> None:
+        """End the kernel, and see that all that it has started ends with it."""
+        processes = self.processes()
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        assert ended(processes)
+
+
+def descendants(pid: int) -> set[int]:
+    children = [
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    ]
+    return set(children).union(*(descendants(child) for child in children))
+
+
+def ended(pids: set[int]) -> bool:
+    return wait_until(lambda: not any(is_running(pid) for pid in pids), PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """Two kernels that have launched at once, ten times each."""
+    both = [Kernel(tmp_path_factory.mktemp("kernel") / name) for name in ("one", "other")]
+    for kernel in both:
+        kernel.client.wait_for_ready(timeout=PATIENCE_S)
+    code = SET_UP + "sums = [launch(all_reduce_rank, world_size=2, device='cpu', progress=False) for _ in range(10)]"
+    requests = [kernel.begin(code) for kernel in both]
+    assert [kernel.end(request) for kernel, request in zip(both, requests, strict=True)] == [[], []]
+    yield both
+    for kernel in both:
+        kernel.shut_down()
+
+
+@pytest.fixture
+def kernel(kernels) -> Kernel:
+    return kernels[0]
+
+
+def text_of(output: dict) -> str:
+    return output.get("text") or output.get("data", {}).get("text/plain") or "\n".join(output["traceback"])
+
+
+def the_error(outputs: list[dict]) -> list[str]:
+    """All lines that a notebook shows of the cell's error."""
+    (error,) = [output for output in outputs if output["kind"] == "error"]
+    return "\n".join(error["traceback"]).splitlines()
+
+
+def written_pids(folder: Path) -> list[int]:
+    files = [folder / f"pid-{rank}" for rank in range(2)]
+    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), PATIENCE_S)
+    return [int(file.read_text()) for file in files]
+
+
+def fresh_folder(kernel: Kernel) -> Path:
+    folder = kernel.folder / f"run-{time.monotonic_ns()}"
+    folder.mkdir()
+    return folder
+
+
+# ---------------------------------------------------------------- what a cell shows
+
+
+def test_two_kernels_at_once(kernels):
+    # 1 + 2 = 3 on both ranks, ten times, in both
+    assert [text_of(kernel.run("print(sums == [[3.0, 3.0]] * 10)")[0]) for kernel in kernels] == ["True\n", "True\n"]
+
+
+def test_a_cell_says_at_once_what_is_starting(kernel):
+    folder = fresh_folder(kernel)
+    request = kernel.begin(HANG.format(folder=str(folder)))
+    shown = []
+    while "counting" not in "".join(shown):
+        content = kernel.client.get_iopub_msg(timeout=PATIENCE_S)["content"]
+        shown.append(content.get("data", {}).get("text/plain", ""))
+    (folder / "stop").touch()
+    outputs = kernel.end(request)
+    first, *_ = [text for text in shown if text]
+    assert first == "report_until_ended, 2 ranks on cpu: starting"
+    (bar, result) = outputs  # replaced in place: the line at the start, every state of the bar
+    assert text_of(bar).startswith("counting: ") and text_of(result) == "['stopped', 'stopped']"
+
+
+def test_what_reports_nothing_leaves_one_line(kernel):
+    (line,) = kernel.run("done = launch(all_reduce_rank, world_size=1, device='cpu')")
+    assert text_of(line).startswith("all_reduce_rank, 1 rank on cpu: ended after ")
+
+
+# ---------------------------------------------------------------- errors: the message and nothing else
+
+
+def test_a_rank_that_fails_shows_its_own_traceback_alone(kernel):
+    lines = the_error(kernel.run("launch(raise_on, 1, world_size=2, device='cpu')"))
+    assert lines[0] == "RankError: rank 1 of 2 failed, with this traceback of its own:"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ZeroDivisionError: on purpose, on rank 1"
+    files = [line.split('"')[1] for line in lines if line.lstrip().startswith("File ")]
+    assert {Path(file).name for file in files} == {"workers_for_tests.py"}
+
+
+@pytest.mark.parametrize(
+    "cell, message",
+    [
+        ("def work(rank, world_size): pass\nlaunch(work, world_size=2)", "'work' is defined in a notebook cell"),
+        ("launch(lambda rank, world_size: 0, world_size=2)", "'<lambda>' is a lambda"),
+        ("class Box: pass\nlaunch(return_args, Box(), world_size=2)", "'Box' is defined in a notebook cell"),
+        ("launch(return_args, world_size=0)", "world_size is 0; it must be a whole number"),
+    ],
+)
+def test_a_launch_that_is_refused_says_why_in_one_line(kernel, cell, message):
+    (line,) = the_error(kernel.run(cell))
+    assert line.startswith("ValueError: ") and message in line
+    assert ("%%writefile" in line) == ("world_size=2" in cell)
+    assert "import <lambda>" not in line
+
+
+def test_a_function_that_is_added_to_a_module_later(kernel):
+    kernel.run("%%writefile my_worker.py\ndef first(rank, world_size): return 1")
+    before = kernel.run("from my_worker import first\nlaunch(first, world_size=1, progress=False)")
+    kernel.run(
+        "%%writefile my_worker.py\n"
+        "def first(rank, world_size): return second(rank, world_size) + 8\n"
+        "def second(rank, world_size): return 2"
+    )
+    after = kernel.run(
+        "from my_worker import second\n"
+        "[launch(worker, world_size=1, progress=False) for worker in (first, second)]"  # the old first, too
+    )
+    assert [text_of(outputs[-1]) for outputs in (before, after)] == ["[1]", "[[10], [2]]"]
+
+
+# ---------------------------------------------------------------- how launches end
+
+
+def test_the_stop_button(kernel):
+    folder = fresh_folder(kernel)
+    request = kernel.begin(HANG.format(folder=str(folder)))
+    pids = written_pids(folder)
+    kernel.wait_for_report(request, step=3)
+    kernel.manager.interrupt_kernel()
+    (line,) = the_error(kernel.end(request))
+    assert line.startswith("interrupted at step ") and line.endswith(" of 10000; all ranks are stopped")
+    assert not any(is_running(pid) for pid in pids)
+    assert text_of(kernel.run("launch(all_reduce_rank, world_size=2, device='cpu')")[-1]) == "[3.0, 3.0]"
+
+
+def test_a_rank_that_is_killed_from_outside(kernel):
+    folder = fresh_folder(kernel)
+    request = kernel.begin(HANG.format(folder=str(folder)))
+    pids = written_pids(folder)
+    os.kill(pids[1], signal.SIGKILL)
+    (line,) = the_error(kernel.end(request))
+    assert line.startswith("RankError: rank 1 of 2 failed: the process was ended by SIGKILL from outside")
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_restart_leaves_nothing_and_the_kernel_launches_again(kernels):
+    kernel = kernels[1]
+    folder = fresh_folder(kernel)
+    kernel.begin(HANG.format(folder=str(folder)))
+    pids = set(written_pids(folder))
+    processes, shared_memory = kernel.processes(), set(os.listdir("/dev/shm"))
+    assert pids < processes
+    kernel.manager.restart_kernel(now=True)
+    assert ended(processes)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert wait_until(lambda: not list(kernel.folder.glob("fsdp_helpers-*")))
+    assert text_of(kernel.run(SET_UP + "launch(all_reduce_rank, world_size=2, device='cpu')")[-1]) == "[3.0, 3.0]"

@@ -1,0 +1,71 @@
+"""A watched run as a notebook shows it: text and a picture, replaced in place, and a summary that stays."""
+
+import base64
+from dataclasses import replace
+
+import pytest
+from runs import tiny_record
+
+from fsdp_helpers.training import live
+from fsdp_helpers.training.live import LiveView
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """The outputs of a cell, each as it was shown last: (data, metadata)."""
+    shown = []
+
+    class Handle:
+        def __init__(self, place):
+            self.place = place
+
+        def update(self, data, metadata=None, raw=False):
+            shown[self.place] = (data, metadata)
+
+    def display(data, metadata=None, raw=False, display_id=None):
+        assert raw and display_id
+        shown.append((data, metadata))
+        return Handle(len(shown) - 1)
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr(live, "SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(live, "SECONDS_BETWEEN_CURVES", -1.0)
+    return shown
+
+
+def watched() -> LiveView:
+    view = LiveView()
+    view.start("shallow, ddp, 2 ranks on cpu")
+    view.start("train_worker, 2 ranks on cpu")  # within it, and not said
+    for rank, done, loss in ((0, 0, None), (0, 1, 2.3), (1, 1, 2.2), (0, 2, 2.0), (1, 2, 2.1)):
+        view.update(rank, done, 4, "shallow, ddp, 2 ranks on cpu", f"loss {loss}", loss)
+    return view
+
+
+def test_from_the_start_on_one_line_is_there(outputs):
+    LiveView().start("shallow, ddp, 2 ranks on cpu")
+    assert outputs == [({"text/plain": "shallow, ddp, 2 ranks on cpu: starting"}, None)]
+
+
+def test_a_line_for_each_rank_and_a_curve_of_the_first(outputs):
+    watched().close()
+    (lines, _), (curve, metadata) = outputs
+    title, first, second = lines["text/plain"].splitlines()
+    assert title == "shallow, ddp, 2 ranks on cpu"
+    assert first.startswith("rank 0:  50%|") and " 2/4 " in first and "loss 2.0" in first
+    assert second.startswith("rank 1:  50%|") and "loss 2.1" in second
+    assert base64.b64decode(curve["image/png"]).startswith(b"\x89PNG")
+    alt = "Loss of rank 0's images, shallow, ddp, 2 ranks on cpu: 2.300 at step 1, 2.000 at step 2, lowest 2.000."
+    assert curve["text/plain"] == metadata["image/png"]["alt"] == alt
+
+
+def test_a_summary_takes_their_place(outputs):
+    view, record = watched(), tiny_record()
+    record = replace(record, step_losses=(2.3, 2.1, 1.9, 1.8), first_step=0)
+    view.close()
+    view.summarise(record)
+    (lines, _), (curve, metadata) = outputs
+    accuracy = f"{record.epochs[-1].test_accuracy:.2%}"
+    assert lines["text/plain"].startswith(f"shallow, ddp, 2 ranks on cpu: 4 steps, test accuracy {accuracy}")
+    assert "over the global batch" in curve["text/plain"] and "1.800 at step 4" in metadata["image/png"]["alt"]
+    assert all("widget" not in kind for data, _ in outputs for kind in data)
