@@ -1,6 +1,8 @@
-"""What every checker does with a reader's answer: ask for it, call it, and refuse it in one line."""
+"""What every checker does with a reader's answer: ask for it, call it, refuse it in one line, or count it as solved."""
 
+import functools
 from collections.abc import Callable
+from html import escape
 from numbers import Real
 
 BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not below it
@@ -11,6 +13,50 @@ class NotYet(AssertionError):
 
     def _render_traceback_(self) -> list[str]:
         return [f"Not yet: {self}"]
+
+
+class Solved(str):
+    """What a checker says of a right answer; a notebook shows it in green, with how many exercises are solved."""
+
+    count: str
+
+    def _repr_html_(self) -> str:
+        look = "color:var(--jp-success-color1, #15803d);font-weight:600"
+        return f'<div style="{look}">✓ {escape(self)} ({self.count})</div>'
+
+    def _repr_pretty_(self, printer: object, cycle: bool) -> None:
+        printer.text(f"✓ {self} ({self.count})")
+
+
+_exercises: dict[str, set[str]] = {}  # a notebook's number: its checkers
+_solved: set[str] = set()
+
+
+def exercise(notebook: str) -> Callable:
+    """Make a function the checker of an exercise of this notebook: its verdict counts, and it fails as NotYet alone.
+
+    An answer of a kind that the checker does not expect must not end in its traceback, which shows the solution.
+    """
+
+    def register(checker: Callable[..., str]) -> Callable[..., Solved]:
+        _exercises.setdefault(notebook, set()).add(checker.__name__)
+
+        @functools.wraps(checker)
+        def check(*answer: object, **settings: object) -> Solved:
+            try:
+                verdict = Solved(checker(*answer, **settings))
+            except NotYet:
+                raise
+            except Exception as error:
+                raise NotYet(f"this answer cannot be checked: {error_line(error)}") from None
+            _solved.add(checker.__name__)
+            all_of_them = _exercises[notebook]
+            verdict.count = f"{len(_solved & all_of_them)} of {len(all_of_them)} solved"
+            return verdict
+
+        return check
+
+    return register
 
 
 def expect(holds: bool, message: str) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.teaching.answers import expect, expect_answered, in_short
+from fsdp_helpers.teaching.answers import exercise, expect, expect_answered, in_short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ LEVERS = RunTask(
 )
 
 
+@exercise("01")
 def check_largest_batch(record: RunRecord | None) -> str:
     """Notebook 01: the largest power of two as batch with which ShallowNet peaks below 60 MB in one process."""
     verdict = _check_run(record, LARGEST_BATCH)
@@ -59,16 +60,19 @@ def check_largest_batch(record: RunRecord | None) -> str:
     return f"{verdict} Twice the batch would need about {format_bytes(with_twice_the_batch)}."
 
 
+@exercise("03")
 def check_lower_peak(record: RunRecord | None) -> str:
     """Notebook 03: ShallowNet below 30 MB on every rank, with the same batch."""
     return _check_run(record, LOWER_PEAK)
 
 
+@exercise("04")
 def check_threshold(record: RunRecord | None) -> str:
     """Notebook 04: DeepNet on two ranks, cut so that it stays below a peak with at most so many collectives a step."""
     return _check_run(record, THRESHOLD)
 
 
+@exercise("07")
 def check_levers(record: RunRecord | None) -> str:
     """Notebook 07: the transformer on two ranks below 80 MB, without activation checkpointing."""
     return _check_run(record, LEVERS)

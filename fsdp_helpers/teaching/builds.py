@@ -11,7 +11,7 @@ from textwrap import shorten
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
 from fsdp_helpers.teaching import build_workers as workers
-from fsdp_helpers.teaching.answers import NotYet, call, expect, expect_whole
+from fsdp_helpers.teaching.answers import NotYet, call, exercise, expect, expect_whole
 from fsdp_helpers.teaching.own_module import last_line_in, read_module
 
 RANKS = (2, 3)
@@ -23,6 +23,7 @@ CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}  # one unit less needs more, one m
 CUT_COLLECTIVES = 14
 
 
+@exercise("02")
 def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 02: `average_gradients(model, bucket_bytes)`; losses as under DDP, in as few all-reduces as buckets."""
     read_module(module, "average_gradients")
@@ -40,6 +41,7 @@ def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RAN
     return f"Right: the losses of DDP, on {_and(ranks)} ranks, and a collective for each bucket."
 
 
+@exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 03: `Unit`: `shard`, `gather`, `reduce_gradients`, `free`; trains as one process and holds 16 P/N."""
     read_module(module, "Unit")
@@ -60,6 +62,7 @@ def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
     return f"Right: the losses of one process on {_and(ranks)} ranks, and 16 P / N held on each."
 
 
+@exercise("04")
 def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 04: `shard_model(model, mesh)` cuts the checker's transformer, below a peak, with few collectives."""
     read_module(module, "shard_model")
@@ -81,6 +84,7 @@ def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
     )
 
 
+@exercise("05")
 def check_plan(module: str = "my_plan") -> str:
     """Notebook 05: `blocks_to_offload(...)`, the fewest blocks whose state must leave the device; None if none do."""
     plan = read_module(module, "blocks_to_offload")
@@ -97,6 +101,7 @@ def check_plan(module: str = "my_plan") -> str:
     return "Right: the fewest blocks wherever some number fits, and None where none does."
 
 
+@exercise("06")
 def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
     """Notebook 06: `train_loop(...)`, killed on the first number of ranks and resumed on the second."""
     read_module(module, "train_loop")
@@ -122,6 +127,7 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
     return f"Right: killed on {killed_on} ranks, resumed on {resumed_on}, and the losses of an undisturbed run."
 
 
+@exercise("07")
 def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 07: `add_up_gradients(model, parts, loss_of)`, reduced once; `gradient_norm(model)`, over all slices."""
     read_module(module, "add_up_gradients")

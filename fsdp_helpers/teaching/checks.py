@@ -18,6 +18,7 @@ from fsdp_helpers.teaching.answers import (
     NotYet,
     call,
     error_line,
+    exercise,
     expect,
     expect_answered,
     expect_number,
@@ -46,6 +47,7 @@ def _sizes_and_ranks(*edge_cases: tuple[int, int]) -> Iterator[tuple[int, int]]:
 # ---------------------------------------------------------------- 01
 
 
+@exercise("01")
 def check_parameter_count(answer: int | None) -> str:
     """Notebook 01: parameters of a convolution from 64 to 128 channels with 5 x 5 kernels and a bias."""
     expect_whole(answer)
@@ -58,6 +60,7 @@ def check_parameter_count(answer: int | None) -> str:
     return f"Right: {format_count(right)} parameters."
 
 
+@exercise("01")
 def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
     """Notebook 01: the parameters that fit into so many bytes, with gradients and Adam, in fp32."""
     for budget_bytes in (0, 15, 16, 31, *(DRAW.randint(32, 80 * 10**9) for _ in range(FRESH_CASES))):
@@ -72,6 +75,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
 # ---------------------------------------------------------------- 02
 
 
+@exercise("02")
 def check_all_reduce_bytes(answer: Callable[[int, int], float] | None) -> str:
     """Notebook 02: bytes that one rank sends in a ring all-reduce of so many bytes over so many ranks."""
     for tensor_bytes, world_size in _sizes_and_ranks((4_799_528, 2), (1_000_000, 1), (1_000_000, 4)):
@@ -89,6 +93,7 @@ def check_all_reduce_bytes(answer: Callable[[int, int], float] | None) -> str:
 # ---------------------------------------------------------------- 04
 
 
+@exercise("04")
 def check_units(policy: Policy | int | None) -> str:
     """Notebook 04: a policy, or the threshold of `size_policy`, that makes `fc1` and `fc2` of DeepNet units.
 
@@ -115,6 +120,7 @@ def check_units(policy: Policy | int | None) -> str:
 # ---------------------------------------------------------------- 05
 
 
+@exercise("05")
 def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None) -> str:
     """Notebook 05: (device bytes, host bytes) that a rank holds between steps with everything offloaded."""
     for num_params, world_size in _sizes_and_ranks((1_000_000, 1), (94_104_234, 2)):
@@ -136,6 +142,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
     return "Right: nothing on the device between steps, 16 P / N on the host."
 
 
+@exercise("05")
 def check_transfer_seconds(transfer_seconds: Callable[[int, int, float], float] | None) -> str:
     """Notebook 05: seconds to move a rank's parameters to the device and its gradients back."""
     for num_params, world_size in _sizes_and_ranks((1_000_000, 1), (94_104_234, 2)):
@@ -155,6 +162,7 @@ def check_transfer_seconds(transfer_seconds: Callable[[int, int, float], float] 
 # ---------------------------------------------------------------- 06
 
 
+@exercise("06")
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
     """Notebook 06: bytes of a checkpoint with Adam in fp32, for any strategy and number of ranks."""
     for num_params in (1_199_882, 7 * 10**9, *(DRAW.randint(1, 10**10) for _ in range(FRESH_CASES))):
@@ -168,6 +176,7 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
     return "Right: 12 P, whatever the number of ranks."
 
 
+@exercise("06")
 def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]] | None) -> str:
     """Notebook 06: which old ranks' files a new rank opens, for a tensor cut along its first dimension."""
     draw = DRAW.randint
@@ -201,6 +210,7 @@ def _rows(num_rows: int, world_size: int, rank: int) -> range:
     return range(min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows))
 
 
+@exercise("06")
 def check_saving_interval(interval_s: Callable[[float, float], float] | None) -> str:
     """Notebook 06: seconds between two checkpoints that lose the least, by Young's formula."""
     draw = DRAW.uniform

@@ -23,6 +23,7 @@ from fsdp_helpers.records import (
 from fsdp_helpers.teaching.style import (
     LINE_PATTERNS,
     MARKERS,
+    PEAK_COLOUR,
     SAVING_COLOURS,
     STATE_COLOURS,
     STRATEGY_COLOURS,
@@ -61,15 +62,16 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
 
 
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
-    """A row of digits, images (N, 1, 28, 28), titled with the label or, in red where wrong, the prediction."""
+    """A row of digits, images (N, 1, 28, 28), titled with the label, or the prediction: "7 ≠ 1" is a wrong one."""
     with figure_style():
         size = (0.75 * len(images), 1.1)
         fig, axes = plt.subplots(1, len(images), figsize=size, layout="constrained", squeeze=False)
         for index, ax in enumerate(axes[0]):
             ax.imshow(images[index, 0].cpu().numpy(), cmap="gray_r")
             ax.axis("off")
-            shown = labels[index] if predictions is None else predictions[index]
-            ax.set_title(int(shown), loc="center", color="black" if shown == labels[index] else "#dc2626")
+            right, shown = int(labels[index]), int((labels if predictions is None else predictions)[index])
+            wrong = {} if shown == right else {"color": PEAK_COLOUR, "weight": "bold"}
+            ax.set_title(f"{shown} ≠ {right}" if wrong else shown, loc="center", **wrong)
     return fig, axes[0]
 
 
@@ -110,8 +112,10 @@ def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
             for size, colour in zip(parts, STATE_COLOURS.values(), strict=True):
                 ax.barh(row, size / MB, left=left / MB, color=colour, height=0.65)
                 left += size
-            ax.plot([record.peak_bytes / MB] * 2, [row - 0.4, row + 0.4], color="#b91c1c", linewidth=2)
-            ax.text(record.peak_bytes / MB, row, f"  peak {record.peak_bytes / MB:,.1f}", va="center", color="#b91c1c")
+            ax.plot([record.peak_bytes / MB] * 2, [row - 0.4, row + 0.4], color=PEAK_COLOUR, linewidth=2)
+            ax.text(
+                record.peak_bytes / MB, row, f"  peak {record.peak_bytes / MB:,.1f}", va="center", color=PEAK_COLOUR
+            )
         ax.set_yticks(range(len(ranks)), ranks.keys())
         ax.invert_yaxis()
         highest = max(record.peak_bytes for record in ranks.values()) / MB

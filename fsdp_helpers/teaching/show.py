@@ -13,15 +13,32 @@ from types import ModuleType
 
 from IPython.display import Markdown
 
+from fsdp_helpers.teaching.listings import Listing
+from fsdp_helpers.teaching.machine_memory import describe_memory
+
 MAX_IMPORT_WIDTH = 100
 Import = tuple[str, str, str]  # module, name in it ("" for the module itself), and the name it goes by here
 
 
-def source(*objects: Callable | type) -> Markdown:
+def source(*objects: Callable | type) -> Listing:
     """The source of functions or classes, as a worker runs it, below the imports that it needs: it can be copied."""
-    listings = [textwrap.dedent(inspect.getsource(shown)) for shown in objects]
+    parts = [textwrap.dedent(inspect.getsource(shown)) for shown in objects]
     imports = needed_imports(*objects)
-    return Markdown("```python\n" + "\n\n".join([imports, *listings] if imports else listings) + "```")
+    return Listing("\n\n".join([imports, *parts] if imports else parts), _places(objects))
+
+
+def _places(objects: Sequence[Callable | type]) -> str:
+    """Where `objects` stand: "fsdp_helpers/training/loop.py, lines 44, 78"."""
+    lines: dict[str, list[str]] = {}
+    for shown in objects:
+        lines.setdefault(_short_path(shown), []).append(str(inspect.getsourcelines(shown)[1]))
+    return "; ".join(f"{path}, line{'s' * (len(at) > 1)} {', '.join(at)}" for path, at in lines.items())
+
+
+def _short_path(shown: Callable | type) -> str:
+    """The file, from the folder of its package on; of a module without a package, the file alone."""
+    path, module = Path(inspect.getsourcefile(shown)), inspect.getmodule(shown)
+    return "/".join(path.parts[-1 - module.__name__.count(".") :]) if module.__package__ else path.name
 
 
 def needed_imports(*objects: Callable | type) -> str:
@@ -88,7 +105,7 @@ def _origin(module: str) -> int:
     return 0 if top in sys.stdlib_module_names else 2 if top == "fsdp_helpers" else 1
 
 
-def difference(before: Callable, after: Callable) -> Markdown:
+def difference(before: Callable, after: Callable) -> Listing:
     """What makes one function another: how many lines come and go, and which.
 
     Bodies are compared; names and docstrings are left aside.
@@ -96,8 +113,8 @@ def difference(before: Callable, after: Callable) -> Markdown:
     changes = list(difflib.unified_diff(_body(before), _body(after), n=1, lineterm=""))[2:]
     added, removed = (sum(line.startswith(sign) for line in changes) for sign in "+-")
     shown = ["..." if line.startswith("@@") else line for line in changes]
-    summary = f"From `{before.__name__}` to `{after.__name__}`: **{added} lines added, {removed} removed.**"
-    return Markdown("\n".join([summary, "", "```diff", *shown, "```"]))
+    summary = f"From {before.__name__} to {after.__name__}: {added} lines added, {removed} removed."
+    return Listing("\n".join(shown), summary, "diff")
 
 
 def _body(function: Callable) -> list[str]:
@@ -130,18 +147,19 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
     return Markdown("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines))
 
 
-def machine(device: str, num_ranks: int, source_text: str) -> Markdown:
-    """Versions, device, ranks and data source: what the numbers below were measured with."""
+def machine(device: str, num_ranks: int, source_text: str, needs_bytes: int | None = None) -> Markdown:
+    """Versions, device, ranks and data source: what the numbers below were measured with. And the memory that is free,
+    beside what the notebook `needs_bytes` of it.
+    """
     import torch
 
     from fsdp_helpers.ranks.group import device_name
 
-    return Markdown(
-        f"Python {platform.python_version()}, torch {torch.__version__}. "
-        f"{num_ranks} rank(s) on {device_name(torch.device(device))}. {source_text}"
-    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}."
+    ranks = f"{num_ranks} rank(s) on {device_name(torch.device(device))}."
+    return Markdown(" ".join([versions, ranks, source_text, describe_memory(needs_bytes)]).strip())
 
 
-def script(path: str) -> Markdown:
-    """A whole script as it stands in its file, highlighted."""
-    return Markdown(f"```python\n{Path(path).read_text()}```")
+def script(path: str) -> Listing:
+    """A whole script as it stands in its file."""
+    return Listing(Path(path).read_text(), path)

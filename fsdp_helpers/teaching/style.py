@@ -3,22 +3,30 @@
 A colour never stands alone: a label, a hatch, a line's pattern or a fixed order says the same.
 """
 
+import sys
 from contextlib import AbstractContextManager
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
-STATE_COLOURS = {"parameters": "#1d4ed8", "gradients": "#60a5fa", "optimiser": "#bfdbfe", "other": "#d1d5db"}
+from fsdp_helpers.teaching.descriptions import describe
+
+# After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any colour vision.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7"
+STATE_COLOURS = {"parameters": BLUE, "gradients": "#56b4e9", "optimiser": "#c6e2f5", "other": "#d1d5db"}
 STRATEGY_COLOURS = {
     "local": "#6b7280",
-    "ddp": "#2563eb",
-    "fsdp": "#d97706",
-    "fsdp-auto-wrap": "#059669",
-    "fsdp-offload": "#7c3aed",
+    "ddp": BLUE,
+    "fsdp": ORANGE,
+    "fsdp-auto-wrap": GREEN,
+    "fsdp-offload": PURPLE,
 }
-SAVING_COLOURS = {"full": "#d97706", "sharded": "#059669", "asynchronous": "#2563eb"}
-PHASE_COLOURS = {"forward": "#dcfce7", "backward": "#fee2e2", "step": "#fef9c3"}
-OP_COLOURS = {"all_gather": "#047857", "reduce_scatter": "#dc2626", "all_reduce": "#2563eb", "broadcast": "#d97706"}
+SAVING_COLOURS = {"full": ORANGE, "sharded": GREEN, "asynchronous": BLUE}
+PHASE_COLOURS = {"forward": "#e0f2fe", "backward": "#fdecd2", "step": "#ececf1"}
+# Darker, since numbers are written on them in white.
+OP_COLOURS = {"all_gather": "#00735c", "reduce_scatter": "#b34700", "all_reduce": BLUE, "broadcast": "#7b4b94"}
 OP_HATCHES = {"reduce_scatter": "////", "all_reduce": "....", "broadcast": "xxxx"}
+PEAK_COLOUR = "#a03c00"
 LINE_PATTERNS = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TEXT_COLOUR, FRAME_COLOUR = "#4b5563", "#9ca3af"
@@ -39,4 +47,29 @@ STYLE = {
 def figure_style() -> AbstractContextManager:
     """A context in which figures are drawn. The backend is loaded first: what it sets while loading must outlive it."""
     plt.switch_backend(plt.get_backend())
+    _describe_in_notebook()
     return plt.rc_context(STYLE)
+
+
+def _describe_in_notebook() -> None:
+    """Have a notebook show figures with twice the pixels, for sharp screens, and with a description in words."""
+    if "IPython" not in sys.modules:
+        return
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is not None:
+        formatters = shell.display_formatter.formatters
+        formatters["image/png"].for_type(Figure, described_png)
+        formatters["text/plain"].for_type(Figure, lambda fig, printer, cycle: printer.text(describe(fig)))
+
+
+def described_png(fig: Figure) -> tuple[str, dict[str, object]] | None:
+    """A figure as a PNG in base64, and what goes with it: the size in which to show it, and its description."""
+    from IPython.core.pylabtools import retina_figure
+
+    shown = retina_figure(fig, base64=True, bbox_inches="tight")
+    if shown is None:  # an empty figure
+        return None
+    picture, size = shown
+    return picture, {**size, "alt": describe(fig)}

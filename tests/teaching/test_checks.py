@@ -5,6 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from IPython.core.formatters import DisplayFormatter
 from runs import tiny_record
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
@@ -333,3 +334,40 @@ def test_a_notebook_shows_one_line(tmp_path, monkeypatch):
         timeout=60,
     )
     assert (done.stdout + done.stderr).strip() == "Not yet: replace the ... with your answer"
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+@pytest.fixture
+def nothing_solved(monkeypatch):
+    monkeypatch.setattr("fsdp_helpers.teaching.answers._solved", set())
+
+
+def test_what_is_solved_is_counted_once_for_each_notebook(nothing_solved):
+    right = checks.check_parameter_count(204_928)
+    assert (right.count, checks.check_parameter_count(204_928).count) == ("1 of 3 solved", "1 of 3 solved")
+    assert checks.check_largest_model(lambda size: size // 16).count == "2 of 3 solved"
+    assert checks.check_checkpoint_bytes(lambda num_params: 12 * num_params).count.startswith("1 of ")  # of 06
+    with pytest.raises(NotYet):
+        checks.check_largest_batch(...)
+
+
+def test_success_is_green_and_says_so_in_words(nothing_solved):
+    formats, _ = DisplayFormatter().format(checks.check_parameter_count(204_928))
+    assert formats["text/plain"] == "✓ Right: 204,928 parameters. (1 of 3 solved)"
+    assert "✓ Right: 204,928 parameters. (1 of 3 solved)" in formats["text/html"]
+    assert "success-color" in formats["text/html"]
+
+
+class Awkward(float):
+    """A number that cannot be written with thousands separated."""
+
+    def __format__(self, how):
+        raise TypeError("no")
+
+
+def test_an_answer_that_the_checker_did_not_expect_does_not_show_it():
+    with pytest.raises(NotYet, match="this answer cannot be checked: TypeError: no") as refused:
+        checks.check_parameter_count(Awkward(7))
+    assert refused.value.__suppress_context__

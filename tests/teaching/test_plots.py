@@ -1,5 +1,6 @@
-"""Every figure draws small records, returns `fig, ax`, and says the unit of what it draws."""
+"""Every figure draws small records, returns `fig, ax`, says the unit of what it draws, and is described in words."""
 
+import base64
 import inspect
 import re
 from dataclasses import replace
@@ -8,6 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import tiny_record
@@ -23,6 +25,8 @@ from fsdp_helpers.records import (
     StepTrace,
 )
 from fsdp_helpers.teaching import plots
+from fsdp_helpers.teaching.descriptions import MOST_CHARACTERS, describe
+from fsdp_helpers.teaching.style import STATE_COLOURS, STRATEGY_COLOURS, described_png
 
 MB = 10**6
 COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit
@@ -167,7 +171,7 @@ def test_traffic_and_memory_lie_on_one_time_line():
     assert traffic.get_shared_x_axes().joined(traffic, memory)
     # A step of 300 ms; at 0.1 s, or 100 ms, memory rises to 40 MB and the reduce-scatter begins
     assert memory.get_xlim() == pytest.approx((0, 300))
-    assert list(memory.lines[0].get_xdata()) == [0, 100, 200]
+    assert list(memory.lines[0].get_xdata()) == pytest.approx([0, 100, 200, 300])
     assert [bar.get_x() for bar in traffic.patches if bar.get_hatch()] == [100, 100]
 
 
@@ -190,9 +194,9 @@ def test_a_rung_says_its_peak_and_the_change():
 def test_a_memory_curve_in_megabytes_over_milliseconds():
     ax = plots.plot_memory_curve(step_trace(*PHASES).curve, "One step")[1]
     curve, peak = ax.lines
-    # 16, 40 and 16 MB, from 0, 0.1 and 0.2 s on
-    assert list(curve.get_ydata()) == [16, 40, 16]
-    assert list(curve.get_xdata()) == [0, 100, 200]
+    # 16, 40 and 16 MB, from 0, 0.1 and 0.2 s on, to the end of the last phase
+    assert list(curve.get_ydata()) == [16, 40, 16, 16]
+    assert list(curve.get_xdata()) == pytest.approx([0, 100, 200, 300])
     assert list(peak.get_ydata()) == [40, 40]
     assert texts(ax)[-1] == "peak 40.0 MB"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("time in the step (ms)", "allocated (MB)")
@@ -228,10 +232,10 @@ def test_a_saving_says_how_long_training_waits():
     assert [bar.get_width() for bar in (*memory_ax.patches, *disk_ax.patches)] == [3, 12]
 
 
-def test_wrong_predictions_are_red():
+def test_wrong_predictions_say_what_would_be_right():
     axes = plots.plot_digits(IMAGES, LABELS, torch.tensor([1, 7, 3]))[1]
-    assert [ax.title.get_color() == "black" for ax in axes] == [True, False, True]
-    assert [ax.get_title() for ax in axes] == ["1", "7", "3"]
+    assert [ax.get_title() for ax in axes] == ["1", "7 ≠ 2", "3"]
+    assert [ax.title.get_weight() for ax in axes] == ["normal", "bold", "normal"]
 
 
 def test_figures_are_white_on_a_dark_page():
@@ -245,3 +249,84 @@ def test_the_style_stays_within_the_figure():
     before = plt.rcParams["axes.spines.top"]
     plots.plot_step_losses({"ddp": [1.0]})
     assert plt.rcParams["axes.spines.top"] == before
+
+
+# ---------------------------------------------------------------- in words, and for every eye
+
+
+def of(name: str, *arguments: object) -> str:
+    return describe(getattr(plots, name)(*(arguments or FIGURES[name]))[0])
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_described_with_its_numbers(name):
+    text = of(name)
+    assert 10 < len(text) <= MOST_CHARACTERS and any(character.isdigit() for character in text), text
+    assert "\n" not in text and "_child" not in text
+
+
+def test_lines_say_where_they_begin_and_end():
+    text = of("plot_step_losses", {"ddp": [2.3, 2.0, 1.8, 1.9, 1.2], "fsdp": [2.3, 2.0]})
+    assert "Figure: Loss, step by step; loss over the global batch (nats) against step." in text
+    assert "ddp: from 2.3 at 1 to 1.2 at 5, lowest 1.2, highest 2.3." in text
+    assert "fsdp: 2.3 at 1, 2 at 2." in text
+
+
+def test_bars_say_their_rows_and_what_their_colours_mean():
+    text = of("plot_held_and_peak", {"ddp": rank_record(), "fsdp": rank_record(peak_bytes=30_000_000)})
+    # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
+    assert "Bars: ddp: 4, 4, 8, 1; fsdp: 4, 4, 8, 1." in text
+    assert "Key: parameters; gradients; optimiser; other." in text
+    assert "peak 40.0; peak 30.0" in text
+
+
+def test_columns_say_theirs():
+    assert "Bars: 1: 100; 2: 180; 4: 190." in of("plot_throughput")
+
+
+def test_axes_that_share_their_rows_have_the_names_of_the_others():
+    text = of("plot_comparison")
+    assert text.count("fsdp (fsdp1): ") == 2  # its bytes, held and at the peak, and its step time
+
+
+def test_wrong_digits_are_not_told_by_colour_alone():
+    assert of("plot_digits") == "Figure: 1. Figure: 7 ≠ 2. Figure: 3."
+
+
+def test_a_notebook_gets_twice_the_pixels_and_the_description():
+    fig, _ = plots.plot_throughput(*FIGURES["plot_throughput"])
+    picture, metadata = described_png(fig)
+    content = base64.b64decode(picture)
+    width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))  # of the PNG's first chunk
+    assert (width // 2, height // 2) == (metadata["width"], metadata["height"])
+    assert metadata["alt"] == describe(fig)
+
+
+def test_figures_that_are_shown_have_both(monkeypatch):
+    shell = InteractiveShell()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    fig, _ = plots.plot_throughput(*FIGURES["plot_throughput"])
+    data, metadata = shell.display_formatter.format(fig)
+    assert data["text/plain"] == describe(fig) == metadata["image/png"]["alt"]
+
+
+def seen_without_red(colour: str) -> tuple[float, float]:
+    """Roughly what is left of a colour for whoever lacks the cones for long waves: one yellow-blue axis, and lightness.
+
+    After F. Viénot, H. Brettel and J. Mollon, "Digital video colourmaps for checking the legibility of displays by
+    dichromats", 1999, in linear RGB.
+    """
+    red, green, blue = ((int(colour[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
+    yellow = 0.11238 * red + 0.88762 * green
+    return yellow, blue
+
+
+@pytest.mark.parametrize("colours", [STRATEGY_COLOURS, STATE_COLOURS], ids=["strategies", "states"])
+def test_colours_differ_for_whoever_does_not_see_red(colours):
+    seen = [seen_without_red(colour) for colour in colours.values()]
+    distances = [
+        max(abs(a - b) for a, b in zip(one, other, strict=True))
+        for place, one in enumerate(seen)
+        for other in seen[:place]
+    ]
+    assert min(distances) > 0.08

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 import torch
-from IPython.display import Markdown
+import workers_for_tests as workers
 
 from fsdp_helpers import models
 from fsdp_helpers.checkpointing import folder, state
@@ -20,11 +20,18 @@ from fsdp_helpers.training import loop, worker
 
 def test_source_of_functions_and_methods():
     shown = show.source(size_policy, FlatUnit.gather, show_all_reduce)
-    assert isinstance(shown, Markdown)
-    assert shown.data.startswith("```python\nfrom functools import partial\n\nimport torch\n")
-    assert "\n\n\ndef size_policy(min_num_params: int) -> Policy:\n" in shown.data
-    assert "\n\n\ndef gather(self) -> None:\n    " in shown.data  # a method starts at the left margin too
-    assert shown.data.endswith("return before, values.tolist()\n```")
+    assert shown.code.startswith("from functools import partial\n\nimport torch\n")
+    assert "\n\n\ndef size_policy(min_num_params: int) -> Policy:\n" in shown.code
+    assert "\n\n\ndef gather(self) -> None:\n    " in shown.code  # a method starts at the left margin too
+    assert shown.code.endswith("return before, values.tolist()\n")
+
+
+def test_a_listing_says_file_and_line():
+    lines = [inspect.getsourcelines(shown)[1] for shown in (loop.train_step, loop.batch_loss, worker.versions)]
+    assert show.source(loop.train_step, loop.batch_loss, worker.versions).caption == (
+        f"fsdp_helpers/training/loop.py, lines {lines[0]}, {lines[1]}; fsdp_helpers/training/worker.py, line {lines[2]}"
+    )
+    assert show.source(workers.return_rank).caption.startswith("workers_for_tests.py, line ")  # of no package
 
 
 def test_the_imports_are_those_that_the_code_needs():
@@ -67,7 +74,7 @@ LISTINGS = [
 @pytest.mark.parametrize("objects", LISTINGS, ids=lambda objects: objects[0].__name__)
 def test_what_is_shown_can_be_copied(objects):
     """It runs where nothing else is defined, and no name in it is unknown."""
-    copied = show.source(*objects).data.removeprefix("```python\n").removesuffix("```")
+    copied = show.source(*objects).code
     names = {"__name__": "copied"}
     exec(copied, names)
     assert all(thing.__name__ in names for thing in objects)
@@ -101,22 +108,20 @@ def second_version(values):
 
 
 def test_difference():
-    assert show.difference(first_version, second_version).data.splitlines() == [
-        "From `first_version` to `second_version`: **2 lines added, 1 removed.**",
-        "",
-        "```diff",
+    shown = show.difference(first_version, second_version)
+    assert shown.caption == "From first_version to second_version: 2 lines added, 1 removed."
+    assert shown.code.splitlines() == [
         "...",
         " for value in values:",
         "-    total += value",
         "+    square = value * value",
         "+    total += square",
         " return total",
-        "```",
     ]
 
 
 def test_the_loops_by_hand_differ_in_the_lesson_alone():
-    lines = show.difference(by_hand.train_ddp_by_hand, by_hand.train_fsdp_by_hand).data.splitlines()
+    lines = show.difference(by_hand.train_ddp_by_hand, by_hand.train_fsdp_by_hand).code.splitlines()
     added = [line[1:].strip() for line in lines if line.startswith("+")]
     removed = [line[1:].strip() for line in lines if line.startswith("-")]
     assert [line.split("(")[0] for line in added] == [
@@ -157,4 +162,4 @@ def test_table():
 def test_machine():
     shown = show.machine("cpu", 2, "Data: the digits.").data
     assert f"torch {torch.__version__}. 2 rank(s) on CPU with " in shown
-    assert shown.endswith("Data: the digits.")
+    assert "Data: the digits." in shown

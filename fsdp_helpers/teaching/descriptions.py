@@ -1,0 +1,95 @@
+"""A figure in words and numbers, for whoever cannot see it: made from what was drawn, so that it says the same."""
+
+from collections.abc import Iterable, Iterator
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+MOST_BARS, MOST_CHARACTERS = 40, 2_000
+
+
+def describe(fig: Figure) -> str:
+    """What a figure shows: for each of its axes the title, what is drawn against what, and the numbers."""
+    parts = [part for ax in fig.axes if (part := _describe_axes(ax))]
+    names = [text.get_text() for legend in fig.legends for text in legend.get_texts()]
+    text = " ".join([*parts, *_sentence("Key", names)])
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."
+
+
+def _describe_axes(ax: Axes) -> str:
+    title = ax.get_title("left") or ax.get_title()
+    labels = [label for label in (ax.get_ylabel(), ax.get_xlabel()) if label]
+    legend = ax.get_legend()
+    names = [text.get_text() for text in legend.get_texts()] if legend else []
+    texts = [text.get_text().replace("\n", " ").strip() for text in ax.texts]
+    return " ".join(
+        [
+            *_sentence("Figure", [part for part in (title, " against ".join(labels)) if part]),
+            *_bars(ax),
+            *(_line(line) for line in ax.get_lines() if len(line.get_xdata()) > 2 or _is_named(line)),
+            *_sentence("Key", [name for name in names if name not in {_name(line) for line in ax.get_lines()}]),
+            *_sentence("Written in it", texts),
+        ]
+    )
+
+
+def _sentence(what: str, parts: Iterable[str]) -> list[str]:
+    """One sentence, or none where there is nothing to say."""
+    said = "; ".join(dict.fromkeys(part for part in parts if part))
+    return [f"{what}: {said}."] if said else []
+
+
+def _line(line: Line2D) -> str:
+    """From where to where a line goes, and between what it stays."""
+    xs, ys = ([float(value) for value in data] for data in (line.get_xdata(), line.get_ydata()))
+    name = f"{_name(line)}: " if _is_named(line) else "A line: "
+    if len(set(ys)) == 1:
+        return f"{name}{ys[0]:,.4g} throughout."
+    if len(ys) <= 4:
+        return name + ", ".join(f"{y:,.4g} at {x:,.4g}" for x, y in zip(xs, ys, strict=True)) + "."
+    ends = f"from {ys[0]:,.4g} at {xs[0]:,.4g} to {ys[-1]:,.4g} at {xs[-1]:,.4g}"
+    return f"{name}{ends}, lowest {min(ys):,.4g}, highest {max(ys):,.4g}."
+
+
+def _name(line: Line2D) -> str:
+    return str(line.get_label())
+
+
+def _is_named(line: Line2D) -> bool:
+    return not _name(line).startswith("_")
+
+
+def _bars(ax: Axes) -> list[str]:
+    """The lengths of the bars, row by row."""
+    rows: dict[str, list[str]] = {}
+    for container in ax.containers:
+        if isinstance(container, BarContainer):
+            for name, length in _lengths(ax, container):
+                rows.setdefault(name, []).append(f"{length:,.4g}")
+    if sum(map(len, rows.values())) > MOST_BARS:
+        return _sentence("Bars", [f"{name}: {len(lengths)} of them" for name, lengths in rows.items()])
+    return _sentence("Bars", [f"{name}: {', '.join(lengths)}" for name, lengths in rows.items()])
+
+
+def _lengths(ax: Axes, container: BarContainer) -> Iterator[tuple[str, float]]:
+    """The name of each bar's row or column, and the bar's length."""
+    lying = container.orientation == "horizontal"
+    names = _row_names(ax) if lying else _tick_names(ax.xaxis)
+    for bar in container.patches:
+        middle = bar.get_y() + bar.get_height() / 2 if lying else bar.get_x() + bar.get_width() / 2
+        name = next((name for place, name in names.items() if abs(place - middle) < 0.5), f"{middle:g}")
+        yield name, bar.get_width() if lying else bar.get_height()
+
+
+def _row_names(ax: Axes) -> dict[float, str]:
+    """Those of these axes or, where they share them with the axes to their left, of those."""
+    before = ax.figure.axes[: ax.figure.axes.index(ax) + 1]
+    return next((names for one in reversed(before) if (names := _tick_names(one.yaxis))), {})
+
+
+def _tick_names(axis: Axis) -> dict[float, str]:
+    named = zip(axis.get_ticklocs(), [label.get_text() for label in axis.get_ticklabels()], strict=False)
+    return {place: name for place, name in named if name}

@@ -1,0 +1,68 @@
+"""A listing in a notebook: monospace, never wrapped, with a scroll bar of its own, on a light and on a dark page."""
+
+from collections.abc import Iterator
+from html import escape
+from itertools import groupby
+
+from pygments import lex
+from pygments.lexers import get_lexer_by_name
+from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, String, _TokenType
+
+# JupyterLab's own colour where there is one, for the theme in use; else one that is legible on white and on black.
+COLOURS = {
+    Comment: "var(--jp-mirror-editor-comment-color, #5f7f7f)",
+    String: "var(--jp-mirror-editor-string-color, #c2410c)",
+    Number: "var(--jp-mirror-editor-number-color, #15803d)",
+    Keyword: "var(--jp-mirror-editor-keyword-color, #15803d)",
+    Operator.Word: "var(--jp-mirror-editor-keyword-color, #15803d)",
+    Name.Function: "var(--jp-mirror-editor-def-color, #2f6fdb)",
+    Name.Class: "var(--jp-mirror-editor-def-color, #2f6fdb)",
+    Name.Decorator: "var(--jp-mirror-editor-meta-color, #9333ea)",
+    Name.Builtin: "var(--jp-mirror-editor-builtin-color, #15803d)",
+    Generic.Inserted: "var(--jp-success-color1, #15803d)",
+    Generic.Deleted: "var(--jp-error-color1, #dc2626)",
+}
+FRAME = "border-left:3px solid var(--jp-border-color1, #9ca3af);padding-left:0.8em;margin:0.3em 0"
+CAPTION = "font-size:0.85em;opacity:0.8;margin-bottom:0.3em"
+CODE = (
+    "white-space:pre;overflow-x:auto;overflow-wrap:normal;word-break:normal;max-width:100%;margin:0;padding:0;"
+    "line-height:1.4;background:transparent;color:inherit;font-family:var(--jp-code-font-family, monospace)"
+)
+
+
+class Listing:
+    """Code or a difference, with a caption that says where it is from."""
+
+    def __init__(self, code: str, caption: str, language: str = "python") -> None:
+        self.code, self.caption, self.language = code, caption, language
+
+    def _repr_html_(self) -> str:
+        """Asked for by IPython; the listing can be reached, and scrolled, by keyboard."""
+        caption = escape(self.caption)
+        return (
+            f'<div style="{FRAME}"><div style="{CAPTION}">{caption}</div>'
+            f'<pre style="{CODE}" tabindex="0" aria-label="{caption}">{coloured(self.code, self.language)}</pre></div>'
+        )
+
+    def __repr__(self) -> str:
+        """For whatever shows no HTML."""
+        return f"# {self.caption}\n\n{self.code}"
+
+
+def coloured(code: str, language: str) -> str:
+    """`code` as HTML, neighbours of one colour together."""
+    tokens = ((_colour(kind), text) for kind, text in lex(code, get_lexer_by_name(language, stripnl=False)))
+    return "".join(_parts(tokens)).rstrip("\n")
+
+
+def _parts(tokens: Iterator[tuple[str | None, str]]) -> Iterator[str]:
+    for colour, group in groupby(tokens, key=lambda token: token[0]):
+        text = escape("".join(text for _, text in group), quote=False)
+        yield text if colour is None else f'<span style="color:{colour}">{text}</span>'
+
+
+def _colour(kind: _TokenType) -> str | None:
+    """The colour of this kind of token, or of the next more general kind that has one."""
+    while kind is not None and kind not in COLOURS:
+        kind = kind.parent
+    return COLOURS.get(kind)
