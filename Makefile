@@ -1,6 +1,9 @@
 # make lab          install, then open JupyterLab on the notebooks   (LAB_ARGS="--port 9000" hands on arguments)
+# make student      the same on copies in work/, so that working changes no file of the project
+# make reset        take one of the copies anew   (NOTEBOOK=03)
 # make test         install, then run the tests and every notebook
 # make test-all     the same, and the long evidence
+# make test-browser every notebook in JupyterLab, in a browser
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make run          install, then run every notebook and keep its outputs
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
@@ -14,12 +17,13 @@ OLDEST_INSTALLED := .venv-oldest/installed
 XLA_BIN := .venv-xla/bin
 XLA_INSTALLED := .venv-xla/installed
 XLA_PACKAGES := torch==2.9.1 torch_xla==2.9.0 numpy
+WORK ?= work
 CACHE := $(CURDIR)/.venv/cache
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test test-long test-mnist test-notebooks test-all test-oldest xla run clean
+.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-oldest xla run clean
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -49,11 +53,26 @@ test test-% run xla: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 # Threads that wait sleep: on cores that are in use spinning ones make a step take ten times as long.
 test test-% run: export OMP_WAIT_POLICY := PASSIVE
 
+# Terminals and kernels of JupyterLab find the environment first; lab/ holds the kernel's name and JupyterLab's settings.
+lab student: export PATH := $(abspath $(BIN)):$(PATH)
+lab student: export VIRTUAL_ENV := $(abspath $(BIN)/..)
+lab student: export JUPYTER_PATH := $(CURDIR)/lab$(if $(JUPYTER_PATH),:$(JUPYTER_PATH))
+lab student: export JUPYTER_CONFIG_PATH := $(CURDIR)/lab/config$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))
+lab student: SHELL_ARGS = --ServerApp.terminado_settings="shell_command=['sh', '$(CURDIR)/lab/shell']"
+lab student: OPEN_LAB = $(BIN)/jupyter lab $(ROOT_ARGS) --ServerApp.root_dir='$(CURDIR)' $(SHELL_ARGS) $(LAB_ARGS)
+
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab $(ROOT_ARGS) $(LAB_ARGS) notebooks
+	$(OPEN_LAB) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
+
+student: $(INSTALLED)
+	$(BIN)/python lab/working_copies.py '$(WORK)'
+	$(OPEN_LAB) --LabApp.default_url='/lab/tree/$(WORK)/00_start_here.ipynb'
+
+reset:
+	$(PYTHON) lab/working_copies.py '$(WORK)' --reset '$(NOTEBOOK)'
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and not xla" tests
+	$(BIN)/python -m pytest -m "not long and not xla and not browser" tests
 	$(MAKE) test-notebooks
 
 test-notebooks: $(INSTALLED)
@@ -66,13 +85,17 @@ test-long: $(INSTALLED)
 
 test-all: test test-long
 
+test-browser: $(INSTALLED) can-test-browser
+	$(BIN)/python -m pip show --quiet playwright || $(BIN)/python $(PIP_INSTALL) playwright
+	$(BIN)/python -m pytest -m browser $(BROWSER_ARGS) tests/browser
+
 # What reads MNIST, for machines that have it and ran the rest on the digits.
 test-mnist: $(INSTALLED)
 	$(BIN)/python -m pytest -m mnist tests
 	$(MAKE) test-notebooks
 
 test-oldest: $(OLDEST_INSTALLED)
-	$(OLDEST_BIN)/python -m pytest -m "not long and not xla" tests
+	$(OLDEST_BIN)/python -m pytest -m "not long and not xla and not browser" tests
 
 # The variable says that nothing may be skipped or replaced by a kept record.
 xla: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python
@@ -85,6 +108,10 @@ xla: $(INSTALLED) $(XLA_INSTALLED)
 # one line what is missing, and fails.
 can-%:
 	@true
+
+can-test-browser:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
+	  || { echo "no Chromium on the search path; \`apt-get install chromium\` brings it"; exit 1; }
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)

@@ -1,0 +1,327 @@
+"""JupyterLab as a person meets it: started as `make student` starts it, in Chromium, on copies of the notebooks.
+
+Screenshots of what failed, and of each notebook, are kept in .pytest_cache/browser, for whoever looks into a run.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import nbformat
+import pytest
+from leftovers import PROJECT, SESSION_VARIABLE
+from programs import wait_until
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: `make test-browser` installs it")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(1_800),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the search path: `apt-get install chromium`"),
+]
+NOTEBOOKS = sorted(path.name for path in (PROJECT / "notebooks").glob("*.ipynb"))
+SHOTS = PROJECT / ".pytest_cache" / "browser"
+START_S, CELL_S, NOTEBOOK_S = 180.0, 240.0, 1_500.0  # patience, also on a busy machine
+INTERRUPT = '[data-command="notebook:interrupt-kernel"], [data-jp-item-name="interrupt"]'
+LONG_RUN = """from fsdp_helpers import TrainConfig, launch, train
+from fsdp_helpers.teaching.probes import say_hello
+train(TrainConfig(model="simple", strategy="ddp", epochs=1_000), device="cpu", watch={watch})"""
+
+
+class Lab:
+    """A running server and a page that shows it."""
+
+    def __init__(self, url: str, work: Path, server: int, page) -> None:
+        self.url, self.work, self.server, self.page = url, work, server, page
+
+    def open(self, name: str) -> None:
+        """Show a notebook of the working folder, and wait for its kernel."""
+        path = (self.work / name).relative_to(PROJECT).as_posix()
+        self.run("docmanager:open", path=path)
+        self.wait(f"app.shell.currentWidget?.context?.path === {path!r} && app.shell.currentWidget.context.isReady")
+        self.wait("app.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
+
+    def evaluate(self, code: str) -> object:
+        return self.page.evaluate(f"(() => {{ const app = window.jupyterapp; return {code}; }})()")
+
+    def wait(self, condition: str, timeout_s: float = START_S) -> None:
+        code = f"() => {{ const app = window.jupyterapp; return {condition}; }}"
+        self.page.wait_for_function(code, timeout=1_000 * timeout_s, polling=100)
+
+    def run(self, command: str, **arguments: str) -> None:
+        """One of JupyterLab's commands, as its menus give them; does not wait for its end."""
+        self.page.evaluate(
+            "([command, given]) => { window.jupyterapp.commands.execute(command, given); }", [command, arguments]
+        )
+
+    def cells(self) -> list[dict]:
+        return self.evaluate("app.shell.currentWidget.content.model.sharedModel.toJSON().cells")
+
+    def go_to(self, index: int) -> None:
+        self.page.evaluate(
+            "index => { const content = window.jupyterapp.shell.currentWidget.content;"
+            " content.activeCellIndex = index; content.scrollToItem(index); }",
+            index,
+        )
+
+    def type_into(self, index: int, text: str) -> None:
+        """Replace a cell's text by typing, and run it by Shift+Enter."""
+        self.go_to(index)
+        self.shown(f'[data-windowed-list-index="{index}"] .cm-content').click()
+        self.page.keyboard.press("Control+A")
+        self.page.keyboard.press("Delete")
+        self.page.keyboard.type(text)
+        self.page.keyboard.press("Shift+Enter")
+
+    def shown(self, selector: str):
+        """The first element of this kind in the notebook that is in front."""
+        return self.page.locator(f".jp-NotebookPanel:not(.lm-mod-hidden) {selector}").first
+
+    def output_of(self, index: int) -> str:
+        return "\n".join(text_of(output) for output in self.cells()[index]["outputs"])
+
+    def wait_for_output(self, index: int, pattern: str, timeout_s: float = CELL_S) -> str:
+        assert wait_until(lambda: re.search(pattern, self.output_of(index)), timeout_s), self.output_of(index)
+        return self.output_of(index)
+
+    def shoot(self, name: str) -> None:
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SHOTS / f"{name}.png")
+
+
+def text_of(output: dict) -> str:
+    if output["output_type"] == "error":
+        return "\n".join(output["traceback"])
+    text = output.get("text") or output.get("data", {}).get("text/plain", "")
+    return text if isinstance(text, str) else "".join(text)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[tuple[str, Path, int]]:
+    """`make student`, with this environment in the place of the one that it would install."""
+    home = tmp_path_factory.mktemp("lab")
+    work = PROJECT / "work" / f"browser-{os.getpid()}"
+    environment = {**os.environ, "IPYTHONDIR": str(home), "JUPYTER_CONFIG_DIR": str(home), "TMPDIR": str(home)}
+    environment |= {"JUPYTER_RUNTIME_DIR": str(home), "JUPYTERLAB_SETTINGS_DIR": str(home / "settings")}
+    environment |= {"JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"), "PYTHONPATH": str(PROJECT)}
+    environment.pop(SESSION_VARIABLE, None)  # the server lives for several tests, each of which may leave nothing
+    arguments = [f"BIN={Path(sys.executable).parent}", f"WORK={work.relative_to(PROJECT)}"]
+    arguments.append("LAB_ARGS=--no-browser --expose-app-in-browser --ServerApp.port=0")
+    command = ["make", "--no-print-directory", "--old-file=.venv/installed", "student", *arguments]
+    with open(home / "log", "w") as log:
+        process = subprocess.Popen(
+            command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield address(home / "log", process), work, process.pid
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        assert wait_until(lambda: not members(process.pid), 60), "the server's kernels outlive it"
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def address(log: Path, process: subprocess.Popen) -> str:
+    def found() -> re.Match | None:
+        return re.search(r"http://(?:localhost|127\.0\.0\.1):\d+/lab/tree/\S+token=\w+", log.read_text())
+
+    assert wait_until(lambda: found() or process.poll() is not None, START_S) and found(), log.read_text()
+    return found()[0]
+
+
+def members(session: int) -> list[int]:
+    """The processes of the server's session and of the kernels that it has started, which have one of their own."""
+    parents, sessions = {}, {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                parents[int(path.name)], sessions[int(path.name)] = int(fields[1]), int(fields[3])
+    found = {pid for pid, number in sessions.items() if number == session}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def lab(server, tmp_path_factory) -> Iterator[Lab]:
+    url, work, pid = server
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.delenv(SESSION_VARIABLE)  # the browser, too, lives for several tests
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("browser")))
+        playwright = stack.enter_context(sync_api.sync_playwright())
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] * (os.getuid() == 0))
+        page = browser.new_page(viewport={"width": 1440, "height": 900}, device_scale_factor=2)
+        page.goto(url)
+        one = Lab(url, work, pid, page)
+        one.wait("app?.shell?.currentWidget?.context?.isReady")
+        yield one
+        browser.close()
+
+
+@pytest.fixture(autouse=True)
+def kept_in_a_picture(request) -> Iterator[None]:
+    yield
+    if "lab" in request.fixturenames:
+        request.getfixturevalue("lab").shoot(re.sub(r"\W+", "-", request.node.name))
+
+
+@pytest.fixture
+def scratch(lab) -> Iterator[Callable[..., None]]:
+    """Opens a fresh notebook with these cells; its kernel is shut down after the test."""
+
+    def open_one(*sources: str) -> None:
+        name = f"scratch-{time.monotonic_ns()}.ipynb"
+        cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), lab.work / name)
+        lab.open(name)
+
+    yield open_one
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+
+
+def ranks_of(server: int) -> list[int]:
+    """Processes that a fork server of a kernel has started: ranks and their keepers."""
+    found = []
+    for pid in members(server):
+        with suppress(OSError):
+            parent = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split())[1]
+            if "multiprocessing.forkserver" in Path(f"/proc/{parent}/cmdline").read_text():
+                found.append(pid)
+    return found
+
+
+# ---------------------------------------------------------------- the first screen
+
+
+def test_the_first_notebook_opens_by_itself_under_the_name_of_the_tutorial(lab):
+    assert lab.evaluate("app.shell.currentWidget.context.path").endswith("/00_start_here.ipynb")
+    lab.wait("app.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
+    assert lab.evaluate("app.shell.currentWidget.sessionContext.kernelDisplayName") == "FSDP, learned by running it"
+    assert lab.page.locator("text=official Jupyter news").count() == 0
+
+
+def test_a_terminal_has_the_environment(lab):
+    lab.run("terminal:create-new")
+    lab.wait("app.shell.currentWidget?.content?.session?.connectionStatus === 'connected'")
+    result = lab.work / "python-of-the-terminal"
+    lab.evaluate(
+        "app.shell.currentWidget.content.session.send({type: 'stdin', content: "
+        f"""['python -c "import sys, filelock; print(sys.prefix)" > {result.as_posix()} 2>&1\\r']}}) ?? null"""
+    )
+    assert wait_until(lambda: result.exists() and result.read_text().strip(), 60)
+    assert result.read_text().strip() == sys.prefix
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.session.shutdown()")
+
+
+# ---------------------------------------------------------------- every notebook
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_every_cell_runs(lab, name):
+    kept = nbformat.read(PROJECT / "notebooks" / name, as_version=4)
+    lab.open(name)
+    lab.run("notebook:clear-all-cell-outputs")
+    lab.run("notebook:run-all-cells")
+    last = max(place for place, cell in enumerate(kept.cells) if cell.cell_type == "code")
+    assert wait_until(lambda: lab.cells()[last].get("execution_count") and is_idle(lab), NOTEBOOK_S)
+    for place, (cell, before) in enumerate(zip(lab.cells(), kept.cells, strict=True)):
+        errors = [output for output in cell.get("outputs", []) if output["output_type"] == "error"]
+        if "raises-exception" not in before.metadata.get("tags", []):
+            assert errors == [], f"{name}, cell {place}"
+        assert num_pictures(cell) == num_pictures(before), f"{name}, cell {place}"
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                assert len(output["metadata"]["image/png"]["alt"]) > 10, f"{name}, cell {place}"
+    see_pictures(lab)
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+
+
+def is_idle(lab: Lab) -> bool:
+    return lab.evaluate("app.shell.currentWidget.sessionContext.session?.kernel?.status") == "idle"
+
+
+def num_pictures(cell: dict) -> int:
+    return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+
+
+def see_pictures(lab: Lab) -> None:
+    """Scroll to each picture: it is drawn, with two pixels for each that it takes."""
+    for place, cell in enumerate(lab.cells()):
+        if num_pictures(cell):
+            lab.go_to(place)
+            image = lab.shown(f'[data-windowed-list-index="{place}"] .jp-OutputArea img')
+            image.wait_for(state="visible", timeout=30_000)
+            width, shown = image.evaluate("image => [image.naturalWidth, image.width]")
+            assert width == pytest.approx(2 * shown, abs=4)
+
+
+def test_listings_scroll_instead_of_breaking(lab, scratch):
+    scratch(
+        "from fsdp_helpers.teaching import show\n"
+        "from fsdp_helpers.training import worker\n"
+        "show.source(worker.train_epochs)"
+    )
+    lab.run("notebook:run-all-cells")
+    listing = lab.shown(".jp-OutputArea pre[tabindex]")
+    listing.wait_for(timeout=1_000 * CELL_S)
+    look = listing.evaluate(
+        "pre => [getComputedStyle(pre).whiteSpace, pre.clientHeight,"
+        " parseFloat(getComputedStyle(pre).lineHeight) * pre.textContent.split('\\n').length,"
+        " getComputedStyle(pre).fontFamily]"
+    )
+    assert look[0] == "pre" and "mono" in look[3].lower()
+    assert look[1] == pytest.approx(look[2], abs=20)  # a line of the page for each line of code
+
+
+# ---------------------------------------------------------------- the stop button
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_the_stop_button(lab, scratch, watch):
+    scratch(LONG_RUN.format(watch=watch), "launch(say_hello, world_size=2)[1]['rank']")
+    lab.go_to(0)
+    lab.run("notebook:run-cell")
+    lab.wait_for_output(0, r"images/s, loss")
+    if watch:
+        assert re.search(r"(?s)rank 0: .*\nrank 1: .*", lab.wait_for_output(0, r"Loss of rank 0's images"))
+    assert ranks_of(lab.server)
+    lab.shoot(f"running-watch-{watch}")
+    lab.shown(INTERRUPT).click()
+    shown = lab.wait_for_output(0, r"interrupted at step \d+ of \d+; all ranks are stopped", 60)
+    assert "Traceback" not in shown and "launch.py" not in shown
+    assert ranks_of(lab.server) == []
+    lab.go_to(1)
+    lab.run("notebook:run-cell")
+    lab.wait_for_output(1, r"^1$|\n1$")
+
+
+# ---------------------------------------------------------------- an exercise
+
+
+def test_an_exercise_by_typing_wrong_and_right(lab):
+    lab.open("01_local_training.ipynb")
+    cells = lab.cells()
+    set_up = next(place for place, cell in enumerate(cells) if "import checks" in cell["source"])
+    exercise = next(place for place, cell in enumerate(cells) if "check_parameter_count(" in cell["source"])
+    lab.run("notebook:clear-all-cell-outputs")
+    lab.go_to(set_up)
+    lab.run("notebook:run-cell")
+    assert wait_until(lambda: lab.cells()[set_up].get("execution_count") and is_idle(lab), CELL_S)
+    lab.type_into(exercise, "checks.check_parameter_count(204_800)")
+    shown = lab.wait_for_output(exercise, "Not yet: ")
+    assert len(shown.splitlines()) == 1 and "204,928" not in shown
+    lab.type_into(exercise, "checks.check_parameter_count(128 * (64 * 5 * 5) + 128)")
+    assert lab.wait_for_output(exercise, "Right: ") == "✓ Right: 204,928 parameters. (1 of 3 solved)"
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
