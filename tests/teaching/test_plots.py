@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import tiny_record
 
+from fsdp_helpers.measuring.copies import TO_DEVICE, OffloadCopy
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
@@ -69,6 +70,7 @@ RUNGS = [rung("DDP", 40 * MB), rung("+ a lever", 30 * MB), rung("+ another", 32 
 EPOCHS = {"local": tiny_record().epochs * 2, "ddp": tiny_record().epochs}
 IMAGES, LABELS = torch.zeros(3, 1, 28, 28), torch.tensor([1, 2, 3])
 ROWS = [row("shallow", "ddp", None), row("shallow", "fsdp", "fsdp1"), row("deep", "ddp", None)]
+COPY = OffloadCopy(name="blocks.0.weight", way=TO_DEVICE, bytes=4 * MB, start_s=0.05, was_made=True)
 FIGURES = {
     "plot_epochs": (EPOCHS,),
     "plot_step_losses": ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]},),
@@ -83,6 +85,7 @@ FIGURES = {
     "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
     "plot_ladder": (RUNGS,),
     "plot_comparison": (ROWS,),
+    "plot_copies": (step_trace(*PHASES), [COPY], ["blocks.0"]),
 }
 
 
