@@ -86,6 +86,14 @@ xla: $(INSTALLED) $(XLA_INSTALLED)
 can-%:
 	@true
 
+enough_disk = df -Pk . | awk 'NR == 2 && $$4 < $(1) * 1000000 {print "it needs $(1) GB of disk"; exit 1}'
+
+can-test-oldest:
+	@$(call enough_disk,7)
+
+can-xla:
+	@$(call enough_disk,8)
+
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
