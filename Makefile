@@ -113,6 +113,14 @@ can-test-browser:
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
 	  || { echo "no Chromium on the search path; \`apt-get install chromium\` brings it"; exit 1; }
 
+enough_disk = df -Pk . | awk 'NR == 2 && $$4 < $(1) * 1000000 {print "it needs $(1) GB of disk"; exit 1}'
+
+can-test-oldest:
+	@$(call enough_disk,7)
+
+can-xla:
+	@$(call enough_disk,8)
+
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb

@@ -301,11 +301,13 @@ def prepare_together(rank, world_size, folder, url, resources, files):
 
 
 def train_each(rank, world_size, configs):
-    """Train each of `configs`, one after the other; this rank's record of each."""
+    """Train each of `configs`, one after the other; the record of each."""
+    gc.freeze()  # what was loaded before the first run is not looked through again
     records = []
     for config in configs:
-        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
-        records.append(train_worker(rank, world_size, config).ranks[rank])
+        if records:
+            gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
+        records.append(train_worker(rank, world_size, config))
     return records
 
 

@@ -367,7 +367,8 @@ def wait_for_lock(folder: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("whole_group", mostly_long([True, False], telling=(1,)))
+@pytest.mark.long
+@pytest.mark.parametrize("whole_group", [True, False])
 def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, capfd):
     """Killed with its ranks, or alone: then the ranks end by themselves. A second run keeps off until then."""
     folder = tmp_path / "run"

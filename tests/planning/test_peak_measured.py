@@ -71,7 +71,8 @@ def compare(configs: list[TrainConfig], world_size: int, data_dir) -> list[float
     configs = [replace(config, data_dir=str(data_dir)) for config in configs]
     ratios = []
     found = launch(train_each, configs, world_size=world_size, device="cpu", progress=False)[0]
-    for config, rank in zip(configs, found, strict=True):
+    for config, record in zip(configs, found, strict=True):
+        rank = record.ranks[0]
         peak = predict(config, world_size)
         ratios.append(rank.peak_bytes / peak.bytes)
         held = held_bytes(config.strategy, num_params(config.model), world_size, bucket_view=config.bucket_view)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 import workers_for_tests as workers
-from runs import mostly_long, train
+from runs import Runs, mostly_long
 from torch import nn
 
-from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
@@ -17,22 +16,22 @@ SHARDED_UNITS = WAYS[3:]
 P_BLOCK = 49_984
 
 
+TELLING = [WAYS[0], WAYS[3], WAYS[4]]
+SEVERAL_LOOK_AT = [
+    {},
+    {"micro_batches": 4},
+    {"micro_batches": 4, "sync_micro_batches": True},
+    {"clip_norm": 0.5},
+]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """One run of "vit" a configuration, without dropout, on the digits, however many tests look at it."""
+def run(tmp_path_factory) -> Runs:
+    """Runs of "vit", without dropout, on the digits."""
     always = {"model": "vit", "min_num_params": 40_000, "max_steps": 5, "global_batch_size": 24, "dropout": False}
     always |= {"test_images": 12, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
-    records = {}
-
-    def run_once(strategy: str, api: str = "fsdp2", world_size: int = 2, **settings) -> RunRecord:
-        which = (world_size, TrainConfig(strategy=strategy, api=api, **always | settings))
-        if which not in records:
-            results = train(strategy, world_size, api=api, **always | settings)
-            assert all(result == results[0] for result in results)  # every rank reports the same
-            records[which] = results[0]
-        return records[which]
-
-    return run_once
+    planned = [(2, {"strategy": s, "api": api} | settings) for s, api in TELLING for settings in SEVERAL_LOOK_AT]
+    return Runs(always, planned)
 
 
 def counts(record: RunRecord) -> dict[str, int]:

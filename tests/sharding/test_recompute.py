@@ -3,7 +3,7 @@
 import pytest
 import torch
 import workers_for_tests as workers
-from runs import mostly_long, train
+from runs import Runs, mostly_long
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
@@ -28,21 +28,28 @@ WAYS = [
 SHARDED_UNITS = WAYS[4:]
 
 
+KINDS = ("none", "units", "selective")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """One run of "vit" a configuration, dropout on, on the digits, however many tests look at it."""
+    """Runs of "vit", dropout on, on the digits; on two ranks, and of the plain model on one."""
     always = {"model": "vit", "min_num_params": 40_000, "max_steps": 4, "global_batch_size": 16, "test_images": 12}
     always["data_dir"] = str(tmp_path_factory.mktemp("no-mnist"))
-    records = {}
+    ways = [(1, "local", "fsdp2"), (2, "fsdp-auto-wrap", "fsdp1"), (2, "fsdp-auto-wrap", "fsdp2")]
+    runs = Runs(
+        always,
+        [
+            (world_size, {"strategy": strategy, "api": api, "activation_checkpointing": kind})
+            for world_size, strategy, api in ways
+            for kind in KINDS
+        ],
+    )
 
-    def run_once(strategy: str, api: str = "fsdp2", **settings) -> RunRecord:
-        which = TrainConfig(strategy=strategy, api=api, **always | settings)
-        if which not in records:
-            world_size = 1 if strategy == "local" else 2
-            records[which] = train(strategy, world_size, api=api, **always | settings)[0]
-        return records[which]
+    def run(strategy: str, api: str = "fsdp2", **settings) -> RunRecord:
+        return runs(strategy, api, 1 if strategy == "local" else 2, **settings)
 
-    return run_once
+    return run
 
 
 # ---------------------------------------------------------------- the same numbers

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers_for_tests as workers
-from runs import mostly_long, train
+from runs import Runs, mostly_long
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,20 +36,27 @@ BATCH_SIZES = {1: 64, 2: 64, 3: 24, 4: 24}
 FEW_STEPS = {1: {"max_steps": 4}, 2: {}, 3: {}, 4: {"max_steps": 4}}
 
 
+FOUR = ONE_UNIT + AUTO_WRAP
+WAYS = {1: [], 2: SHARDED, 3: FOUR, 4: FOUR}  # by number of ranks: what several tests look at, beside DDP
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """One run a configuration, on the digits, however many tests look at it."""
-    always = {"test_images": 12, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
-    records = {}
+    """Runs on the digits."""
+    always = {"test_images": 12, "max_steps": 20, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
+    runs = Runs(
+        always,
+        [
+            (size, {"strategy": strategy, "api": api, "global_batch_size": BATCH_SIZES[size]} | FEW_STEPS[size])
+            for size, ways in WAYS.items()
+            for strategy, api in [("ddp", "fsdp2"), *ways]
+        ],
+    )
 
-    def run_once(strategy: str, api: str = "fsdp2", world_size: int = 2, **settings) -> RunRecord:
-        settings = {"global_batch_size": BATCH_SIZES[world_size], "max_steps": 20} | always | settings
-        which = (world_size, TrainConfig(strategy=strategy, api=api, **settings))
-        if which not in records:
-            records[which] = train(strategy, world_size, api=api, **settings)[0]
-        return records[which]
+    def run(strategy: str, api: str = "fsdp2", world_size: int = 2, **settings) -> RunRecord:
+        return runs(strategy, api, world_size, **{"global_batch_size": BATCH_SIZES[world_size]} | settings)
 
-    return run_once
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,8 @@ def test_ranks_learn_what_the_package_learns(name, world_size, run_script):
     assert found[STEPS - 1] < found[0]  # and they do learn
 
 
-@pytest.mark.parametrize("name", mostly_long(AS_PACKAGE, telling=(2,)))
+@pytest.mark.long  # the notebooks start each of them with torchrun too
+@pytest.mark.parametrize("name", AS_PACKAGE)
 def test_torchrun_starts_the_file_and_it_says_the_same(name, run_script, run_torchrun, torchrun):
     assert run_torchrun(torchrun, name, 2) == run_script(name, 2)
 
