@@ -52,7 +52,7 @@ def wrap(model: nn.Module, run: dict, settings: dict) -> FSDP:
 
 
 def start_optimizer(model: nn.Module) -> torch.optim.SGD:
-    """SGD over a replica's slices, its momentum begun with zeros: so the first step is the program of all others."""
+    """SGD over a replica's slices, its momentum begun with zeros, so that it is in memory before the first step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)  # after the wrapping
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
