@@ -88,6 +88,15 @@ def _origin(module: str) -> int:
     return 0 if top in sys.stdlib_module_names else 2 if top == "fsdp_helpers" else 1
 
 
+def side_by_side(left: Callable, right: Callable) -> Markdown:
+    """The source of two functions, the second to the right of the first."""
+    cells = [
+        f'<td valign="top">\n\n```python\n{textwrap.dedent(inspect.getsource(shown))}```\n\n</td>'
+        for shown in (left, right)
+    ]
+    return Markdown("<table><tr>\n" + "\n".join(cells) + "\n</tr></table>")
+
+
 def difference(before: Callable, after: Callable) -> Markdown:
     """What makes one function another: how many lines come and go, and which.
 
