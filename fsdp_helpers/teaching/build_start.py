@@ -73,9 +73,10 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
     start_sharded = import_own(module, "start_sharded")
     torch.manual_seed(0)
     plain = PretrainedTransformer()
-    weights = {name: value.clone() for name, value in plain.state_dict().items()} if rank == 0 else {}
+    saved = {name: value.clone() for name, value in plain.state_dict().items()}  # outlive the trace, which began later
     right = plain_losses(plain, sgd(plain))[:STEPS]
     torch.manual_seed(rank + 1)  # who draws values anew draws others
+    weights = dict(saved) if rank == 0 else {}
     with trace_memory("cpu") as trace:
         model = start_sharded(PretrainedTransformer, weights, init_device_mesh("cpu", (world_size,)))
     if not isinstance(model, nn.Module):

@@ -47,7 +47,7 @@ def _fresh_shape() -> ViTShape:
 
 
 def check_start_peak(start_peak_bytes: Callable[[list[int], int], float] | None) -> str:
-    """Notebook 08: the most bytes of a start on meta, layer by layer, from the sizes of the layers."""
+    """Notebook 08: the most bytes of a start on meta, layer by layer, from the sizes of the layers, a tensor each."""
     cases = [([1_000], 1), ([1_000, 3_000, 2_000], 2), ([64] * 10, 64)]
     for _ in range(FRESH_CASES):
         world_size = DRAW.randint(2, 64)
@@ -55,9 +55,9 @@ def check_start_peak(start_peak_bytes: Callable[[list[int], int], float] | None)
     for layers, world_size in cases:
         given = call(start_peak_bytes, layers, world_size)
         expect_number(given)
-        right = 4 * (sum(layers) // world_size + max(layers))
+        right = 4 * (sum(layers) // world_size + max(layers) + max(layers) // world_size)
         says = f"for layers of {layers} parameters and {world_size} rank(s) your function says {given:,.0f} bytes"
         expect(
             abs(given - right) <= 1e-9 * right, f"{says}; which slices are there all the time, and what comes on top?"
         )
-    return "Right: the slices of all layers, and one layer whole."
+    return "Right: the slices of all layers, one layer whole, and a copy of its slice."

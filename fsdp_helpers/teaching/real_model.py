@@ -1,6 +1,7 @@
 """Rank functions about sharding a real model, one idea each: what notebook 08 shows, and then runs."""
 
 import os
+import warnings
 from functools import partial
 
 import torch
@@ -137,6 +138,7 @@ def train_in_two_dimensions(
     batches = first_batches(mesh.get_local_rank("data"), mesh["data"].size(), config)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = sgd_losses(model, batches[:-1], optimizer)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # said of what the counting hands on
     with CommDebugMode() as seen:
         losses += sgd_losses(model, batches[-1:], optimizer)
     parameters = [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -126,6 +127,19 @@ def load_from_file(build: Build, mesh: DeviceMesh, path: str) -> nn.Module:
     return receive(build, mesh, whole)
 
 
+def read_own_rows(build: Build, mesh: DeviceMesh, path: str) -> nn.Module:
+    """Each rank reads its own rows out of a safetensors file: nobody has more of a tensor, and nothing is sent."""
+    model = start_on_meta(build, mesh)
+    with safe_open(path, framework="np") as file, torch.no_grad():  # as "pt" the mapped file would count as allocated
+        for name, parameter in model.named_parameters():
+            own, num_rows = parameter.to_local(), len(parameter)
+            first = mesh.get_local_rank() * -(-num_rows // mesh.size())  # all ranks but the last have equally many
+            if len(own):
+                own.copy_(torch.from_numpy(file.get_slice(name)[first : first + len(own)]))
+    fill_buffers(model)
+    return model
+
+
 def receive(build: Build, mesh: DeviceMesh, whole: dict[str, torch.Tensor]) -> nn.Module:
     """Each rank keeps its rows of every tensor that rank 0 sends; `whole` is empty on all other ranks."""
     model = start_on_meta(build, mesh)
@@ -166,6 +180,8 @@ WAYS = {
     "on meta, layer by layer": draw_layer_by_layer,
     "on meta, sent by rank 0": take_from_rank_0,
     "on meta, FSDP1 unit by unit": start_fsdp1,
+    "from a file, sent by rank 0": load_from_file,
+    "from a file, own rows": read_own_rows,
 }
 
 
@@ -180,15 +196,15 @@ class StartRecord:
     buffers_right: bool
 
 
-def measure_start(rank: int, world_size: int, way: str, shape: ViTShape, path: str = "") -> StartRecord:
-    """Start a `WaveViT` in one of the `WAYS`, or from the file at `path`, and compare it with a plain start."""
+def measure_start(rank: int, world_size: int, way: str, shape: ViTShape, *path: str) -> StartRecord:
+    """Start a `WaveViT` in one of the `WAYS`, of which some need the path of a file, beside a plain start."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
 
     def build() -> nn.Module:
         return WaveViT(shape)
 
     with trace_memory(rank_device()) as trace:
-        model = load_from_file(build, mesh, path) if path else WAYS[way](build, mesh)
+        model = WAYS[way](build, mesh, *path)
     curve = trace.whole().curve
     torch.manual_seed(SEED)
     plain = build()
