@@ -33,12 +33,12 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:  # of all ranks together; pu
     return noise + labels.view(-1, 1, 1, 1) / CLASSES, labels
 
 
-def first_values() -> dict[str, Tensor]:  # on rank 0, in host memory
+def first_values(file: str | None) -> dict[str, Tensor]:  # on rank 0, in host memory
     torch.manual_seed(0)
-    return torch.load(sys.argv[1], mmap=True, weights_only=True) if sys.argv[1:] else ViT().state_dict()
+    return torch.load(file, mmap=True, weights_only=True) if file else ViT().state_dict()
 
 
-def main() -> None:
+def main(file: str | None = None) -> None:
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank; else the CPU
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:
@@ -51,7 +51,7 @@ def main() -> None:
         fully_shard(unit, mesh=mesh)  # slices of shapes
     model.to_empty(device=device)  # room for this rank's slices; buffers of your own need their values here
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)  # tensor by tensor
-    set_model_state_dict(model, first_values() if rank == 0 else {}, options=options)
+    set_model_state_dict(model, first_values(file) if rank == 0 else {}, options=options)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)  # after sharding: it needs the slices
     for step in range(STEPS):
         images, labels = (part.chunk(mesh.size())[rank].to(device) for part in load_batch(step))
@@ -66,5 +66,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
     os._exit(0)  # without Python's clean-up and flush, in which a late thread of gloo can abort the process

@@ -158,3 +158,10 @@ def test_machine():
     shown = show.machine("cpu", 2, "Data: the digits.").data
     assert f"torch {torch.__version__}. 2 rank(s) on CPU with " in shown
     assert shown.endswith("Data: the digits.")
+
+
+def test_side_by_side():
+    shown = show.side_by_side(show.table, show.script).data
+    cells = shown.split("<td")
+    assert len(cells) == 3 and shown.count("```python\n") == 2 and shown.endswith("</td>\n</tr></table>")
+    assert "def table(" in cells[1] and "def script(" in cells[2]
