@@ -40,7 +40,7 @@ def test_names_of_the_parameters():
 
 @pytest.mark.parametrize("class_token", [False, True])
 def test_what_is_classified(class_token):
-    """Without a class token the patches' order is known from the positions alone, and all of them count alike."""
+    """The class token, or the mean over the patches."""
     shape = replace(VIT_SHAPES["vit-mnist"], class_token=class_token)
     torch.manual_seed(0)
     model = ViT(shape)

@@ -1,12 +1,13 @@
 """Rank functions about parameters that are not like the others: tied, frozen, ignored; and buffers. For notebook 08."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -42,24 +43,26 @@ class TinyLanguageModel(nn.Module):
         return self.head(torch.tanh(self.hidden(self.embed(words))))
 
 
-def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
-    """Losses, the number of parameters that the optimiser has, and the largest difference of the two ends afterwards.
-
-    `cut` says what becomes a unit besides the root: "nothing", "the head" or "both ends" together. "not sharded" is
-    training in one process, and "FSDP1, the head" is the other API.
-    """
-    model = TinyLanguageModel().to(rank_device())
-    mesh = init_device_mesh(rank_device().type, (world_size,))
+def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
+    """Shard `model`. `cut` says what becomes a unit besides the root: "nothing", "the head", or "both ends" together."""
     if cut == "FSDP1, the head":
         policy = CustomPolicy(lambda module: module is model.head)
-        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=rank_device(), use_orig_params=True)
-        cut = "not sharded"
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=rank_device(), use_orig_params=True)
     if cut == "the head":
         fully_shard(model.head, mesh=mesh)
     if cut == "both ends":
         fully_shard([model.embed, model.head], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
+    """Losses, the number of parameters that the optimiser has, and the largest difference of the two ends afterwards.
+
+    `cut` is that of `cut_tied`, or "not sharded".
+    """
+    model = TinyLanguageModel().to(rank_device())
     if cut != "not sharded":
-        fully_shard(model, mesh=mesh)
+        model = cut_tied(model, cut, init_device_mesh(rank_device().type, (world_size,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     losses = []
     for _ in range(STEPS):
@@ -111,6 +114,7 @@ def train_frozen(
     model = ViT(shape)
     model = (add_detours(model, detour) if detour else model).to(rank_device())
     if api == "fsdp1":
+        warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad")  # the notebook says it
         model = FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=rank_device(), use_orig_params=True
         )

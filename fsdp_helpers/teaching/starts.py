@@ -89,7 +89,7 @@ def draw_layer_by_layer(build: Build, mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(SEED)  # the same on all ranks
     for name, layer in in_order_of_construction(plain):
         if hasattr(layer, "reset_parameters"):
-            layer.to_empty(device=rank_device(), recurse=False)
+            layer.to_empty(device="cpu", recurse=False)  # as a plain start; a GPU would draw other numbers
             layer.reset_parameters()
             keep_own_rows(layer, model.get_submodule(name))
             layer.to_empty(device="meta", recurse=False)

@@ -1,6 +1,7 @@
 """Tied, frozen and ignored parameters, and buffers, behave as notebook 08 says."""
 
 import pytest
+import torch
 
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.shapes import VIT_SHAPES
@@ -20,6 +21,7 @@ def test_tied_in_one_unit_stays_tied():
         assert on_two_ranks(special.train_tied, cut)[0] == (pytest.approx(losses, abs=1e-5), 3, 0.0)
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.15"), reason="said of torch 2.15 alone")
 def test_tied_across_units_is_refused():
     with pytest.raises(RankError, match="head.weight.*is shared with a parameter already managed"):
         on_two_ranks(special.train_tied, "the head")
