@@ -40,10 +40,11 @@ def cut_by_class(rank: int, world_size: int, shape: ViTShape) -> dict[str, list[
             ViT(shape), auto_wrap_policy=policy, device_id=rank_device(), use_orig_params=True
         )
         units[name] = unit_names(wrapped)
+    mesh = init_device_mesh(rank_device().type, (world_size,))
     model = ViT(shape).to(rank_device())
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return units | {"FSDP2, a loop": unit_names(model)}
 
 

@@ -196,7 +196,7 @@ def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecor
     elif strategy == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=rank_device(), use_orig_params=True)
     else:
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))
     torch.manual_seed(rank)  # every rank sees inputs of its own
     for _ in range(STEPS):
         model(torch.randn(16, 4, device=rank_device())).square().mean().backward()
