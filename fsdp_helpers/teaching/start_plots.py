@@ -24,8 +24,9 @@ def plot_starts(
             ax.axhline(slices_bytes / MB, color=TEXT_COLOUR, linestyle=":", linewidth=1)
             ax.set_title(name.replace(", ", ",\n"), fontsize=9)
         first = axes[0][0]
-        first.text(0, whole_bytes / MB, " the whole model", va="bottom", color=TEXT_COLOUR)
-        first.text(0, slices_bytes / MB, " its slices", va="bottom", color=TEXT_COLOUR)
+        place = {"transform": first.get_yaxis_transform(), "va": "bottom", "color": TEXT_COLOUR}
+        first.text(0.02, whole_bytes / MB, "the whole model", **place)
+        first.text(0.02, slices_bytes / MB, "its slices", **place)
         first.set(ylabel="allocated on rank 0 (MB)", ylim=(0, None))
         fig.supxlabel("time in the start, each from its beginning to its end", fontsize=9)
     return fig, axes[0]
