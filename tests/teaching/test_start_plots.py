@@ -16,7 +16,7 @@ def closed():
 def test_starts_share_one_scale():
     curve = MemoryCurve(times_s=(0.0, 0.1, 0.2), allocated_bytes=(0, 40_000_000, 20_000_000))
     fig, axes = start_plots.plot_starts({"whole": curve, "on meta, drawn": curve}, 40_000_000, 20_000_000)
-    assert [ax.get_title() for ax in axes] == ["whole", "on meta,\ndrawn"]
+    assert [ax.get_title(loc="left") for ax in axes] == ["whole", "on meta,\ndrawn"]
     assert "MB" in axes[0].get_ylabel() and axes[0].get_ylim() == axes[1].get_ylim()
     assert [text.get_text().strip() for text in axes[0].texts] == ["the whole model", "its slices"]
     # from the first byte on

@@ -91,8 +91,9 @@ def test_from_a_file_on_three_ranks(way, files, sizes):
         assert record.num_equal == record.num_tensors == NUM_TENSORS
         assert record.buffers_right
         if way == "own rows" or rank > 0:  # else the mapped file counts
-            third = sizes["model"] / 3 + sizes["buffer"]
-            assert record.curve.peak_bytes < 1.05 * third + 1.1 * sizes["tensor"] * (way == "sent by rank 0")
+            kept = sizes["model"] / 3 + sizes["buffer"]
+            passing = 3 * sizes["buffer"] if way == "own rows" else 1.1 * sizes["tensor"]  # while the buffer is filled
+            assert record.curve.peak_bytes < 1.01 * kept + passing
 
 
 @pytest.mark.long

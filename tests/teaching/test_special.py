@@ -5,7 +5,7 @@ import torch
 
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.shapes import VIT_SHAPES
-from fsdp_helpers.teaching import special_parameters as special
+from fsdp_helpers.teaching import special
 
 SHAPE = VIT_SHAPES["vit-mnist"]
 
