@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import get_args
 
-MODELS = ("shallow", "deep", "simple", "vit", "vit-deep")
+MODELS = ("shallow", "deep", "simple", "vit", "vit-deep", "vit-mnist")
 STRATEGIES = ("local", "ddp", "fsdp", "fsdp-auto-wrap", "fsdp-offload")
 APIS = ("fsdp1", "fsdp2")
 SHARDING = ("full", "grad-op", "hybrid", "none")

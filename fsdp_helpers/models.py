@@ -1,8 +1,13 @@
 """The models of the series. Every forward takes images (N, 1, 28, 28) and returns (N, 10)."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fsdp_helpers.shapes import VIT_SHAPES
+from fsdp_helpers.vit import ViT
 
 
 class ConvFeatures(nn.Sequential):
@@ -114,6 +119,7 @@ MODEL_CLASSES = {
     "simple": SimpleCNN,
     "vit": VisionTransformer,
     "vit-deep": DeepVisionTransformer,
+    "vit-mnist": partial(ViT, VIT_SHAPES["vit-mnist"]),
 }
 
 

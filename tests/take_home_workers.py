@@ -87,3 +87,20 @@ def train_undisturbed(name: str, steps: int) -> list[float]:
         schedule.step()
         losses.append(loss.item())
     return losses
+
+
+def train_vit_alone(steps: int, seed: int = 0) -> list[float]:
+    """The losses of vit.py in one process: the same first values, whole batches."""
+    script = load_script("vit.py")
+    torch.manual_seed(seed)
+    model = script.ViT()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        images, labels = script.load_batch(step)
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -61,5 +61,7 @@ def test_dropout_probabilities():
 
 
 def test_unknown_model():
-    with pytest.raises(ValueError, match="unknown model 'huge'; choose one of shallow, deep, simple, vit, vit-deep"):
+    with pytest.raises(
+        ValueError, match="unknown model 'huge'; choose one of shallow, deep, simple, vit, vit-deep, vit-mnist"
+    ):
         build_model("huge")

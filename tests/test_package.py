@@ -21,9 +21,9 @@ FLOORS = (
     {"measuring"},
     {"sharding", "checkpointing"},
     {"ranks", "planning"},
-    {"config", "records", "quantities", "models", "data", "mnist"},  # the words that all share
+    {"config", "records", "quantities", "shapes", "models", "vit", "data", "mnist"},  # the words that all share
 )
-WITHOUT_TORCH = ("planning", "config", "records", "quantities")
+WITHOUT_TORCH = ("planning", "config", "records", "quantities", "shapes")
 MAX_FUNCTION_LINES, MAX_MODULE_LINES, MAX_MEDIAN_LINES = 50, 300, 8
 
 

@@ -12,6 +12,7 @@ from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
 from fsdp_helpers.teaching import build_workers as workers
 from fsdp_helpers.teaching.answers import NotYet, call, exercise, expect, expect_whole
+from fsdp_helpers.teaching.build_start import UNITS, start_by_reader
 from fsdp_helpers.teaching.own_module import last_line_in, read_module
 
 RANKS = (2, 3)
@@ -21,6 +22,7 @@ TOLERANCE = 1e-4  # fp32 sums in another order differ by less
 SLACK_BYTES = 4_000  # step counters, a loss, a batch
 CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}  # one unit less needs more, one more is one too many
 CUT_COLLECTIVES = 14
+START_EXTRA_BYTES = 120_000  # the largest tensor has 36,864, and travels as a whole; the model has 907,000
 
 
 @exercise("02")
@@ -149,6 +151,28 @@ def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] =
                 f"{says}gradient_norm says {given:.5f}, not the norm of the whole gradient; whose slices are in it?",
             )
     return f"Right: one reduction of each unit on {_and(ranks)} ranks, and the norm of the whole gradient."
+
+
+@exercise("08")
+def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 08: `start_sharded(build, weights, mesh)`: on meta, a unit per block, rank 0's weights, never whole."""
+    read_module(module, "start_sharded")
+    for world_size in ranks:
+        found = _run(start_by_reader, module, world_size)
+        says = f"on {world_size} ranks, "
+        for names, what in ((found.whole, "in no unit"), (found.on_meta, "still on meta")):
+            expect(not names, f"{says}{len(names)} tensors are {what}, {names[0] if names else ''} among them")
+        expect(
+            found.units == UNITS, f"{says}the units are {', '.join(found.units)}; one per block and the root, please"
+        )
+        expect(
+            found.extra_bytes <= START_EXTRA_BYTES,
+            f"{says}{format_bytes(found.extra_bytes)} were needed besides what stays, enough for several layers at "
+            "once; is the model whole for a moment?",
+        )
+        expect(found.buffer_right, f"{says}the buffer has not its values; no file and no rank sends them")
+        _expect_same_losses(found.losses, found.right, f"{says}the losses are not those of rank 0's weights")
+    return f"Right: on {_and(ranks)} ranks, rank 0's weights, and never more than a layer whole."
 
 
 # ---------------------------------------------------------------- on ranks

@@ -49,6 +49,20 @@ class Listing:
         return f"# {self.caption}\n\n{self.code}"
 
 
+class SideBySide:
+    """Listings in one row; each scrolls by itself."""
+
+    def __init__(self, *listings: Listing) -> None:
+        self.listings = listings
+
+    def _repr_html_(self) -> str:
+        cells = [f'<div style="flex:1;min-width:0">{listing._repr_html_()}</div>' for listing in self.listings]
+        return f'<div style="display:flex;gap:1em">{"".join(cells)}</div>'
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(repr, self.listings))
+
+
 def coloured(code: str, language: str) -> str:
     """`code` as HTML, neighbours of one colour together."""
     tokens = ((_colour(kind), text) for kind, text in lex(code, get_lexer_by_name(language, stripnl=False)))

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from IPython.display import Markdown
 
-from fsdp_helpers.teaching.listings import Listing
+from fsdp_helpers.teaching.listings import Listing, SideBySide
 from fsdp_helpers.teaching.machine_memory import describe_memory
 
 MAX_IMPORT_WIDTH = 100
@@ -103,6 +103,11 @@ def _origin(module: str) -> int:
     """0 for Python's own modules, 2 for this package's, 1 for all others: the usual order of imports."""
     top = module.split(".")[0]
     return 0 if top in sys.stdlib_module_names else 2 if top == "fsdp_helpers" else 1
+
+
+def side_by_side(left: Callable, right: Callable) -> SideBySide:
+    """The source of two functions, the second to the right of the first."""
+    return SideBySide(*(Listing(textwrap.dedent(inspect.getsource(it)), _places([it])) for it in (left, right)))
 
 
 def difference(before: Callable, after: Callable) -> Listing:

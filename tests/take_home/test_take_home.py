@@ -7,15 +7,24 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from runs import mostly_long
-from take_home_workers import FOLDER, MAX_NORM, run_main, train_as_package, train_undisturbed
+from take_home_workers import (
+    FOLDER,
+    MAX_NORM,
+    load_script,
+    run_main,
+    train_as_package,
+    train_undisturbed,
+    train_vit_alone,
+)
 from torch.distributed import TCPStore
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching import show
 
-NAMES = ("checkpoint.py", "ddp.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py")
+NAMES = ("checkpoint.py", "ddp.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py", "vit.py")
 MAX_LINES, MAX_WIDTH = 70, 110
 STEPS = 6
 SHARDED = {"strategy": "fsdp-auto-wrap", "min_num_params": 20_000, "global_batch_size": 24}  # units: the four layers
@@ -103,7 +112,7 @@ def test_small_and_on_plain_torch(name):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "vit.py"])
 def test_the_model_and_the_batches_are_the_same_in_all(name):
     """Whoever lays two scripts side by side sees what the chapter is about, and nothing else."""
     parts = [
@@ -131,7 +140,7 @@ def test_ranks_learn_what_the_package_learns(name, world_size, run_script):
 
 
 @pytest.mark.long  # the notebooks start each of them with torchrun too
-@pytest.mark.parametrize("name", AS_PACKAGE)
+@pytest.mark.parametrize("name", [*AS_PACKAGE, "vit.py"])
 def test_torchrun_starts_the_file_and_it_says_the_same(name, run_script, run_torchrun, torchrun):
     assert run_torchrun(torchrun, name, 2) == run_script(name, 2)
 
@@ -160,6 +169,27 @@ def test_a_half_written_checkpoint_is_passed_over(run_script, tmp_path):
     (tmp_path / "000002").mkdir()
     (tmp_path / "000002" / "__0_0.distcp").write_bytes(b"half")
     assert list(losses(run_script("checkpoint.py", 2, tmp_path, 1))) == [0]
+
+
+@pytest.mark.parametrize("world_size", mostly_long([2, 3]))
+def test_the_vit_learns_what_one_process_learns(world_size, run_script):
+    found = losses(run_script("vit.py", world_size))
+    assert list(found.values()) == pytest.approx(train_vit_alone(STEPS), abs=1e-5)
+    assert found[STEPS - 1] < found[0]
+
+
+@pytest.mark.long
+def test_the_vit_begins_with_a_file(run_script, tmp_path):
+    torch.manual_seed(7)
+    torch.save(load_script("vit.py").ViT().state_dict(), tmp_path / "weights.pt")
+    found = losses(run_script("vit.py", 2, str(tmp_path / "weights.pt")))
+    assert list(found.values()) == pytest.approx(train_vit_alone(STEPS, seed=7), abs=1e-5)
+
+
+@pytest.mark.gpu
+def test_the_vit_on_a_gpu(run_torchrun, torchrun):
+    found = losses(run_torchrun(torchrun, "vit.py", 1, on_gpus=True))
+    assert list(found.values()) == pytest.approx(train_vit_alone(STEPS), abs=1e-3)
 
 
 def test_offload_says_where_the_bytes_are(run_script):

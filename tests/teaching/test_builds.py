@@ -19,6 +19,7 @@ CHECKERS = {
     "my_plan": builds.check_plan,
     "my_loop": builds.check_loop,
     "my_accumulation": builds.check_accumulation,
+    "my_start": builds.check_start,
 }
 ON_RANKS = [name for name in CHECKERS if name != "my_plan"]
 
@@ -135,6 +136,25 @@ def add_up_gradients(model, parts, loss_of):
 def gradient_norm(model):
     return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).full_tensor().item()
 """,
+    # straight from meta to values: rank 0's take the place of the shapes, and only the buffer needs room
+    "my_start": """
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+def start_sharded(build, weights, mesh):
+    with torch.device("meta"):
+        model = build()
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, own in model.named_parameters():
+            whole = weights[name] if weights else torch.empty(own.shape)
+            own.copy_(distribute_tensor(whole, mesh, own.placements))
+    model.fill_buffers()
+    return model
+""",
 }
 
 
@@ -155,6 +175,7 @@ STARTERS = {
     "my_plan": "replace the ... with your answer",
     "my_loop": "begins with step 0: nothing was loaded",
     "my_accumulation": "on 2 ranks, with 4 parts, nothing was reduced",
+    "my_start": "on 2 ranks, 100 tensors are in no unit",
 }
 
 
@@ -215,6 +236,21 @@ WRONG = [
     ("my_accumulation", [("index == len(parts) - 1", "False")], "nothing was reduced"),
     ("my_accumulation", [(" / len(parts)", "")], "4.00 times as long as in one process"),
     ("my_accumulation", [("    dist.all_reduce(squares)", "    pass")], "not the norm of the whole gradient"),
+    ("my_start", [('with torch.device("meta")', "if True")], "besides what stays, .* whole for a moment"),
+    ("my_start", [("    model.fill_buffers()\n", "")], "the buffer has not its values"),
+    ("my_start", [("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; one per block"),
+    ("my_start", [("model.to_empty(device=mesh.device_type)", "pass")], "1 tensors are still on meta, waves"),
+    (
+        "my_start",
+        [("set_model_state_dict(model, weights, options=options)", "torch.nn.init.normal_(model.head.weight)")],
+        "the losses are not those of rank 0's weights",
+    ),
+    ("my_start", [("    return model", "    return None")], "returns a NoneType; the model is asked for"),
+    (
+        "my_start",
+        [('    with torch.device("meta"):', '    return build()\n    with torch.device("meta"):')],
+        "in no unit",
+    ),
 ]
 
 

@@ -163,3 +163,9 @@ def test_machine():
     shown = show.machine("cpu", 2, "Data: the digits.").data
     assert f"torch {torch.__version__}. 2 rank(s) on CPU with " in shown
     assert "Data: the digits." in shown
+
+
+def test_side_by_side():
+    shown = show.side_by_side(show.table, show.script)
+    assert [listing.code.splitlines()[0].split("(")[0] for listing in shown.listings] == ["def table", "def script"]
+    assert shown._repr_html_().count("<pre") == 2 and "def script(" in repr(shown)

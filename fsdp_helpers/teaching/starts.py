@@ -1,0 +1,220 @@
+"""Ways to start a sharded model, each with what it needs on a rank: what notebook 08 shows, and then runs.
+
+`build` is any function that returns a model with its blocks in `model.blocks`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import distribute_tensor
+
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.records import MemoryCurve
+from fsdp_helpers.shapes import ViTShape
+from fsdp_helpers.vit import Block, ViT
+
+SEED = 0
+Build = Callable[[], nn.Module]
+
+
+class WaveViT(ViT):
+    """A ViT whose positions are fixed waves instead of trained ones: a buffer, computed once, and kept in no file."""
+
+    def __init__(self, shape: ViTShape) -> None:
+        super().__init__(shape)
+        del self.positions
+        self.register_buffer("positions", torch.empty(1, shape.num_tokens, shape.width), persistent=False)
+        self.fill_buffers()
+
+    def fill_buffers(self) -> None:
+        num_tokens, width = self.positions.shape[1:]
+        tokens, columns = (torch.arange(size, device=self.positions.device) for size in (num_tokens, width))
+        self.positions.copy_(torch.sin(tokens[:, None] / 10_000 ** (columns / width)))
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """One unit per block, and the root for all that is left."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def start_whole(build: Build, mesh: DeviceMesh) -> nn.Module:
+    """What everyone writes first: every rank has the whole model, and then keeps its slices."""
+    torch.manual_seed(SEED)
+    return shard_blocks(build().to(rank_device()), mesh)
+
+
+def start_on_meta(build: Build, mesh: DeviceMesh) -> nn.Module:
+    """Shapes first, then room for this rank's slices. What is in the room is garbage, in buffers too."""
+    with torch.device("meta"):
+        model = build()
+    return shard_blocks(model, mesh).to_empty(device=rank_device())
+
+
+def fill_buffers(model: nn.Module) -> None:
+    """Buffers that are in no file. The method's name is ours, and each module that has such buffers needs one."""
+    for module in model.modules():
+        if hasattr(module, "fill_buffers"):
+            module.fill_buffers()
+
+
+def draw_own_slices(build: Build, mesh: DeviceMesh) -> nn.Module:
+    """Every rank draws the values of its own slices."""
+    model = start_on_meta(build, mesh)
+    torch.manual_seed(SEED + dist.get_rank())  # with one seed for all, every rank would draw the same rows
+    warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws by itself: so be it
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    fill_buffers(model)
+    return model
+
+
+def draw_layer_by_layer(build: Build, mesh: DeviceMesh) -> nn.Module:
+    """The values of a plain start: every rank draws each layer whole, keeps its rows of it, and lets it go."""
+    model = start_on_meta(build, mesh)
+    with torch.device("meta"):
+        plain = build()
+    torch.manual_seed(SEED)  # the same on all ranks
+    for name, layer in in_order_of_construction(plain):
+        if hasattr(layer, "reset_parameters"):
+            layer.to_empty(device="cpu", recurse=False)  # as a plain start; a GPU would draw other numbers
+            layer.reset_parameters()
+            keep_own_rows(layer, model.get_submodule(name))
+            layer.to_empty(device="meta", recurse=False)
+    fill_buffers(model)
+    return model
+
+
+def in_order_of_construction(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules, children before their parent: a module draws its own values when its children are there."""
+    for name, child in module.named_children():
+        yield from in_order_of_construction(child, f"{prefix}{name}.")
+    yield prefix.removesuffix("."), module
+
+
+@torch.no_grad()
+def keep_own_rows(layer: nn.Module, sharded: nn.Module) -> None:
+    """Copy this rank's part of each whole parameter; `src_data_rank=None` takes it from here, and nothing is sent."""
+    for name, whole in layer.named_parameters(recurse=False):
+        own = sharded.get_parameter(name)
+        own.copy_(distribute_tensor(whole.detach(), own.device_mesh, own.placements, src_data_rank=None))
+
+
+def take_from_rank_0(build: Build, mesh: DeviceMesh) -> nn.Module:
+    """Rank 0 has the whole model in its host memory, and sends it tensor by tensor."""
+    whole = {}
+    if dist.get_rank() == 0:
+        torch.manual_seed(SEED)
+        whole = build().state_dict()
+    return receive(build, mesh, whole)
+
+
+def load_from_file(build: Build, mesh: DeviceMesh, path: str) -> nn.Module:
+    """Rank 0 maps the file into memory, so that a tensor is read when it is sent."""
+    whole = torch.load(path, mmap=True, weights_only=True) if dist.get_rank() == 0 else {}
+    return receive(build, mesh, whole)
+
+
+def read_own_rows(build: Build, mesh: DeviceMesh, path: str) -> nn.Module:
+    """Each rank reads its own rows out of a safetensors file: nobody has more of a tensor, and nothing is sent."""
+    model = start_on_meta(build, mesh)
+    with safe_open(path, framework="np") as file, torch.no_grad():  # as "pt" the mapped file would count as allocated
+        for name, parameter in model.named_parameters():
+            own, num_rows = parameter.to_local(), len(parameter)
+            first = mesh.get_local_rank() * -(-num_rows // mesh.size())  # all ranks but the last have equally many
+            if len(own):
+                own.copy_(torch.from_numpy(file.get_slice(name)[first : first + len(own)]))
+    fill_buffers(model)
+    return model
+
+
+def receive(build: Build, mesh: DeviceMesh, whole: dict[str, torch.Tensor]) -> nn.Module:
+    """Each rank keeps its rows of every tensor that rank 0 sends; `whole` is empty on all other ranks."""
+    model = start_on_meta(build, mesh)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    fill_buffers(model)
+    return model
+
+
+def start_fsdp1(build: Build, mesh: DeviceMesh) -> nn.Module:
+    """FSDP1 asks for a unit's values when it wraps the unit: whole, and then cut."""
+
+    def draw(module: nn.Module) -> None:
+        module.to_empty(device=rank_device(), recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    torch.manual_seed(SEED)  # the same on all ranks: each keeps its part of one and the same unit
+    with torch.device("meta"):
+        model = build()
+    model = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        param_init_fn=draw,
+        device_id=rank_device(),
+        device_mesh=mesh,
+        use_orig_params=True,
+    )
+    fill_buffers(model)
+    return model
+
+
+# ---------------------------------------------------------------- measured
+
+WAYS = {
+    "whole, then sharded": start_whole,
+    "on meta, own slices drawn": draw_own_slices,
+    "on meta, layer by layer": draw_layer_by_layer,
+    "on meta, sent by rank 0": take_from_rank_0,
+    "on meta, FSDP1 unit by unit": start_fsdp1,
+    "from a file, sent by rank 0": load_from_file,
+    "from a file, own rows": read_own_rows,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRecord:
+    """One start of one model on one rank."""
+
+    curve: MemoryCurve  # bytes allocated while it starts
+    slices_bytes: int  # of the parameters that the rank keeps
+    num_tensors: int
+    num_equal: int  # of those, equal to a plain start in every bit
+    buffers_right: bool
+
+
+def measure_start(rank: int, world_size: int, way: str, shape: ViTShape, *path: str) -> StartRecord:
+    """Start a `WaveViT` in one of the `WAYS`, of which some need the path of a file, beside a plain start."""
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+
+    def build() -> nn.Module:
+        return WaveViT(shape)
+
+    with trace_memory(rank_device()) as trace:
+        model = WAYS[way](build, mesh, *path)
+    curve = trace.whole().curve
+    torch.manual_seed(SEED)
+    plain = build()
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    equal = [torch.equal(found[name].cpu(), tensor) for name, tensor in plain.state_dict().items()]
+    (buffer,) = model.buffers()
+    return StartRecord(
+        curve=curve,
+        slices_bytes=curve.held_bytes - buffer.nbytes,
+        num_tensors=len(equal),
+        num_equal=sum(equal),
+        buffers_right=torch.equal(buffer.cpu(), plain.positions),
+    )

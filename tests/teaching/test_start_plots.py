@@ -1,0 +1,33 @@
+"""Notebook 08's figures show what they are given."""
+
+import matplotlib.pyplot as plt
+import pytest
+
+from fsdp_helpers.records import MemoryCurve
+from fsdp_helpers.teaching import start_plots
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def test_starts_share_one_scale():
+    curve = MemoryCurve(times_s=(0.0, 0.1, 0.2), allocated_bytes=(0, 40_000_000, 20_000_000))
+    fig, axes = start_plots.plot_starts({"whole": curve, "on meta, drawn": curve}, 40_000_000, 20_000_000)
+    assert [ax.get_title(loc="left") for ax in axes] == ["whole", "on meta,\ndrawn"]
+    assert "MB" in axes[0].get_ylabel() and axes[0].get_ylim() == axes[1].get_ylim()
+    assert [text.get_text().strip() for text in axes[0].texts] == ["the whole model", "its slices"]
+    # from the first byte on
+    assert axes[0].get_xlim() == (0.1, 0.2)
+    fig.canvas.draw()
+
+
+def test_gathers_are_drawn_in_order():
+    orders = {"as it is": ["gather 0", "compute 0"], "ahead": ["gather 0", "gather 1", "compute 0", "compute 1"]}
+    fig, ax = start_plots.draw_gathers(orders)
+    assert [text.get_text() for text in ax.texts] == ["0", "0", "0", "1", "0", "1"]
+    assert [bar.get_hatch() for bar in ax.patches] == ["////", None, "////", "////", None, None]
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(orders)
+    fig.canvas.draw()
