@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.ledger import Ledger, Term
 from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.traffic import padded_params
+
+FROM_HOST = "slice from the host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +56,33 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
 
 
 class Shards:
-    """A ledger by units: gathered parameters, whole gradients, buffers and slices, each by its own word."""
+    """A ledger by units: gathered parameters, whole gradients, buffers and slices, each by its own word.
 
-    def __init__(self, units: dict[str, Unit], profile: StepProfile, ranks: int, backend: str, ledger: Ledger) -> None:
-        self.units, self._ranks, self._backend, self._ledger = units, ranks, backend, ledger
+    `ranks` share one copy of the state, and there are so many `replicas` of it. With `offloads` the slices lie in host
+    memory, and each is on the device only while it is sent or added up.
+    """
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        config: TrainConfig,
+        ranks: int,
+        replicas: int,
+        units: Sequence[str],
+        backend: str,
+        ledger: Ledger,
+        *,
+        offloads: bool = False,
+    ) -> None:
+        self.units, self.ranks = cut(profile, units, config.api, ranks), ranks
+        self._replicas, self._backend, self._ledger, self._offloads = replicas, backend, ledger, offloads
         self._values = {name: prod(shape) for name, shape in profile.shapes.items()}
-        self._unit_of = {parameter: unit for unit in units.values() for parameter in unit.parameters}
-        all_values = sum(unit.padded for unit in units.values())
-        slices = {"name": "slices", "values": all_values, "ranks": ranks}
-        ledger.hold(ROOT, Term(kind="parameters", **slices))
-        ledger.hold(ROOT, Term(kind="optimizer", **slices, value_bytes=2 * FP32_BYTES))
+        self._unit_of = {parameter: unit for unit in self.units.values() for parameter in unit.parameters}
+        if not offloads:
+            all_values = sum(unit.padded for unit in self.units.values())
+            slices = {"name": "slices", "values": all_values, "ranks": ranks}
+            ledger.hold(ROOT, Term(kind="parameters", **slices))
+            ledger.hold(ROOT, Term(kind="optimizer", **slices, value_bytes=2 * FP32_BYTES))
 
     def is_gathered(self, unit: Unit) -> bool:
         return self._ledger.holds(unit.name, "gathered", unit.label)
@@ -85,11 +105,19 @@ class Shards:
     def free_buffer(self, use: str, unit: Unit) -> None:
         self._ledger.free(unit.name, "buffers", f"{use}, {unit.label}")
 
-    def communicate(self, unit: Unit, value_bytes: int = FP32_BYTES) -> None:
+    def communicate(self, op: str, unit: Unit, value_bytes: int = FP32_BYTES) -> None:
         """gloo gathers into a tensor of its own, and reduces a copy; both are gone when it is done. NCCL needs none."""
+        self._ledger.communicate(op, value_bytes * unit.padded, self.ranks)
         if self._backend == "gloo":
             self.take_buffer("gloo's copy", unit, unit.padded, value_bytes)
             self.free_buffer("gloo's copy", unit)
+        if self._offloads and op == "all_gather":
+            self.take_buffer(FROM_HOST, unit, unit.padded, value_bytes, self.ranks)
+            self.free_buffer(FROM_HOST, unit)
+
+    def all_reduce(self, unit: Unit) -> None:
+        """Add the slice of a gradient up over the copies of the state, where there are several."""
+        self._ledger.communicate("all_reduce", FP32_BYTES * unit.padded // self.ranks, self._replicas)
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
         """The whole gradient of one parameter."""
@@ -118,8 +146,8 @@ class Shards:
     def take_slice(self, unit: Unit) -> None:
         """The slice of a reduced gradient; where there is one already, the new one is added to it and freed."""
         name = "new slice" if self._ledger.holds(unit.name, "gradients", "slices") else "slices"
-        self._ledger.hold(unit.name, Term(kind="gradients", name=name, values=unit.padded, ranks=self._ranks))
-        self._ledger.free(unit.name, "gradients", "new slice")
+        self._ledger.hold(unit.name, Term(kind="gradients", name=name, values=unit.padded, ranks=self.ranks))
+        self._ledger.free(unit.name, "gradients", name if self._offloads else "new slice")
 
     @staticmethod
     def _whole(unit: Unit) -> str:
