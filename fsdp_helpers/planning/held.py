@@ -16,10 +16,16 @@ from fsdp_helpers.records import StateBytes
 
 
 def own_state(
-    profile: StepProfile, config: TrainConfig, world_size: int, units: Sequence[str] = (), rank: int = 0
+    profile: StepProfile,
+    config: TrainConfig,
+    world_size: int,
+    units: Sequence[str] = (),
+    rank: int = 0,
+    replicas: int | None = None,
 ) -> StateBytes:
     """Parameters, gradients and two moments of `rank`: of all of them, or of its slices of them."""
-    values = own_values(profile, config, num_shards(config.sharding, world_size), units, rank)
+    shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
+    values = own_values(profile, config, shards, units, rank)
     return StateBytes(
         parameter_bytes=FP32_BYTES * values,
         gradient_bytes=FP32_BYTES * values,
