@@ -81,21 +81,26 @@ def _fake_parts() -> tuple[dist.Store, object]:
 
 
 def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
-    """One rank of a run of `config` on `world_size` ranks, measured here, on the CPU.
+    """One rank of a run of `config` on `world_size` ranks, measured here, on the CPU, while the others are imagined."""
+    with fake_group(world_size, rank):
+        return measure_this_rank(rank, world_size, config)
+
+
+def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
+    """A rank of a run of `config`, measured on the CPU, within whatever group it is: launch it, or imagine the others.
 
     The images are random, and as many as the rank would have. Raises ValueError where `world_size` ranks cannot run it,
     and for several micro-batches: a step here has one.
     """
     config.check_world_size(world_size)
     if config.micro_batches > 1:
-        raise ValueError(f"micro_batches is {config.micro_batches}; a rank of N goes through one, use 1")
+        raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one, use 1")
     num_images = config.global_batch_size // world_size
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
-    with fake_group(world_size, rank):
-        return _measure(
-            lambda: STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
-            lambda model: F.cross_entropy(model(images).float(), labels),
-        )
+    return _measure(
+        lambda: STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
+        lambda model: F.cross_entropy(model(images).float(), labels),
+    )
 
 
 def measure_own_rank_of_n(
