@@ -6,9 +6,9 @@ The order is that of torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `to
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.state import FP32_BYTES
-from fsdp_helpers.planning.units import Shards, Unit
+from fsdp_helpers.planning.units import FILLED_UP, Shards, Unit
 
-SENT, IN_FP32, FILLED_UP = "slice to be gathered", "gradients in fp32", "gradients, filled up"
+SENT, IN_FP32 = "slice to be gathered", "gradients in fp32"
 
 
 class FlatParameters:

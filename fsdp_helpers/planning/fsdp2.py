@@ -71,6 +71,7 @@ class FullyShard:
         elif self._shards.waiting(unit):
             self._free_sent()
             self._shards.take_buffer(REDUCE, unit, unit.padded)
+            self._shards.lay_out(unit, self._value_bytes)
             self._sent = unit
             self._shards.free_gradients(unit)
             self._shards.take_slice(unit)

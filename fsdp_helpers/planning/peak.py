@@ -58,9 +58,10 @@ def walk_step(
     """A steady step of `config`, on the rank with the largest slices.
 
     `profile` is of the images of one micro-batch; `units` names the FSDP units below the root, none is one unit.
-    With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with any other none. `replicas`
-    are the groups that "hybrid" keeps whole copies in, two unless said otherwise. With `has_host` there is a host
-    beside the device, and what is offloaded is not on the device; a rank on the CPU has none.
+    With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with "fake" and "nccl" none; the
+    first two are those of a CPU, which also copies where a GPU need not. `replicas` are the groups that "hybrid" keeps
+    whole copies in, two unless said otherwise. With `has_host` there is a host beside the device, and what is offloaded
+    is not on the device; a rank on the CPU has none.
     Raises ValueError for a unit that is no module of the model.
     """
     ledger = Ledger()

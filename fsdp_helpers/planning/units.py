@@ -3,7 +3,7 @@
 No torch import.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -13,7 +13,8 @@ from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.traffic import padded_params
 
-FROM_HOST = "slice from the host"
+FROM_HOST, FILLED_UP, JOINED = "slice from the host", "gradients, filled up", "gradients, joined"
+GPU_BACKEND = "nccl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class Shards:
     ) -> None:
         self.units, self.ranks = cut(profile, units, config.api, ranks), ranks
         self._replicas, self._backend, self._ledger, self._offloads = replicas, backend, ledger, offloads
+        self._shapes = profile.shapes
         self._values = {name: prod(shape) for name, shape in profile.shapes.items()}
         self._unit_of = {parameter: unit for unit in self.units.values() for parameter in unit.parameters}
         if not offloads:
@@ -104,6 +106,27 @@ class Shards:
 
     def free_buffer(self, use: str, unit: Unit) -> None:
         self._ledger.free(unit.name, "buffers", f"{use}, {unit.label}")
+
+    def lay_out(self, unit: Unit, value_bytes: int) -> None:
+        """FSDP2 lays gradients out with one operation, `_chunk_cat`; on a CPU it makes copies of its own.
+
+        A gradient whose rows the ranks do not divide is filled up in one, and gradients of another precision than that
+        of the reduction are joined in another. A GPU's kernel needs neither.
+        """
+        if self._backend == GPU_BACKEND:
+            return
+        uneven = sum(prod(padded) for shape, padded in self._rows_filled_up(unit) if padded != shape)
+        self.take_buffer(FILLED_UP, unit, uneven, value_bytes)
+        if value_bytes < FP32_BYTES:
+            self.take_buffer(JOINED, unit, unit.padded, value_bytes)
+        self.free_buffer(FILLED_UP, unit)
+        self.free_buffer(JOINED, unit)
+
+    def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The shape of each parameter, and the same with the rows that the ranks divide."""
+        for name in unit.parameters:
+            rows, *rest = self._shapes[name]
+            yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
 
     def communicate(self, op: str, unit: Unit, value_bytes: int = FP32_BYTES) -> None:
         """gloo gathers into a tensor of its own, and reduces a copy; both are gone when it is done. NCCL needs none."""

@@ -153,6 +153,22 @@ def test_padding():
     assert found == [16, 12]
 
 
+def test_a_cpu_lays_gradients_out_with_copies():
+    # One unit of 7 + 7 rows of 100 on 4 ranks: filled up to 8 + 8. Slices 12 x 1,600 / 4 = 4,800; gradients 5,600, laid
+    # out in 6,400, beside copies that are filled up, 6,400 more. A GPU needs the first three: and before, a slice less,
+    # the buffer of the all-gather beside the parameters copied out of it, 2 x 6,400.
+    shapes = {"a.weight": (7, 100), "b.weight": (7, 100)}
+    uneven = replace(two_layers(), shapes=shapes)
+    assert peak(uneven, 4, strategy="fsdp", backend="fake").bytes == 4_800 + 5_600 + 2 * 6_400
+    assert peak(uneven, 4, strategy="fsdp", backend="nccl").bytes == 4_800 + 2 * 6_400
+    # In bf16: gradients 2,800, laid out in fp32, 6,400; filled up 3,200, and joined in bf16, 3,200
+    in_bf16 = peak(uneven, 4, strategy="fsdp", precision="bf16", backend="fake")
+    assert in_bf16.bytes == 4_800 + 2_800 + 6_400 + 2 * 3_200
+    # 8 rows need no filling up
+    even = replace(two_layers(), shapes={"a.weight": (8, 100), "b.weight": (8, 100)})
+    assert peak(even, 4, strategy="fsdp", backend="fake").bytes == 4_800 + 2 * 6_400
+
+
 # ---------------------------------------------------------------- levers
 
 

@@ -143,6 +143,24 @@ def test_one_change_after_the_other():
     assert ", then " in verdict(plan, SUBJECT)
 
 
+def test_of_changes_that_fit_the_cheapest_is_taken():
+    # Recomputing, half of the batch and offloading would each do; the first costs least, though another brings more.
+    plan = make_plan(SUBJECT, replace(SHARDED, precision="bf16"), cluster(memory=17_000))
+    ((text, changed),) = changes_until_it_fits(plan, SUBJECT)
+    others = [other.peak.bytes for _, other in possible_changes(plan, SUBJECT) if other.fits]
+    assert text.startswith("recompute each block")
+    assert len(others) > 1 and min(others) < changed.peak.bytes
+
+
+def test_one_unit_is_not_cut():
+    whole = make_plan(SUBJECT, replace(SHARDED, strategy="fsdp"), cluster())
+    # gathered and reduced once each, all of it
+    assert [(seen.op, seen.count, seen.bytes) for seen in whole.collectives] == [
+        ("all_gather", 1, 8_064),
+        ("reduce_scatter", 1, 8_064),
+    ]
+
+
 def test_nothing_helps():
     plan = make_plan(SUBJECT, SHARDED, cluster(memory=10))
     assert not changes_until_it_fits(plan, SUBJECT)[-1][1].fits
