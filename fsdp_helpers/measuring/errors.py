@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -126,8 +127,22 @@ def read_errors(path: str | Path) -> list[ErrorRow]:
 
 
 def write_errors(path: str | Path) -> list[ErrorRow]:
-    """Measure the whole table, which takes half an hour on two cores and 10 GB, and write it to `path`."""
-    rows = list(measure_errors(THRESHOLDS))
-    record = {"images_per_rank": IMAGES, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+    """Measure every run of the table that `path` does not have yet, and write it there after each.
+
+    The whole takes half an hour on two idle cores, and 11 GB. Remove the file to measure all of it anew.
+    """
+    path = Path(path)
+    rows = read_errors(path) if path.exists() else []
+    known = {(row.model, row.variant, row.world_size, row.real) for row in rows}
+    for model, variant, (world_size, real) in product(THRESHOLDS, VARIANTS, all_ranks()):
+        if (model, variant, world_size, real) not in known:
+            ranks = {"real_ranks": (world_size,) * real, "imagined_ranks": (world_size,) * (not real)}
+            rows += measure_errors([model], [variant], **ranks)
+            record = {"images_per_rank": IMAGES, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+            path.write_text(json.dumps(record, indent=1) + "\n")
     return rows
+
+
+def all_ranks() -> list[tuple[int, bool]]:
+    """Every number of ranks of the table, and whether they are real."""
+    return [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]

@@ -6,13 +6,13 @@ from statistics import median
 import pytest
 
 from fsdp_helpers.measuring.errors import (
-    IMAGINED_RANKS,
-    REAL_RANKS,
     THRESHOLDS,
     VARIANTS,
     ErrorRow,
+    all_ranks,
     measure_errors,
     read_errors,
+    write_errors,
 )
 
 RECORD = Path(__file__).resolve().parents[2] / "notebooks" / "reference" / "planning-errors.json"
@@ -36,8 +36,7 @@ def expect_within(rows: list[ErrorRow]) -> None:
 
 def test_the_kept_table_is_whole_and_keeps_its_promise(kept):
     runs = {(model, variant) for model in THRESHOLDS for variant in VARIANTS}
-    ranks = {*((number, True) for number in REAL_RANKS), *((number, False) for number in IMAGINED_RANKS)}
-    assert kept.keys() == {(*run, *rank) for run in runs for rank in ranks}
+    assert kept.keys() == {(*run, *rank) for run in runs for rank in all_ranks()}
     expect_within(list(kept.values()))
 
 
@@ -48,6 +47,13 @@ def test_a_part_of_it_measured_again(kept):
     for row in rows:
         assert row.peak_bytes == pytest.approx(kept[key(row)].peak_bytes, rel=0.01)
         assert (row.state_bytes, row.sent_bytes) == (kept[key(row)].state_bytes, kept[key(row)].sent_bytes)
+
+
+def test_a_whole_table_is_written_without_measuring(kept, tmp_path):
+    """What is there is not measured again, so that a run that was ended goes on."""
+    path = tmp_path / "errors.json"
+    path.write_text(RECORD.read_text())
+    assert {key(row): row for row in write_errors(path)} == kept
 
 
 @pytest.mark.long
