@@ -39,6 +39,7 @@ def plan_model(
     with samples along their first dimension. `loss_of(model, batch)` is its loss, the mean of all outputs if it is left
     out. Modules of `unit_class` are FSDP units, and what activation checkpointing recomputes. `settings` are those of
     `planning.plan.Settings`. Activations are those of this machine's kernels; a GPU's may keep a little more or less.
+    Buffers, which DDP broadcasts before each forward, are left out.
     Raises ValueError for a cluster or settings that cannot be.
     """
     subject = measured_subject(factory, batch, loss_of or mean_of_outputs, unit_class)

@@ -139,8 +139,12 @@ class Shards:
             self.free_buffer(FROM_HOST, unit)
 
     def all_reduce(self, unit: Unit) -> None:
-        """Add the slice of a gradient up over the copies of the state, where there are several."""
-        self._ledger.communicate("all_reduce", FP32_BYTES * unit.padded // self.ranks, self._replicas)
+        """Add the slice of a gradient up over the copies of the state, where there are several.
+
+        Where each rank has a copy of its own, FSDP1's flat gradient is filled up until all ranks divide it.
+        """
+        values = unit.padded // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
+        self._ledger.communicate("all_reduce", FP32_BYTES * values, self._replicas)
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
         """The whole gradient of one parameter."""

@@ -103,7 +103,7 @@ def test_models_that_nobody_prepared_for(name, run):
     )
     assert plan.peak.bytes / measured.peak_bytes == pytest.approx(1, abs=0.1)
     assert plan.state == measured.state
-    assert plan.sent_bytes == measured.sent_bytes
+    assert plan.sent_bytes == sum(seen.sent_bytes for seen in measured.collectives if seen.op != "broadcast")
     assert said.startswith("It does not fit")  # 4 GB are outside the count
 
 
