@@ -6,7 +6,7 @@ The order is that of torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `to
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.state import FP32_BYTES
-from fsdp_helpers.planning.units import FILLED_UP, Shards, Unit
+from fsdp_helpers.planning.units import Shards, Unit
 
 SENT, IN_FP32 = "slice to be gathered", "gradients in fp32"
 
@@ -81,12 +81,9 @@ class FlatParameters:
 
     def _reduce(self, unit: Unit) -> None:
         if self._value_bytes < FP32_BYTES:
-            self._shards.take_buffer(IN_FP32, unit, unit.values)
-        if unit.padded > unit.values:
-            self._shards.take_buffer(FILLED_UP, unit, unit.padded)
+            self._shards.take_buffer(IN_FP32, unit, unit.padded)
         self._shards.take_slice(unit)
         self._shards.communicate("reduce_scatter", unit)
         self._shards.all_reduce(unit)
         self._shards.free_buffer(IN_FP32, unit)
-        self._shards.free_buffer(FILLED_UP, unit)
         self._shards.free_flat_gradient("flat", unit)

@@ -163,8 +163,8 @@ class Shards:
             self._ledger.free(name, "gradients", self._whole(unit))
 
     def take_flat_gradient(self, name: str, unit: Unit, value_bytes: int) -> None:
-        """The whole gradients of a unit in one tensor."""
-        term = Term(kind="gradients", name=f"{name}, {unit.label}", values=unit.values, value_bytes=value_bytes)
+        """The whole gradients of a unit in one tensor, filled up as its parameters are, so that ranks divide it."""
+        term = Term(kind="gradients", name=f"{name}, {unit.label}", values=unit.padded, value_bytes=value_bytes)
         self._ledger.hold(unit.name, term)
 
     def free_flat_gradient(self, name: str, unit: Unit) -> None:
