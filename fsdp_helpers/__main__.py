@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fsdp_helpers.config import MODELS, Flag, TrainConfig, flags
+from fsdp_helpers.planning.command import add_plan_arguments, plan_command
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RankRecord, RunRecord
 
@@ -65,6 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
     compare.add_argument("--figure", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     compare.set_defaults(run=compare_command)
+
+    plan = commands.add_parser("plan", help="what a large model takes on many devices, by arithmetic")
+    add_plan_arguments(plan)
     return parser
 
 
@@ -100,12 +104,14 @@ def _argument(flag: Flag) -> dict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 for a failed rank, 2 for bad input, 130 for an interrupt."""
+    options = build_parser().parse_args(arguments)
+    if options.command == "plan":  # it needs no torch, whose import would take longer than the plan
+        return write_plan(options)
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.mnist import DataError
     from fsdp_helpers.ranks.launch import RankError
     from fsdp_helpers.ranks.progress import in_lines
 
-    options = build_parser().parse_args(arguments)
     try:
         with in_lines():
             options.run(options)
@@ -218,6 +224,15 @@ def compare_command(options: argparse.Namespace) -> None:
         from fsdp_helpers.teaching.plots import plot_comparison
 
         plot_comparison(rows)[0].savefig(options.figure)
+
+
+def write_plan(options: argparse.Namespace) -> int:
+    try:
+        _check_output_path(options.json)
+        plan_command(options, _write_json)
+    except ValueError as error:
+        return _complain(BAD_INPUT, str(error))
+    return 0
 
 
 def _print_data_source(source: str, config: TrainConfig) -> None:

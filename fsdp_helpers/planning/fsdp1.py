@@ -3,26 +3,20 @@
 The order is that of torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `torch/distributed/fsdp`.
 """
 
-from collections.abc import Sequence
-
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.ledger import Ledger
-from fsdp_helpers.planning.profile import ROOT, StepProfile
+from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.state import FP32_BYTES
-from fsdp_helpers.planning.units import Shards, Unit, cut
+from fsdp_helpers.planning.units import Shards, Unit
 
-SENT, IN_FP32, FILLED_UP = "slice to be gathered", "gradients in fp32", "gradients, filled up"
+SENT, IN_FP32 = "slice to be gathered", "gradients in fp32"
 
 
 class FlatParameters:
     """A unit's parameters are views of one flat tensor. On one rank it is not sharded, and always there."""
 
-    def __init__(
-        self, profile: StepProfile, config: TrainConfig, ranks: int, units: Sequence[str], backend: str, ledger: Ledger
-    ) -> None:
-        self.units = cut(profile, units, "fsdp1", ranks)
-        self._shards = Shards(self.units, profile, ranks, backend, ledger)
-        self._ranks, self._prefetch = ranks, config.backward_prefetch
+    def __init__(self, shards: Shards, config: TrainConfig) -> None:
+        self.units, self._shards, self._ranks = shards.units, shards, shards.ranks
+        self._prefetch = config.backward_prefetch
         self._value_bytes = 2 if config.precision == "bf16" else FP32_BYTES  # of what is gathered, and its gradient
         self._frees_after_forward = config.sharding != "grad-op"
         self._forwards: list[Unit] = []  # in the order in which they ended
@@ -62,6 +56,8 @@ class FlatParameters:
             self._gather_next(unit)
         if self._reduces and self._ranks > 1:
             self._reduce(unit)
+        elif self._reduces:
+            self._shards.all_reduce(unit)
 
     def end_backward(self) -> None:
         """The root comes last, with any unit whose input needs no gradient."""
@@ -75,7 +71,7 @@ class FlatParameters:
         if self._value_bytes < FP32_BYTES:
             self._shards.take_buffer(SENT, unit, unit.padded, self._value_bytes, self._ranks)
         self._shards.gather(unit, self._value_bytes)
-        self._shards.communicate(unit, self._value_bytes)
+        self._shards.communicate("all_gather", unit, self._value_bytes)
         self._shards.free_buffer(SENT, unit)
 
     def _gather_next(self, unit: Unit) -> None:
@@ -85,11 +81,9 @@ class FlatParameters:
 
     def _reduce(self, unit: Unit) -> None:
         if self._value_bytes < FP32_BYTES:
-            self._shards.take_buffer(IN_FP32, unit, unit.values)
-        if unit.padded > unit.values:
-            self._shards.take_buffer(FILLED_UP, unit, unit.padded)
+            self._shards.take_buffer(IN_FP32, unit, unit.padded)
         self._shards.take_slice(unit)
-        self._shards.communicate(unit)
+        self._shards.communicate("reduce_scatter", unit)
+        self._shards.all_reduce(unit)
         self._shards.free_buffer(IN_FP32, unit)
-        self._shards.free_buffer(FILLED_UP, unit)
         self._shards.free_flat_gradient("flat", unit)

@@ -4,13 +4,10 @@ The order is that of torch 2.15, `_fsdp_param_group.py` and `_fsdp_collectives.p
 `torch/distributed/fsdp/_fully_shard`.
 """
 
-from collections.abc import Sequence
-
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.ledger import Ledger
-from fsdp_helpers.planning.profile import ROOT, StepProfile
+from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.state import FP32_BYTES
-from fsdp_helpers.planning.units import Shards, Unit, cut
+from fsdp_helpers.planning.units import Shards, Unit
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
 
@@ -18,12 +15,8 @@ GATHER, REDUCE = "all-gather", "reduce-scatter"
 class FullyShard:
     """Parameters in slices by rows; a gathered one is copied out of its buffer, a gradient is copied into one."""
 
-    def __init__(
-        self, profile: StepProfile, config: TrainConfig, ranks: int, units: Sequence[str], backend: str, ledger: Ledger
-    ) -> None:
-        self.units = cut(profile, units, "fsdp2", ranks)
-        self._shards = Shards(self.units, profile, ranks, backend, ledger)
-        self._ranks = ranks
+    def __init__(self, shards: Shards, config: TrainConfig) -> None:
+        self.units, self._shards, self._ranks = shards.units, shards, shards.ranks
         self._value_bytes = 2 if config.precision == "bf16" else FP32_BYTES  # of what is gathered, and its gradient
         self._frees_after_forward = config.reshard_after_forward and config.sharding != "grad-op"
         self._reshards_after_backward = config.reshard_after_backward
@@ -78,11 +71,13 @@ class FullyShard:
         elif self._shards.waiting(unit):
             self._free_sent()
             self._shards.take_buffer(REDUCE, unit, unit.padded)
+            self._shards.lay_out(unit, self._value_bytes)
             self._sent = unit
             self._shards.free_gradients(unit)
             self._shards.take_slice(unit)
             if self._ranks > 1:
-                self._shards.communicate(unit)
+                self._shards.communicate("reduce_scatter", unit)
+            self._shards.all_reduce(unit)
 
     def end_backward(self) -> None:
         """The root comes last, with any unit whose input needs no gradient; then the last buffer is freed."""
@@ -96,7 +91,7 @@ class FullyShard:
             GATHER, unit
         ):  # a rank on its own copies straight from its parameters
             self._shards.take_buffer(GATHER, unit, unit.padded, self._value_bytes)
-            self._shards.communicate(unit, self._value_bytes)
+            self._shards.communicate("all_gather", unit, self._value_bytes)
 
     def _free_copied(self) -> None:
         if self._copied is not None:

@@ -1,6 +1,9 @@
-"""A rank's memory as a sum of named terms, kept while a step goes by. No torch."""
+"""A rank's memory as a sum of named terms, kept while a step goes by, and the collectives of the step. No torch."""
 
 from dataclasses import dataclass, replace
+
+from fsdp_helpers.planning.traffic import collective_sent_bytes
+from fsdp_helpers.records import CollectiveCount
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "buffers", "activations")
 
@@ -47,15 +50,15 @@ class Peak:
 
 
 class Ledger:
-    """What a rank holds now, and the highest sum so far."""
+    """What a rank holds now, the highest sum so far, and the collectives so far."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str, str], Term] = {}  # owner, kind, name -> what is there
         self._activations = Term(kind="activations", name="kept and in flight", values=0, value_bytes=1)
         self._bytes = 0  # of the terms held, without activations
         self.when = ""
-        self.peak = Peak(when="", terms=())
-        self._peak_bytes = -1
+        self._peak_when, self._peak_terms, self._peak_bytes = "", (), -1
+        self._collectives: dict[str, CollectiveCount] = {}
 
     def hold(self, owner: str, term: Term) -> None:
         """Take `term` on for `owner`, a parameter or a unit; what the owner had of that kind and name is replaced."""
@@ -79,13 +82,31 @@ class Ledger:
     def _look(self) -> None:
         if self._bytes + self._activations.bytes > self._peak_bytes:
             self._peak_bytes = self._bytes + self._activations.bytes
-            self.peak = Peak(when=self.when, terms=self._added_up())
+            self._peak_when, self._peak_terms = self.when, (*self._held.values(), self._activations)
 
-    def _added_up(self) -> tuple[Term, ...]:
-        """Terms of one kind and name together, in the order of KINDS."""
+    @property
+    def peak(self) -> Peak:
+        """The highest sum; terms of one kind and name together, in the order of KINDS."""
         sums: dict[Term, int] = {}
-        for term in (*self._held.values(), self._activations):
+        for term in self._peak_terms:
             alike = replace(term, values=0)
             sums[alike] = sums.get(alike, 0) + term.values
         terms = [replace(alike, values=values) for alike, values in sums.items()]
-        return tuple(sorted(terms, key=lambda term: KINDS.index(term.kind)))
+        return Peak(when=self._peak_when, terms=tuple(sorted(terms, key=lambda term: KINDS.index(term.kind))))
+
+    def communicate(self, op: str, full_bytes: int, ranks: int) -> None:
+        """Note a collective over so many ranks; one of nothing, or of a rank with itself, does not take place."""
+        if full_bytes == 0 or ranks == 1:
+            return
+        before = self._collectives.get(op, CollectiveCount(op=op, count=0, bytes=0, sent_bytes=0))
+        self._collectives[op] = CollectiveCount(
+            op=op,
+            count=before.count + 1,
+            bytes=before.bytes + full_bytes,
+            sent_bytes=before.sent_bytes + collective_sent_bytes(op, full_bytes, ranks),
+        )
+
+    @property
+    def collectives(self) -> tuple[CollectiveCount, ...]:
+        """What was communicated, by kind, in the order of their first appearance."""
+        return tuple(self._collectives.values())

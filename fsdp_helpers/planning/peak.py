@@ -1,11 +1,11 @@
-"""The highest point of a step on one rank, from arithmetic: a walk through forward and backward. No torch.
+"""One step of one rank, from arithmetic: a walk through forward and backward, its highest point, its collectives.
 
 A `StepProfile` says what one process does with one rank's images; the strategy says what is gathered, reduced and freed
-at each event. fp32 parameters and Adam; padding counts. Of a rank on the CPU: host and device are one there, so that
-offloading moves nothing.
+at each event. fp32 parameters and Adam; padding counts. No torch.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.fsdp1 import FlatParameters
@@ -13,7 +13,9 @@ from fsdp_helpers.planning.fsdp2 import FullyShard
 from fsdp_helpers.planning.ledger import Ledger, Peak
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.state import num_shards
+from fsdp_helpers.planning.units import Shards
 from fsdp_helpers.planning.whole import WholeModel
+from fsdp_helpers.records import CollectiveCount
 
 WHEN = {
     "enter_forward": "forward, in {}",
@@ -24,31 +26,57 @@ WHEN = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step takes on one rank."""
+
+    peak: Peak
+    collectives: tuple[CollectiveCount, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(collective.sent_bytes for collective in self.collectives)
+
+
 def peak_of_step(
     profile: StepProfile, config: TrainConfig, world_size: int, units: Sequence[str] = (), *, backend: str = "gloo"
 ) -> Peak:
-    """The highest point of a steady step of `config`, on the rank with the largest slices.
+    """The highest point of `walk_step`, with its arguments."""
+    return walk_step(profile, config, world_size, units, backend=backend).peak
+
+
+def walk_step(
+    profile: StepProfile,
+    config: TrainConfig,
+    world_size: int,
+    units: Sequence[str] = (),
+    *,
+    backend: str = "gloo",
+    replicas: int | None = None,
+    has_host: bool = False,
+) -> Step:
+    """A steady step of `config`, on the rank with the largest slices.
 
     `profile` is of the images of one micro-batch; `units` names the FSDP units below the root, none is one unit.
-    With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with any other none.
+    With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with "fake" and "nccl" none; the
+    first two are those of a CPU, which also copies where a GPU need not. `replicas` are the groups that "hybrid" keeps
+    whole copies in, two unless said otherwise. With `has_host` there is a host beside the device, and what is offloaded
+    is not on the device; a rank on the CPU has none.
     Raises ValueError for a unit that is no module of the model.
     """
     ledger = Ledger()
-    rank = _rank(profile, config, world_size, units, backend, ledger)
+    ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
+    if config.strategy in ("local", "ddp"):
+        rank = WholeModel(profile, config, ledger, world_size)
+    else:
+        offloads = has_host and config.strategy == "fsdp-offload"
+        shards = Shards(profile, config, ranks, world_size // ranks, units, backend, ledger, offloads=offloads)
+        rank = (FlatParameters if config.api == "fsdp1" else FullyShard)(shards, config)
     for part in range(config.micro_batches):
         is_last = part == config.micro_batches - 1
         rank.begin_part(reduces=is_last or config.sync_micro_batches, is_last=is_last)
         _walk(profile, rank, ledger)
-    return ledger.peak
-
-
-def _rank(
-    profile: StepProfile, config: TrainConfig, world_size: int, units: Sequence[str], backend: str, ledger: Ledger
-) -> WholeModel | FlatParameters | FullyShard:
-    if config.strategy in ("local", "ddp"):
-        return WholeModel(profile, config, ledger)
-    shard = FlatParameters if config.api == "fsdp1" else FullyShard
-    return shard(profile, config, num_shards(config.sharding, world_size), units, backend, ledger)
+    return Step(peak=ledger.peak, collectives=ledger.collectives)
 
 
 def _walk(profile: StepProfile, rank: WholeModel | FlatParameters | FullyShard, ledger: Ledger) -> None:

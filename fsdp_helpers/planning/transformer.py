@@ -58,28 +58,42 @@ def transformer_working_bytes(*, images: int, tokens: int, width: int, value_byt
     return value_bytes * (images * tokens * 5 * width + 4 * width * width)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadBytes:
+    """What comes behind the blocks: the last norm, the head, the loss."""
+
+    kept_bytes: int = 0  # from forward to backward
+    working_bytes: int = 0  # in flight at the beginning of backward, on top of it
+    parameters: tuple[str, ...] = ()  # whose gradients are finished before backward enters a block
+
+
 def stack_profile(
     blocks: Sequence[str],
     block_shapes: dict[str, tuple[int, ...]],
     root_shapes: dict[str, tuple[int, ...]],
     block: BlockBytes,
     activation_checkpointing: str = "none",
+    head: HeadBytes | None = None,
 ) -> StepProfile:
-    """One step of a model of equal blocks, called `blocks`, with little around them, for one rank's images.
+    """One step of a model of equal blocks, called `blocks`, for one rank's images; without a `head` all else is small.
 
     Backward walks from the last block to the first. At each it holds what is kept of the blocks before, and the block
     it is in, whole: what was not kept has been computed again. Its gradients are finished when it is left.
     """
+    head = head or HeadBytes()
     waiting = block.waiting_bytes(activation_checkpointing)
     shapes = {f"{name}.{parameter}": shape for name in blocks for parameter, shape in block_shapes.items()}
+    at_the_end = len(blocks) * waiting + head.kept_bytes
+    late = [name for name in root_shapes if name not in head.parameters]
     return StepProfile(
         shapes=root_shapes | shapes,
         moments=(
             *_forward(blocks, waiting),
-            _moment("leave_forward", ROOT, len(blocks) * waiting),
-            _moment("enter_backward", ROOT, len(blocks) * waiting),
+            _moment("leave_forward", ROOT, at_the_end),
+            _moment("enter_backward", ROOT, at_the_end, at_the_end + head.working_bytes),
+            *(_moment("gradient", name, len(blocks) * waiting) for name in head.parameters),
             *_backward(blocks, block_shapes, block, waiting),
-            *(_moment("gradient", name, 0) for name in root_shapes),
+            *(_moment("gradient", name, 0) for name in late),
         ),
     )
 

@@ -12,6 +12,7 @@ from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
 from fsdp_helpers.teaching import build_workers as workers
 from fsdp_helpers.teaching.answers import NotYet, call, exercise, expect, expect_whole
+from fsdp_helpers.teaching.build_plan import check_batch as check_batch
 from fsdp_helpers.teaching.build_start import UNITS, start_by_reader
 from fsdp_helpers.teaching.own_module import last_line_in, read_module
 

@@ -142,8 +142,9 @@ def test_padding():
     by_row = peak(replace(profile, shapes={"a.weight": (7, 1), "b.weight": (7, 1)}), 4, strategy="fsdp")
     assert by_row.by_kind()["parameters"] == 4 * (8 + 8) // 4
     assert peak(profile, 4, strategy="fsdp", api="fsdp1").by_kind()["parameters"] == 4 * 16 // 4
-    # which is a copy: slices 12 x 16 / 4 = 48; the flat gradient 60, filled up 64, gloo's copy 64, a slice 16
-    assert peak(profile, 4, strategy="fsdp", api="fsdp1").bytes == 48 + 60 + 2 * 64 + 16
+    # The flat tensor is made so, and needs no copy when it is reduced: slices 12 x 16 / 4 = 48; at the end of backward
+    # the gathered parameters 64, their gradients 56, and the same joined, 64
+    assert peak(profile, 4, strategy="fsdp", api="fsdp1").bytes == 48 + 64 + 56 + 64
     # 3 ranks, 4 and 4 rows: 6 and 6, against 8 values filled up to 9
     shapes = {"a.weight": (4,), "b.weight": (4,)}
     found = [
@@ -151,6 +152,22 @@ def test_padding():
         for api in ("fsdp2", "fsdp1")
     ]
     assert found == [16, 12]
+
+
+def test_a_cpu_lays_gradients_out_with_copies():
+    # One unit of 7 + 7 rows of 100 on 4 ranks: filled up to 8 + 8. Slices 12 x 1,600 / 4 = 4,800; gradients 5,600, laid
+    # out in 6,400, beside copies that are filled up, 6,400 more. A GPU needs the first three: and before, a slice less,
+    # the buffer of the all-gather beside the parameters copied out of it, 2 x 6,400.
+    shapes = {"a.weight": (7, 100), "b.weight": (7, 100)}
+    uneven = replace(two_layers(), shapes=shapes)
+    assert peak(uneven, 4, strategy="fsdp", backend="fake").bytes == 4_800 + 5_600 + 2 * 6_400
+    assert peak(uneven, 4, strategy="fsdp", backend="nccl").bytes == 4_800 + 2 * 6_400
+    # In bf16: gradients 2,800, laid out in fp32, 6,400; filled up 3,200, and joined in bf16, 3,200
+    in_bf16 = peak(uneven, 4, strategy="fsdp", precision="bf16", backend="fake")
+    assert in_bf16.bytes == 4_800 + 2_800 + 6_400 + 2 * 3_200
+    # 8 rows need no filling up
+    even = replace(two_layers(), shapes={"a.weight": (8, 100), "b.weight": (8, 100)})
+    assert peak(even, 4, strategy="fsdp", backend="fake").bytes == 4_800 + 2 * 6_400
 
 
 # ---------------------------------------------------------------- levers

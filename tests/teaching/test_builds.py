@@ -20,8 +20,10 @@ CHECKERS = {
     "my_loop": builds.check_loop,
     "my_accumulation": builds.check_accumulation,
     "my_start": builds.check_start,
+    "my_batch": builds.check_batch,
 }
-ON_RANKS = [name for name in CHECKERS if name != "my_plan"]
+WITHOUT_RANKS = ("my_plan", "my_batch")
+ON_RANKS = [name for name in CHECKERS if name not in WITHOUT_RANKS]
 
 
 def exercises() -> dict[str, tuple[str, str, str]]:
@@ -60,7 +62,7 @@ def check(name: str, **settings) -> str:
 
 def fewer(name: str) -> dict:
     """Half of the evidence: one launch on 2 ranks; of the loop, which needs two numbers of ranks, all of it."""
-    return {} if name in ("my_plan", "my_loop") else {"ranks": (2,)}
+    return {} if name in (*WITHOUT_RANKS, "my_loop") else {"ranks": (2,)}
 
 
 def changed(name: str, *changes: tuple[str, str]) -> str:
@@ -123,6 +125,26 @@ def blocks_to_offload(num_blocks, block_params, world_size, activation_bytes, de
     leaving = num_blocks - staying
     return leaving if 16 * block_params * leaving <= host_bytes else None
 """,
+    # a straight line through two plans tells nearly where to look, and steps of one tell exactly
+    "my_batch": """
+from fsdp_helpers.planning.models import named_subject
+from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
+
+def largest_batch(model, world_size, device_gb, allowance_gb):
+    memory = {"device_memory_bytes": device_gb * 1e9, "allowance_bytes": allowance_gb * 1e9}
+    cluster, subject = Cluster(world_size=world_size, **memory), named_subject(model)
+
+    def spare(images):
+        return make_plan(subject, Settings(batch=images, activation_checkpointing="units"), cluster).spare_bytes
+
+    step = (spare(10_000) - spare(20_000)) / 10_000
+    images = max(1, 10_000 + int(spare(10_000) / step))
+    while images > 1 and spare(images) < 0:
+        images -= 1
+    while spare(images + 1) >= 0:
+        images += 1
+    return images if spare(images) >= 0 else None
+""",
     "my_accumulation": """
 import torch
 
@@ -176,11 +198,12 @@ STARTERS = {
     "my_loop": "begins with step 0: nothing was loaded",
     "my_accumulation": "on 2 ranks, with 4 parts, nothing was reduced",
     "my_start": "on 2 ranks, 100 tensors are in no unit",
+    "my_batch": "replace the ... with your answer",
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "my_plan")) for name in STARTERS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ON_RANKS)) for name in STARTERS]
 )
 def test_the_starter_fails_loudly(write, name):
     with pytest.raises(NotYet, match=STARTERS[name]) as refused:
@@ -228,6 +251,16 @@ WRONG = [
     ("my_plan", [("    return None\n", "    return 0\n")], "would be too small"),
     ("my_plan", [("            return offloaded\n", "            return str(offloaded)\n")], "a number is asked for"),
     ("my_plan", [("at_work = 8", "at_work = none")], "fails: NameError"),
+    (
+        "my_batch",
+        [(', "allowance_bytes": allowance_gb * 1e9', "")],
+        "too much, with what lies outside the count|one image",
+    ),
+    ("my_batch", [("return fitting\n", "return too_many\n")], "that is .* too much"),
+    ("my_batch", [("while too_many - fitting > 1", "while False")], "one image more fits, too"),
+    ("my_batch", [("activation_checkpointing=", 'precision="bf16", activation_checkpointing=')], "too much|fits, too"),
+    ("my_batch", [("        return None\n", "        return 0\n")], "not even one image fits the answer is None"),
+    ("my_batch", [("    return fitting\n", "    return 64\n")], "that is .* too much|one image more fits|does fit"),
     ("my_loop", [('        schedule.load_state_dict(state["schedule"])\n', "")], "an undisturbed run another one"),
     ("my_loop", [("set_state_dict(model, optimizer,", "print(model, optimizer,")], "undisturbed run another one|fails"),
     ("my_loop", [('first_step = state["step"]', 'first_step = state["step"] + 1')], "an undisturbed run another one"),

@@ -1,0 +1,148 @@
+"""Predicted against measured, over models, strategies and numbers of ranks: how far the planner can be trusted."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.rank_of_n import RankOfN, measure_rank_of_n, measure_this_rank
+from fsdp_helpers.measuring.step_profile import measure_run, units_of
+from fsdp_helpers.planning.held import own_state
+from fsdp_helpers.planning.other_tools import accelerate_bytes, deepspeed_zero3_bytes
+from fsdp_helpers.planning.peak import walk_step
+from fsdp_helpers.planning.profile import StepProfile
+from fsdp_helpers.ranks.launch import launch
+
+IMAGES = 8  # of each rank
+# Parameters that make a module a unit: the large layers of DeepNet, the blocks of the transformers.
+THRESHOLDS = {"deep": 20_000, "vit-mnist": 40_000, "vit-deep": 500_000}
+VARIANTS = {
+    "DDP": {"strategy": "ddp"},
+    "FSDP1": {"strategy": "fsdp", "api": "fsdp1"},
+    "FSDP2": {"strategy": "fsdp"},
+    "auto-wrap": {"strategy": "fsdp-auto-wrap"},
+    "checkpointed": {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},
+    "bf16": {"strategy": "fsdp-auto-wrap", "precision": "bf16"},
+}
+REAL_RANKS, IMAGINED_RANKS = (1, 2, 4), (8, 64, 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRow:
+    """One run: what was predicted for rank 0, what was measured, and what two other tools say."""
+
+    model: str
+    variant: str
+    world_size: int
+    real: bool  # so many processes; else one real rank, the others imagined
+    when: str  # the predicted peak comes
+    predicted_bytes: int
+    peak_bytes: int
+    predicted_state_bytes: int
+    state_bytes: int
+    predicted_sent_bytes: int
+    sent_bytes: int
+    accelerate_bytes: int
+    deepspeed_bytes: int
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a part of what was measured; above zero where it is too high."""
+        return self.predicted_bytes / self.peak_bytes - 1
+
+    @property
+    def is_exact(self) -> bool:
+        """State and sent bytes agree to the byte."""
+        return (self.predicted_state_bytes, self.predicted_sent_bytes) == (self.state_bytes, self.sent_bytes)
+
+
+def variant_config(model: str, variant: str, world_size: int) -> TrainConfig:
+    """A run with IMAGES on each rank."""
+    return TrainConfig(
+        model=model,
+        min_num_params=THRESHOLDS[model],
+        global_batch_size=IMAGES * world_size,
+        **VARIANTS[variant],
+    )
+
+
+@cache
+def profile_of(model: str, activation_checkpointing: str, precision: str) -> StepProfile:
+    """One process's step on IMAGES; the same for every strategy and number of ranks."""
+    settings = {"activation_checkpointing": activation_checkpointing, "precision": precision}
+    config = TrainConfig(
+        model=model, strategy="fsdp", min_num_params=THRESHOLDS[model], global_batch_size=IMAGES, **settings
+    )
+    return measure_run(config, 1)
+
+
+def measure_errors(
+    models: Iterable[str],
+    variants: Iterable[str] = tuple(VARIANTS),
+    real_ranks: Sequence[int] = REAL_RANKS,
+    imagined_ranks: Sequence[int] = IMAGINED_RANKS,
+) -> Iterator[ErrorRow]:
+    """A row for each model, variant and number of ranks, one run after the other."""
+    for model in models:
+        for variant in variants:
+            for world_size in real_ranks:
+                config = variant_config(model, variant, world_size)
+                ranks = launch(measure_this_rank, config, world_size=world_size, device="cpu", progress=False)
+                yield error_row(config, variant, ranks[0], real=True)
+            for world_size in imagined_ranks:
+                config = variant_config(model, variant, world_size)
+                yield error_row(config, variant, measure_rank_of_n(config, world_size), real=False)
+
+
+def error_row(config: TrainConfig, variant: str, measured: RankOfN, *, real: bool) -> ErrorRow:
+    """The measurement beside its prediction."""
+    profile = profile_of(config.model, config.activation_checkpointing, config.precision)
+    ranks, units = measured.world_size, units_of(config)
+    step = walk_step(profile, config, ranks, units, backend="gloo" if real else "fake")
+    return ErrorRow(
+        model=config.model,
+        variant=variant,
+        world_size=ranks,
+        real=real,
+        when=step.peak.when,
+        predicted_bytes=step.peak.bytes,
+        peak_bytes=measured.peak_bytes,
+        predicted_state_bytes=own_state(profile, config, ranks, units).total_bytes,
+        state_bytes=measured.state.total_bytes,
+        predicted_sent_bytes=step.sent_bytes,
+        sent_bytes=measured.sent_bytes,
+        accelerate_bytes=accelerate_bytes(profile, config.precision),
+        deepspeed_bytes=deepspeed_zero3_bytes(profile, ranks),
+    )
+
+
+def read_errors(path: str | Path) -> list[ErrorRow]:
+    """The rows of a kept record."""
+    return [ErrorRow(**row) for row in json.loads(Path(path).read_text())["rows"]]
+
+
+def write_errors(path: str | Path) -> list[ErrorRow]:
+    """Measure every run of the table that `path` does not have yet, and write it there after each.
+
+    The whole takes half an hour on two idle cores, and 11 GB. Remove the file to measure all of it anew.
+    """
+    path = Path(path)
+    rows = read_errors(path) if path.exists() else []
+    known = {(row.model, row.variant, row.world_size, row.real) for row in rows}
+    for model, variant, (world_size, real) in product(THRESHOLDS, VARIANTS, all_ranks()):
+        if (model, variant, world_size, real) not in known:
+            ranks = {"real_ranks": (world_size,) * real, "imagined_ranks": (world_size,) * (not real)}
+            rows += measure_errors([model], [variant], **ranks)
+            record = {"images_per_rank": IMAGES, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+            path.write_text(json.dumps(record, indent=1) + "\n")
+    return rows
+
+
+def all_ranks() -> list[tuple[int, bool]]:
+    """Every number of ranks of the table, and whether they are real."""
+    return [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]

@@ -1,0 +1,156 @@
+"""One real rank of N, alone: the true code of a strategy on real tensors, among ranks that are only imagined.
+
+torch's fake process group answers every collective at once, with a tensor of the right size and the wrong values. So
+losses mean nothing here; what this rank allocates, and what it would send, are those of a run on N ranks.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.profiler import record_function
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.collectives import count_collectives
+from fsdp_helpers.measuring.memory import state_bytes, trace_memory
+from fsdp_helpers.models import build_model
+from fsdp_helpers.records import CollectiveCount, StateBytes
+from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
+from fsdp_helpers.sharding.strategies import STRATEGIES, count_units, shard
+
+STEPS = 3  # the first is not a steady one
+STEP = "train step"
+ON_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOfN:
+    """What one rank keeps, needs and sends at a steady step."""
+
+    rank: int
+    world_size: int
+    state: StateBytes
+    held_bytes: int
+    peak_bytes: int
+    num_units: int
+    collectives: tuple[CollectiveCount, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(collective.sent_bytes for collective in self.collectives)
+
+
+@contextmanager
+def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Within the block this process is `rank` of `world_size`, and the others exist in no process.
+
+    Raises RuntimeError where this process is in a group already, or torch has no fake group where it used to be.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process is in a process group already; be one rank of many in a process of its own")
+    store, options = _fake_parts()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store, pg_options=options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _fake_parts() -> tuple[dist.Store, object]:
+    """The only place that knows where torch keeps its fake process group: a private module, which may move.
+
+    DDP waits for the result of a collective, and gets one where the other ranks are imagined to be like this one.
+    """
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
+    except ImportError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} has moved the fake process group, on which one rank of N rests: {error}. "
+            "Everything else works without it"
+        ) from error
+    options = FakeProcessGroup.Options()
+    options.simulate_uniform_ranks = True
+    return FakeStore(), options
+
+
+def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
+    """One rank of a run of `config` on `world_size` ranks, measured here, on the CPU, while the others are imagined."""
+    with fake_group(world_size, rank):
+        return measure_this_rank(rank, world_size, config)
+
+
+def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
+    """A rank of a run of `config`, measured on the CPU, within whatever group it is: launch it, or imagine the others.
+
+    The images are random, and as many as the rank would have. Raises ValueError where `world_size` ranks cannot run it,
+    and for several micro-batches: a step here has one.
+    """
+    config.check_world_size(world_size)
+    if config.micro_batches > 1:
+        raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one, use 1")
+    num_images = config.global_batch_size // world_size
+    images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
+    return _measure(
+        lambda: STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
+        lambda model: F.cross_entropy(model(images).float(), labels),
+    )
+
+
+def measure_own_rank_of_n(
+    build: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module], Tensor],
+    config: TrainConfig,
+    world_size: int,
+    units: Sequence[str] = (),
+    rank: int = 0,
+) -> RankOfN:
+    """The same of any model: `build()` makes it, `loss_of(model)` is its loss over this rank's batch.
+
+    Of `config` the strategy, the API and the levers count; `units` names the FSDP units below the root, which are also
+    what activation checkpointing recomputes.
+    """
+    with fake_group(world_size, rank):
+        return _measure(lambda: spread(build(), config, units), loss_of)
+
+
+def spread(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
+    """`model` under the strategy of `config`, cut and recomputed at the modules that `units` names."""
+    chosen = {model.get_submodule(name) for name in units}
+    if config.activation_checkpointing != "none":
+        model = checkpoint_activations(model, units, config.activation_checkpointing)
+        chosen = with_wrapper(model, list(chosen))
+        config = replace(config, activation_checkpointing="none")  # it is done
+    if not config.is_sharded:
+        return STRATEGIES[config.strategy](model, ON_CPU, config)
+    policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__) if chosen else None
+    return shard(model, ON_CPU, config, policy=policy)
+
+
+def _measure(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:
+    """Build, train a few steps under a trace, and read the last one."""
+    gc.collect()  # sharded models are full of cycles; freed within the trace they would take it below zero
+    with trace_memory(ON_CPU) as trace:
+        model = build().train()
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        for _ in range(STEPS):
+            with record_function(STEP):
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                optimizer.step()
+    step = trace.last(STEP)
+    return RankOfN(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        state=state_bytes(model, optimizer),
+        held_bytes=step.curve.held_bytes,
+        peak_bytes=step.curve.peak_bytes,
+        num_units=count_units(model),
+        collectives=count_collectives(step.collectives),
+    )

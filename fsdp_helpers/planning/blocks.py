@@ -1,0 +1,46 @@
+"""What the blocks of vision transformers and of Llama-like models keep and have in flight, counted by hand. No torch.
+
+Both use fused attention, which writes no scores and keeps a logarithm for each token and head, and no dropout. Norms
+and attention keep their statistics in fp32. The method is that of Korthikanti et al. 2022, arXiv:2205.05198, 4.1.
+"""
+
+from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.transformer import BlockBytes
+
+
+def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, value_bytes: int = 4) -> BlockBytes:
+    """A pre-norm block with GELU, for `tokens` in all. Values a token; h the width, m the hidden layer's, a heads:
+
+    - attention: the norm's input h and output h; q, k and v 3 h; the product, which the output projection keeps, h
+    - hidden layer: the norm's input h and output h; GELU's input m and output m
+    - in fp32: mean and standard deviation of two norms, 4; attention's logarithms, a
+
+    Backward is highest behind the hidden layer: the gradient that came in, h, that of GELU's output, m, and that of the
+    second weight, m x h.
+    """
+    return BlockBytes(
+        kept_bytes=tokens * (value_bytes * (8 * width + 2 * mlp_width) + FP32_BYTES * (num_heads + 4)),
+        input_bytes=tokens * value_bytes * width,
+        products_bytes=tokens * value_bytes * (5 * width + mlp_width),
+        working_bytes=value_bytes * (tokens * (width + mlp_width) + mlp_width * width),
+    )
+
+
+def llama_block_bytes(
+    *, tokens: int, width: int, mlp_width: int, num_heads: int, kv_width: int, value_bytes: int = 4
+) -> BlockBytes:
+    """A block with RMSNorm, grouped keys and values, and SwiGLU. Values a token; k is `kv_width`:
+
+    - attention: the norm's input h and output h; q h, keys and values k each; the product h
+    - hidden layer: the norm's input h and output h; the gate before and after SiLU, the other half, their product, 4 m
+    - in fp32: one statistic of each of two norms, 2; attention's logarithms, a
+
+    Backward is highest behind SiLU: the gradient that came in, h, those of the two halves, 2 m, and that of the last
+    weight, m x h.
+    """
+    return BlockBytes(
+        kept_bytes=tokens * (value_bytes * (6 * width + 2 * kv_width + 4 * mlp_width) + FP32_BYTES * (num_heads + 2)),
+        input_bytes=tokens * value_bytes * width,
+        products_bytes=tokens * value_bytes * (3 * width + 2 * kv_width + 2 * mlp_width),
+        working_bytes=value_bytes * (tokens * (width + 2 * mlp_width) + mlp_width * width),
+    )

@@ -1,0 +1,139 @@
+"""A plan for any model: three that nobody prepared for, against one real rank of many; and what cannot be planned."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.own_plan import first_samples, mean_of_outputs, num_samples, plan_model
+from fsdp_helpers.measuring.rank_of_n import measure_own_rank_of_n
+
+
+class ResidualStage(nn.Module):
+    """Two convolutions with batch norms, and a way around them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x):
+        return F.relu(x + self.norms[1](self.second(F.relu(self.norms[0](self.first(x))))))
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 48, 3, padding=1)
+        self.stages = nn.Sequential(*[ResidualStage(48) for _ in range(4)])
+        self.head = nn.Linear(48, 20)
+
+    def forward(self, images):
+        return self.head(self.stages(self.stem(images)).mean(dim=(2, 3)))
+
+
+class Halves(nn.Module):
+    """An encoder and a decoder of gated recurrent units: the decoder starts where the encoder ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(300, 96)
+        self.encoder = nn.GRU(96, 160, batch_first=True)
+        self.decoder = nn.GRU(96, 160, batch_first=True)
+        self.head = nn.Linear(160, 300)
+
+    def forward(self, source, target):
+        _, state = self.encoder(self.words(source))
+        return self.head(self.decoder(self.words(target), state)[0])
+
+
+class MLPBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class TiedNet(nn.Module):
+    """A bag of words whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(700, 80)
+        self.blocks = nn.ModuleList(MLPBlock(80) for _ in range(3))
+        self.head = nn.Linear(80, 700, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+STRANGERS = {
+    "a convolutional net": (ConvNet, lambda: torch.randn(6, 3, 24, 24), ResidualStage),
+    "an encoder and a decoder": (Halves, lambda: [torch.randint(0, 300, (12, 15)) for _ in range(2)], nn.GRU),
+    "tied weights": (TiedNet, lambda: torch.randint(0, 700, (8, 24)), MLPBlock),
+}
+RUNS = [
+    {"strategy": "ddp"},
+    {"strategy": "fsdp-auto-wrap", "api": "fsdp1"},
+    {"strategy": "fsdp-auto-wrap"},
+    {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: " ".join(run.values()))
+@pytest.mark.parametrize("name", STRANGERS)
+def test_models_that_nobody_prepared_for(name, run):
+    factory, make_batch, unit_class = STRANGERS[name]
+    batch = make_batch()
+    units = [name for name, module in factory().named_modules() if isinstance(module, unit_class)]
+    plan, said = plan_model(factory, batch, world_size=16, device_memory_gb=1, unit_class=unit_class, **run)
+    measured = measure_own_rank_of_n(
+        factory,
+        lambda model: mean_of_outputs(model, batch),
+        TrainConfig(**run),
+        16,
+        units if "fsdp" in str(run) else (),
+    )
+    assert plan.peak.bytes / measured.peak_bytes == pytest.approx(1, abs=0.1)
+    assert plan.state == measured.state
+    assert plan.sent_bytes == sum(seen.sent_bytes for seen in measured.collectives if seen.op != "broadcast")
+    assert said.startswith("It does not fit")  # 4 GB are outside the count
+
+
+def test_a_plan_of_ones_own():
+    layer = lambda: nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10))  # noqa: E731
+    seen = []
+
+    def loss_of(model, batch):
+        seen.append(len(batch["x"]))
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    batch = {"x": torch.randn(8, 100), "y": torch.zeros(8, dtype=torch.long)}
+    plan, said = plan_model(layer, batch, world_size=2, device_memory_gb=8, loss_of=loss_of, tflops=1e-6)
+    assert (plan.model, plan.item, plan.num_params, plan.settings.batch) == ("Sequential", "sample", 5_560, 8)
+    # forward: 2 x 8 x (100 x 50 + 50 x 10) = 88,000; three passes at a million a second
+    assert plan.arithmetic_s == pytest.approx(0.264)
+    assert said.startswith("It fits") and set(seen) == {8}
+
+
+def test_what_a_batch_may_be():
+    assert num_samples({"a": torch.zeros(3, 2), "b": [torch.zeros(3), "text"]}) == 3
+    for bad in (torch.tensor(1.0), [torch.zeros(2), torch.zeros(3)], "none"):
+        with pytest.raises(ValueError, match="all need the same number, at least one"):
+            num_samples(bad)
+    images, labels, name = first_samples((torch.zeros(4, 2), torch.zeros(4, dtype=torch.long), "x"), 2, torch.bfloat16)
+    assert (images.shape, images.dtype, labels.dtype, name) == ((2, 2), torch.bfloat16, torch.long, "x")
+
+
+def test_nonsense():
+    with pytest.raises(ValueError, match="world_size is 0"):
+        plan_model(nn.Identity, torch.zeros(1), world_size=0, device_memory_gb=1)
+    with pytest.raises(ValueError, match="device_memory_bytes is nan"):
+        plan_model(nn.Identity, torch.zeros(1), world_size=1, device_memory_gb=float("nan"))

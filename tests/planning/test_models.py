@@ -1,0 +1,80 @@
+"""Named models: published sizes, and blocks worked by hand. Held against real ones in `test_blocks_measured.py`."""
+
+import pytest
+
+from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
+from fsdp_helpers.planning.models import (
+    LLAMA_SHAPES,
+    MODELS,
+    LlamaShape,
+    llama_head_bytes,
+    llama_subject,
+    named_subject,
+    vit_subject,
+)
+from fsdp_helpers.shapes import ViTShape
+
+PUBLISHED = {
+    "vit-b16": 86_567_656,
+    "vit-l16": 304_326_632,
+    "vit-10b": 10_077_917_160,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+}
+TINY = LlamaShape(width=8, depth=2, num_heads=4, num_kv_heads=2, mlp_width=12, vocabulary=10, context=4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    subject = named_subject(name)
+    profile = subject.profile_of(1, "bf16", "units")
+    assert subject.num_params == profile.num_params == PUBLISHED[name]
+    assert {moment.name for moment in profile.moments if moment.event == "gradient"} == set(profile.shapes)
+
+
+def test_an_unknown_model():
+    with pytest.raises(ValueError, match="unknown model 'deep'; choose one of vit-mnist, .*llama-70b"):
+        named_subject("deep")
+    assert set(PUBLISHED) | {"vit-mnist"} == set(MODELS)
+
+
+def test_a_vit_block_hand_worked():
+    # 2 tokens, h = 4, m = 16, 1 head: 8 x 4 + 2 x 16 = 64 values and 1 + 4 statistics a token
+    block = vit_block_bytes(tokens=2, width=4, mlp_width=16, num_heads=1)
+    assert block.kept_bytes == 4 * 2 * (64 + 5)
+    assert block.input_bytes == 4 * 2 * 4
+    # products: q, k, v 12, the output 4, the hidden layer 16 and 4
+    assert block.products_bytes == 4 * 2 * (12 + 4 + 16 + 4)
+    # in flight: 4 + 16 a token, and a weight of 16 x 4
+    assert block.working_bytes == 4 * (2 * 20 + 64)
+    # bf16: half of the values, not of the statistics
+    assert vit_block_bytes(tokens=2, width=4, mlp_width=16, num_heads=1, value_bytes=2).kept_bytes == 2 * (128 + 20)
+
+
+def test_a_llama_block_hand_worked():
+    # h = 8, keys and values 4 each, m = 12, 4 heads: 6 x 8 + 2 x 4 + 4 x 12 = 104 values and 4 + 2 statistics a token
+    assert TINY.kv_width == 4
+    block = llama_block_bytes(tokens=3, width=8, mlp_width=12, num_heads=4, kv_width=4, value_bytes=2)
+    assert block.kept_bytes == 3 * (2 * 104 + 4 * 6)
+    # products: q 8, k and v 8, the output 8, two halves 24, the output 8
+    assert block.products_bytes == 2 * 3 * (8 + 8 + 8 + 24 + 8)
+    assert block.working_bytes == 2 * (3 * (8 + 24) + 96)
+
+
+def test_the_loss_of_a_language_model():
+    # 3 tokens, 10 words: log-probabilities 4 x 30, and two gradients of as much; the norm 2 x 8 values and a statistic
+    head = llama_head_bytes(TINY, 3, 2)
+    assert head.kept_bytes == 3 * (2 * 2 * 8 + 4) + 120
+    assert head.working_bytes == 240
+    # of Llama 3 8B with 8,192 tokens that is 8.4 GB, whatever the precision
+    assert llama_head_bytes(LLAMA_SHAPES["llama-8b"], 8192, 2).working_bytes == 2 * 4 * 8192 * 128_256
+
+
+def test_operations_hand_worked():
+    # Weights of a block: q and out 64 each, k and v 32 each, three of 96: 480; two blocks and the head, 80: 1,040.
+    # 2 x 4 x 1,040, and attention over 4 tokens: 4 x 4 x 8 a token and block, 4 x 128 x 2
+    assert llama_subject("tiny", TINY).forward_flops(4) == 8_320 + 1_024
+    # 1 image of 2 x 2 patches of 1 value, h = 2, m = 4, one block: qkv 12, out 4, two of 8: 32 weights, 4 tokens: 256;
+    # attention 4 x 4 x 2 a token: 128; patches 2 x 4 x 1 x 2 = 16; the head 2 x 2 x 3 = 12
+    vit = ViTShape(image_size=2, channels=1, patch_size=1, width=2, depth=1, num_heads=1, mlp_width=4, num_classes=3)
+    assert vit_subject("tiny", vit).forward_flops(1) == 256 + 128 + 16 + 12

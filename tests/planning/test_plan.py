@@ -1,0 +1,220 @@
+"""Plans, worked by hand; and what to change first."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fsdp_helpers.planning.advice import changes_until_it_fits, possible_changes, verdict
+from fsdp_helpers.planning.models import Subject, named_subject
+from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
+from fsdp_helpers.planning.transformer import BlockBytes, stack_profile
+
+# Two blocks of 1,000 parameters and a root of 16; an item keeps 500 bytes of a block, 20 of them its input.
+BLOCKS, PARAMS = ("a", "b"), 2_016
+SHARDED = Settings(batch=20)
+
+
+def profile_of(batch: int, precision: str, activation_checkpointing: str):
+    half = 2 if precision == "bf16" else 1
+    block = BlockBytes(
+        kept_bytes=500 * batch // half,
+        input_bytes=20 * batch // half,
+        products_bytes=100 * batch // half,
+        working_bytes=0,
+    )
+    return stack_profile(BLOCKS, {"weight": (1_000,)}, {"root": (16,)}, block, activation_checkpointing)
+
+
+SUBJECT = Subject(
+    name="two",
+    item="image",
+    num_params=PARAMS,
+    units=BLOCKS,
+    profile_of=profile_of,
+    forward_flops=lambda batch: 1_000 * batch,
+)
+
+
+def cluster(world_size: int = 8, memory: float = 1e6, **settings) -> Cluster:
+    return Cluster(world_size=world_size, device_memory_bytes=memory, **{"allowance_bytes": 0} | settings)
+
+
+def test_a_plan_hand_worked():
+    plan = make_plan(SUBJECT, SHARDED, cluster(bandwidth_bytes_per_s=1e3, flops_per_s=1e3))
+    # 8 ranks: slices 4 x 2,016 / 8 = 1,008 and twice that. At the end of forward the root, 64, and b, 4,000, are
+    # gathered, beside b's buffer, 4,000; two blocks of 20 images keep 20,000. Nothing else: NCCL needs no copy.
+    assert plan.by_category() == {
+        "parameters": 1_008,
+        "gradients": 0,
+        "optimiser state": 2_016,
+        "gathered units": 4_064,
+        "activations": 20_000,
+        "communication buffers": 4_000,
+    }
+    assert plan.peak.bytes == sum(plan.by_category().values()) == 31_088
+    assert plan.state.total_bytes == 16 * PARAMS // 8
+    # Gathered: the root once, 64, the blocks twice, 16,000; reduced: 8,064; 7/8 of each is sent
+    assert {seen.op: (seen.count, seen.bytes) for seen in plan.collectives} == {
+        "all_gather": (5, 16_064),
+        "reduce_scatter": (3, 8_064),
+    }
+    assert plan.sent_bytes == (16_064 + 8_064) * 7 // 8 == 21_112
+    # Three times 20,000 operations at 1,000 a second; the link takes 21.1 s
+    assert (plan.arithmetic_s, plan.communication_s) == (60.0, 21.112)
+    assert plan.step_s == (60.0, 81.112)
+    assert plan.items_per_s == (160 / 60.0, 160 / 81.112)
+    slow = make_plan(SUBJECT, SHARDED, cluster(bandwidth_bytes_per_s=100, flops_per_s=1e3))
+    assert slow.step_s == (211.12, 271.12)
+
+
+def test_recomputing_is_a_fourth_pass_and_keeps_inputs():
+    plan = make_plan(SUBJECT, replace(SHARDED, activation_checkpointing="units"), cluster(flops_per_s=1e3))
+    assert plan.arithmetic_s == 80.0
+    # Backward is in a: what is kept of it is computed again, 10,000, beside what b sent
+    assert (plan.by_category()["activations"], plan.peak.bytes) == (10_000, 21_588)
+    without_rate = make_plan(SUBJECT, SHARDED, cluster())
+    assert (without_rate.arithmetic_s, without_rate.step_s, without_rate.items_per_s) == (None, None, None)
+
+
+def test_what_is_outside_the_count():
+    plan = make_plan(SUBJECT, SHARDED, cluster(memory=36_000, allowance_bytes=4_912))
+    assert (plan.needed_bytes, plan.spare_bytes, plan.fits) == (36_000, 0, True)
+    assert not make_plan(SUBJECT, SHARDED, cluster(memory=35_999, allowance_bytes=4_912)).fits
+    assert Cluster(world_size=1, device_memory_bytes=1).allowance_bytes == 4_000_000_000
+
+
+def test_copies_across_groups():
+    # 4 groups of 2 ranks: halves are kept, and each slice of a gradient is added up over 4 copies.
+    hybrid = make_plan(SUBJECT, replace(SHARDED, sharding="hybrid", replicas=4), cluster())
+    assert hybrid.state.total_bytes == 16 * PARAMS // 2
+    sent = {seen.op: (seen.bytes, seen.sent_bytes) for seen in hybrid.collectives}
+    assert sent["reduce_scatter"] == (8_064, 4_032)
+    assert sent["all_reduce"] == (4_032, 4_032 * 6 // 4)
+    whole = make_plan(SUBJECT, replace(SHARDED, api="fsdp1", sharding="none"), cluster())
+    assert [(seen.op, seen.bytes) for seen in whole.collectives] == [("all_reduce", 8_064)]
+
+
+def test_slices_in_host_memory():
+    here = make_plan(SUBJECT, SHARDED, cluster())
+    there = make_plan(SUBJECT, replace(SHARDED, strategy="fsdp-offload"), cluster())
+    # Early in backward the root and b are gathered, a is in its buffer, and a's slice, 500, is on its way from the host
+    assert there.peak.bytes == 64 + 4_000 + 4_000 + 500 + 20_000
+    assert (here.host_bytes, there.host_bytes) == (0, 16 * PARAMS // 8)
+    assert there.sent_bytes == here.sent_bytes
+
+
+def test_ddp_sends_its_buckets():
+    # 4 bytes x 2,016, in one bucket: 2 x 7/8 of it
+    plan = make_plan(SUBJECT, Settings(batch=1, strategy="ddp"), cluster())
+    assert [(seen.op, seen.count, seen.sent_bytes) for seen in plan.collectives] == [("all_reduce", 1, 14_112)]
+    # A bucket is closed when it has reached its limit: the first at 1 MiB, the others at 25 MiB.
+    large = named_subject("vit-b16")
+    counted = make_plan(large, Settings(batch=1, strategy="ddp"), cluster()).collectives[0]
+    assert counted.bytes == 4 * large.num_params and counted.count == 14
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def test_it_fits():
+    plan = make_plan(SUBJECT, SHARDED, cluster(memory=36_088))
+    assert verdict(plan, SUBJECT) == (
+        "It fits: the peak of 31.1 kB and 0 B outside the count leave 5.00 kB free of the 36.1 kB of a device."
+    )
+    assert changes_until_it_fits(plan, SUBJECT) == []
+
+
+def test_what_costs_least_comes_first():
+    # 31,088 in 30,000: bf16 halves what is gathered and kept, and is the first that fits; recomputing would, too.
+    plan = make_plan(SUBJECT, SHARDED, cluster(memory=30_000))
+    said = verdict(plan, SUBJECT)
+    assert said.startswith("It does not fit: the peak of 31.1 kB and 0 B outside the count are 1.09 kB more than")
+    assert "the largest part is activations with 20.0 kB; first gather and compute in bf16" in said
+    assert said.endswith("(peak 17.1 kB), and it fits.")
+
+
+def test_one_change_after_the_other():
+    plan = make_plan(SUBJECT, SHARDED, cluster(memory=14_000))
+    changes = changes_until_it_fits(plan, SUBJECT)
+    assert len(changes) > 1 and changes[-1][1].fits
+    peaks = [plan.peak.bytes, *(changed.peak.bytes for _, changed in changes)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert ", then " in verdict(plan, SUBJECT)
+
+
+def test_of_changes_that_fit_the_cheapest_is_taken():
+    # Recomputing, half of the batch and offloading would each do; the first costs least, though another brings more.
+    plan = make_plan(SUBJECT, replace(SHARDED, precision="bf16"), cluster(memory=17_000))
+    ((text, changed),) = changes_until_it_fits(plan, SUBJECT)
+    others = [other.peak.bytes for _, other in possible_changes(plan, SUBJECT) if other.fits]
+    assert text.startswith("recompute each block")
+    assert len(others) > 1 and min(others) < changed.peak.bytes
+
+
+def test_one_unit_is_not_cut():
+    whole = make_plan(SUBJECT, replace(SHARDED, strategy="fsdp"), cluster())
+    # gathered and reduced once each, all of it
+    assert [(seen.op, seen.count, seen.bytes) for seen in whole.collectives] == [
+        ("all_gather", 1, 8_064),
+        ("reduce_scatter", 1, 8_064),
+    ]
+
+
+def test_nothing_helps():
+    plan = make_plan(SUBJECT, SHARDED, cluster(memory=10))
+    assert not changes_until_it_fits(plan, SUBJECT)[-1][1].fits
+    assert verdict(plan, SUBJECT).endswith("which is still too much: take larger devices, or tensor parallelism.")
+
+
+@pytest.mark.parametrize(
+    "settings, first",
+    [
+        ({"strategy": "ddp"}, "shard it, a unit for each block"),
+        ({"strategy": "fsdp"}, "cut it at the blocks"),
+        ({"sharding": "grad-op"}, "gather and compute in bf16"),
+        ({"sharding": "grad-op", "precision": "bf16"}, "shard everything over all ranks"),
+        ({"precision": "bf16"}, "recompute each block"),
+        ({"precision": "bf16", "activation_checkpointing": "units"}, "halve a rank's batch to 2 image"),
+        ({"precision": "bf16", "activation_checkpointing": "units", "batch": 1}, "take 16 ranks"),
+    ],
+)
+def test_what_is_left_to_change(settings, first):
+    plan = make_plan(SUBJECT, Settings(**{"batch": 4} | settings), cluster())
+    assert next(possible_changes(plan, SUBJECT))[0].startswith(first)
+
+
+def test_a_plan_as_json():
+    plan = make_plan(SUBJECT, SHARDED, cluster())
+    read = json.loads(json.dumps(plan.to_json()))
+    assert read["peak"]["bytes"] == 31_088 and read["fits"] is True and read["sent_bytes"] == 21_112
+    assert sum(term["bytes"] for term in read["terms"]) == 31_088
+    assert set(CATEGORIES) < set(read["peak"])
+
+
+# ---------------------------------------------------------------- nonsense
+
+
+@pytest.mark.parametrize("value", [0, -1, 3.5, True, float("nan"), "8"])
+def test_ranks_are_a_whole_number(value):
+    with pytest.raises(ValueError, match="world_size is .*; it must be a whole number, 1 or more"):
+        cluster(world_size=value)
+    with pytest.raises(ValueError, match="batch is .*; it must be a whole number, 1 or more"):
+        Settings(batch=value)
+
+
+@pytest.mark.parametrize("name", ["device_memory_bytes", "bandwidth_bytes_per_s", "flops_per_s", "allowance_bytes"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), True, "80"])
+def test_bytes_and_rates_are_numbers(name, value):
+    sizes = {"world_size": 1, "device_memory_bytes": 1.0} | {name: value}
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be a number"):
+        Cluster(**sizes)
+
+
+def test_ranks_that_do_not_go_with_the_settings():
+    with pytest.raises(ValueError, match="strategy 'local' trains in one process, world_size is 8"):
+        make_plan(SUBJECT, Settings(batch=1, strategy="local"), cluster())
+    with pytest.raises(ValueError, match="use a multiple of 3, 6 or more"):
+        make_plan(SUBJECT, Settings(batch=1, sharding="hybrid", replicas=3), cluster())
+    with pytest.raises(ValueError, match="precision 'bf16' is FSDP's mixed precision"):
+        Settings(batch=1, strategy="ddp", precision="bf16")

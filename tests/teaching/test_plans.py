@@ -1,0 +1,90 @@
+"""Figures of plans and errors, and the controls of a plan."""
+
+import sys
+
+import matplotlib.pyplot as plt
+import pytest
+
+from fsdp_helpers.measuring.errors import ErrorRow
+from fsdp_helpers.planning.models import named_subject
+from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
+from fsdp_helpers.teaching import plans, sliders
+
+SUBJECT = named_subject("vit-b16")
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def planned(ranks: int, memory: float = 10e9):
+    return make_plan(SUBJECT, Settings(batch=8), Cluster(world_size=ranks, device_memory_bytes=memory))
+
+
+def error_row(variant: str, real: bool, predicted_bytes: int) -> ErrorRow:
+    sizes = dict.fromkeys(
+        ("predicted_state_bytes", "state_bytes", "predicted_sent_bytes", "sent_bytes", "accelerate_bytes"), 5
+    )
+    return ErrorRow(
+        model="m",
+        variant=variant,
+        world_size=2,
+        real=real,
+        when="",
+        predicted_bytes=predicted_bytes,
+        peak_bytes=100,
+        deepspeed_bytes=5,
+        **sizes,
+    )
+
+
+def test_a_waterfall_adds_up_to_what_is_needed():
+    three = [planned(ranks) for ranks in (8, 64, 1024)]
+    fig, ax = plans.plot_waterfall(three, "title")
+    bars = {container.get_label(): container for container in ax.containers}
+    assert list(bars) == [*CATEGORIES.values(), "outside the count"]
+    for place, plan in enumerate(three):
+        total = sum(container[place].get_height() for container in bars.values())
+        assert total == pytest.approx(plan.needed_bytes / 1e9)
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["8", "64", "1,024"]
+    assert "(GB)" in ax.get_ylabel()
+
+
+def test_what_fits_is_marked_by_more_than_a_colour():
+    rows = [[planned(8, memory), planned(64, memory)] for memory in (1e9, 10e9)]
+    fig, axes = plans.plot_what_fits({"one": rows, "another": rows})
+    texts = [text.get_text() for text in axes[0].texts]
+    assert [text.endswith("✗") for text in texts] == [True, True, False, False]
+    assert axes[0].get_title(loc="left") == "one" and "(GB)" in axes[0].get_ylabel()
+
+
+def test_errors_are_drawn_in_percent():
+    rows = [error_row("DDP", True, 101), error_row("DDP", False, 99), error_row("bf16", True, 100)]
+    fig, ax = plans.plot_errors(rows)
+    drawn = sorted(round(float(y), 6) for marks in ax.collections for _, y in marks.get_offsets())
+    assert drawn == [-1, 0, 1]
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["DDP", "bf16"]
+    assert rows[0].is_exact and rows[0].error == pytest.approx(0.01)
+
+
+def test_a_plan_is_drawn_for_any_choice():
+    fig, said = sliders.draw_plan(model="llama-70b", ranks=8, device_gb=24, precision="fp32", recompute=False)
+    assert said.startswith("On 8 ranks. It does not fit:")
+    assert fig.axes[0].get_title(loc="left") == "llama-70b, 8,192 tokens on each rank, fp32"
+
+
+def test_without_widgets_there_are_no_controls(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert sliders.plan_controls(print) is None
+
+
+def test_controls_draw_anew_at_each_change():
+    pytest.importorskip("ipywidgets")
+    seen = []
+    controls = sliders.plan_controls(lambda **choice: seen.append(choice))
+    controls.update()
+    by_name = {child.description: child for child in controls.children if hasattr(child, "description")}
+    by_name["ranks"].value = 1024
+    assert seen[-1] == {"model": "vit-10b", "ranks": 1024, "device_gb": 80, "precision": "bf16", "recompute": True}
