@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_helpers.ranks import stacks
-from fsdp_helpers.ranks.group import choose_device
+from fsdp_helpers.ranks.group import check_timeout, choose_device
 from fsdp_helpers.ranks.keeper import TERM_S, end_group
 from fsdp_helpers.ranks.pickling import check_worker, pickle_job
 from fsdp_helpers.ranks.process import Failure, Job, run_rank
@@ -57,6 +57,7 @@ def launch(
     world_size: int,
     device: str = "auto",
     timeout_s: float | None = None,
+    group_timeout_s: float | None = None,
     progress: bool = True,
     start_method: str | None = None,
     name_ranks: bool = True,
@@ -66,8 +67,9 @@ def launch(
     Each worker finds itself in a process group: gloo on the CPU, nccl with one device a rank on CUDA. The ranks meet
     through a file in a private folder, so no port is taken that another program could want. What a worker
     prints arrives here line by line; where there are several ranks, each line says which one printed it, unless
-    `name_ranks` is False. `start_method` is "forkserver" where the system has it, else "spawn", which loads torch
-    anew in every rank.
+    `name_ranks` is False. A rank that waits for the others in a collective gives up after `group_timeout_s`, half an
+    hour where it is None, and names those that did not answer. `start_method` is "forkserver" where the system has it,
+    else "spawn", which loads torch anew in every rank.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
     ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds,
@@ -76,13 +78,12 @@ def launch(
     check_not_imported()
     check_worker(worker)
     _check_numbers(world_size, timeout_s)
+    check_timeout(group_timeout_s)
     device = choose_device(device, world_size)
     start_method = choose_start_method(start_method)
     payload = pickle_job(worker, args)
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
-        job = Job(
-            payload=payload, world_size=world_size, device=device, folder=folder, environment=environment_changes()
-        )
+        job = Job(payload, world_size, device, folder, environment_changes(), group_timeout_s)
         output = _Output(ProgressBar(), draws=progress, names=name_ranks and world_size > 1)
         ranks: list[_Rank] = []
         try:
