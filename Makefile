@@ -1,6 +1,7 @@
 # make lab          install, then open JupyterLab on the notebooks   (LAB_ARGS="--port 9000" hands on arguments)
 # make test         install, then run the tests and every notebook
 # make test-all     the same, and the long evidence
+# make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make run          install, then run every notebook and keep its outputs
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
@@ -19,7 +20,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test test-long test-mnist test-notebooks test-all test-oldest xla run clean
+.PHONY: lab test test-long test-mnist test-notebooks test-all test-cluster test-oldest xla run clean
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -53,7 +54,7 @@ lab: $(INSTALLED)
 	$(BIN)/jupyter lab $(ROOT_ARGS) $(LAB_ARGS) notebooks
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and not xla" tests
+	$(BIN)/python -m pytest -m "not long and not xla and not cluster" tests
 	$(MAKE) test-notebooks
 
 test-notebooks: $(INSTALLED)
@@ -71,8 +72,12 @@ test-mnist: $(INSTALLED)
 	$(BIN)/python -m pytest -m mnist tests
 	$(MAKE) test-notebooks
 
+# Installs nothing: where root or a package is missing, it says so.
+test-cluster: $(INSTALLED)
+	$(BIN)/python -m pytest -m cluster tests/cluster
+
 test-oldest: $(OLDEST_INSTALLED)
-	$(OLDEST_BIN)/python -m pytest -m "not long and not xla" tests
+	$(OLDEST_BIN)/python -m pytest -m "not long and not xla and not cluster" tests
 
 # The variable says that nothing may be skipped or replaced by a kept record.
 xla: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python

@@ -96,11 +96,48 @@ def two_machines(folder: Path) -> Iterator[Machines]:
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
+# ---------------------------------------------------------------- measured
+
+NUM_STEPS = 16
+SHALLOW = ["--model", "shallow", "--no-dropout", "--global-batch-size", 16, "--train-images", 16 * NUM_STEPS]
+SHALLOW += ["--test-images", 10, "--max-steps", NUM_STEPS]
+SLOW = ("1gbit", "200mbit", "50mbit")
+SLOW_LINK = "200mbit"
+BITS_PER_S = {"1gbit": 1e9, "200mbit": 2e8, "50mbit": 5e7}
+
+
+def measure_rate(machines: Machines, rate: str | None) -> dict:
+    """A step of ShallowNet under DDP, one rank on each machine: its time, and what its bytes need at this rate."""
+    machines.shape(rate)
+    record = machines.train([*SHALLOW, "--strategy", "ddp"])
+    sent_bytes = sum(sent_by_op(record).values())
+    return {
+        "bits_per_s": BITS_PER_S.get(rate),
+        "step_s": steady_step_s(record),
+        "sent_bytes": sent_bytes,
+        "predicted_s": 8 * sent_bytes / BITS_PER_S[rate] if rate else 0.0,
+    }
+
+
+def measure_sharding(machines: Machines, sharding: str, rate: str) -> dict:
+    """A step of ShallowNet under FSDP, two ranks on each machine, with what the first machine put on the cable."""
+    machines.shape(rate)
+    before = machines.sent_bytes()
+    record = machines.train([*SHALLOW, "--strategy", "fsdp-auto-wrap", "--sharding", sharding], ranks_per_node=2)
+    return {
+        "sharding": sharding,
+        "bits_per_s": BITS_PER_S[rate],
+        "step_s": steady_step_s(record),
+        "sent_bytes": sent_by_op(record),
+        "cable_bytes_per_step": (machines.sent_bytes() - before) // NUM_STEPS,
+    }
+
+
 def steady_step_s(record: dict) -> float:
     """The median time of a step, without the first ones, which are looked at closely."""
     return statistics.median(record["step_seconds"][4:])
 
 
-def sent_per_step(record: dict) -> int:
-    """Bytes that a rank sends in a step, as the planner counts them."""
-    return sum(collective["sent_bytes"] for collective in record["ranks"][0]["collectives"])
+def sent_by_op(record: dict) -> dict[str, int]:
+    """Bytes that rank 0 sends in a step by collective, as the planner counts them."""
+    return {collective["op"]: collective["sent_bytes"] for collective in record["ranks"][0]["collectives"]}

@@ -4,7 +4,7 @@ import os
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +85,11 @@ class Slurm:
             time.sleep(0.5)
         return state
 
+    def go_on(self, job: str) -> None:
+        """Slurm lets a job that was queued again wait for two minutes; the tests do not."""
+        time.sleep(1)
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
     def start(self, name: str, command: list[str]) -> None:
         with open(self._folder / f"{name}.out", "wb") as output:
             self.daemons[name] = subprocess.Popen(
@@ -136,6 +141,13 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
         yield slurm
     finally:
         slurm.stop()
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 180.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    return bool(condition())
 
 
 def munge_files(folder: Path) -> list[str]:

@@ -122,27 +122,38 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path):
 
 # ---------------------------------------------------------------- a machine is lost
 
-SOON = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,is_host="
+
+
+def lose_a_machine(folder, *, holds_store: bool) -> tuple[int, str]:
+    """Two agents that train, of which one is lost: exit status and output of the other."""
+    saving = ["--checkpoint-dir", folder / "run", "--checkpoint-every", 2, "--resume"]
+    arguments = [*SHARDED, "--max-steps", 200, "--epochs", 10, *saving, "--json", folder / "run.json"]
+    options = agents("1:2", free_port(), "--max-restarts", "3", "--rdzv-conf")
+    stays_with, lost_with = [*options, SOON + str(int(not holds_store))], [*options, SOON + str(int(holds_store))]
+    with (
+        torchrun_job(stays_with, arguments, folder, name="stays", **FRESH_STORE) as stays,
+        torchrun_job(lost_with, arguments, folder, name="lost", **FRESH_STORE) as lost,
+    ):
+        wait_for_step(folder / "run", 2, stays)
+        lost.end_machine()
+        return stays.wait(), stays.output
 
 
 def test_the_other_goes_on_alone_when_a_machine_is_lost(undisturbed, tmp_path):
     """The global batch is kept, so the losses are those of two ranks, up to the order of additions."""
-    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2, "--resume"]
-    arguments = [*SHARDED, "--max-steps", 200, "--epochs", 10, *saving, "--json", tmp_path / "run.json"]
-    options = agents("1:2", free_port(), "--max-restarts", "3", "--rdzv-conf", SOON)
-    with torchrun_job(options, arguments, tmp_path, name="stays", **FRESH_STORE) as stays:
-        assert wait_for_two(stays, options, arguments, tmp_path) == 0, stays.output
+    status, output = lose_a_machine(tmp_path, holds_store=False)
+    assert status == 0, output
     content = json.loads((tmp_path / "run.json").read_text())
     assert content["world_size"] == 1 and 0 < content["first_step"] < 200
     assert content["step_losses"] == pytest.approx(undisturbed(200)[content["first_step"] :], abs=1e-2)
 
 
-def wait_for_two(stays, options, arguments, tmp_path) -> int:
-    """The exit status of `stays`, after another torchrun has joined it and was lost in the middle of the run."""
-    with torchrun_job(options, arguments, tmp_path, name="lost", **FRESH_STORE) as lost:
-        wait_for_step(tmp_path / "run", 2, stays)
-        lost.end_machine()
-    return stays.wait()
+@pytest.mark.long
+def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
+    """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
+    status, output = lose_a_machine(tmp_path, holds_store=True)
+    assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
 
 
 # ---------------------------------------------------------------- an environment that cannot be
@@ -188,6 +199,7 @@ def test_a_bad_environment_is_one_line_on_one_rank(variables, arguments, message
         assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_bad_input_that_one_rank_finds_ends_all_of_them(tmp_path):
     """Rank 0 alone looks at the checkpoints; torchrun's own report comes after the line."""
     (tmp_path / "run" / "step-00000002").mkdir(parents=True)
