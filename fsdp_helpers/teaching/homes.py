@@ -14,6 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil  # comes with every notebook's kernel
+import torch
+import torch.distributed as dist
+
 from fsdp_helpers.teaching.show import table
 
 # What a rank has to know, and where torchrun and Slurm say it.
@@ -103,28 +107,36 @@ def lines_with(text: str, *parts: str) -> str:
     return "\n".join(line for line in text.splitlines() if any(part in line for part in parts))
 
 
-# ---------------------------------------------------------------- a rank is killed
+# ---------------------------------------------------------------- a rank is killed, a rank is stopped
 
 
-def worker_of(agent: int, rank: int) -> int | None:
-    """The process id of a rank below a torchrun, where /proc lists processes; None while it is not there."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == agent and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                return int(folder.name)
-    return None
+def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
+    """The process of a rank below a torchrun."""
+    (found,) = [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == str(rank)]
+    return found
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
-    """kill -9 for one rank, as soon as the checkpoint `after` is there; then the output of torchrun, to its end."""
+    """kill -9 for one rank, as soon as `after` is there; then the output of torchrun, to its end."""
+    wait_for(after, torchrun)
+    worker_of(torchrun, rank).kill()
+    return torchrun.communicate(timeout=TIMEOUT_S)[0]
+
+
+def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
+    """Until a checkpoint is there. Raises RuntimeError where the run ends before, or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:
             raise RuntimeError(f"the run did not come to {after.name}:\n{torchrun.communicate()[0]}")
         time.sleep(0.05)
-    os.kill(worker_of(torchrun.pid, rank), signal.SIGKILL)
-    return torchrun.communicate(timeout=TIMEOUT_S)[0]
+
+
+def stop_itself(rank: int, world_size: int, stopped: int) -> None:
+    """Ranks that add up numbers, one of which is stopped meanwhile, as by a debugger or a machine that hangs."""
+    if rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
 
 
 if __name__ == "__main__":

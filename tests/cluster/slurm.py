@@ -128,7 +128,7 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
     )
     (folder / "slurm.conf").write_text(text)
     (folder / "state").mkdir()
-    hosts_file(folder / "hosts", dict.fromkeys(NODES, "127.0.0.1"))
+    hosts_file(folder / "hosts", dict(zip(NODES, ("127.0.1.1", "127.0.1.2"), strict=True)))
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
     slurm = Slurm(folder)
