@@ -98,10 +98,11 @@ def share_cores() -> None:
     """
     hosts = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    torch.set_num_threads(max(1, _num_cores() // hosts.count(socket.gethostname())))
+    torch.set_num_threads(max(1, num_cores() // hosts.count(socket.gethostname())))
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -5,7 +5,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil  # comes with every notebook's kernel
-import torch
-import torch.distributed as dist
 
 from fsdp_helpers.teaching.show import table
 
@@ -82,7 +79,8 @@ def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subproc
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=60)
             process.kill()
-            process.communicate()
+            process.wait()
+            process.stdout.close()
 
 
 def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
@@ -107,7 +105,7 @@ def lines_with(text: str, *parts: str) -> str:
     return "\n".join(line for line in text.splitlines() if any(part in line for part in parts))
 
 
-# ---------------------------------------------------------------- a rank is killed, a rank is stopped
+# ---------------------------------------------------------------- a rank is killed
 
 
 def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
@@ -123,6 +121,14 @@ def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
     return torchrun.communicate(timeout=TIMEOUT_S)[0]
 
 
+def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
+    """Until a rank prints such a line. Raises RuntimeError where the run ends before."""
+    for line in torchrun.stdout:
+        if line.startswith(beginning):
+            return
+    raise RuntimeError(f"the run ended without a line that begins with {beginning!r}")
+
+
 def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
     """Until a checkpoint is there. Raises RuntimeError where the run ends before, or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
@@ -130,13 +136,6 @@ def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
         if torchrun.poll() is not None or time.monotonic() > deadline_s:
             raise RuntimeError(f"the run did not come to {after.name}:\n{torchrun.communicate()[0]}")
         time.sleep(0.05)
-
-
-def stop_itself(rank: int, world_size: int, stopped: int) -> None:
-    """Ranks that add up numbers, one of which is stopped meanwhile, as by a debugger or a machine that hangs."""
-    if rank == stopped:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(torch.ones(1))
 
 
 if __name__ == "__main__":

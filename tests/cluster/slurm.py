@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from leftovers import SESSION_VARIABLE
 from machines import NODES, alone_on_a_core, core_of, free_ports, hosts_file
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -51,6 +52,8 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # The daemons serve several tests, so none of these may take them for something that it left behind.
+        self._of_daemons = {name: value for name, value in self._environment.items() if name != SESSION_VARIABLE}
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def run(self, *command: object, folder: Path | None = None, **variables: str) -> str:
@@ -93,7 +96,7 @@ class Slurm:
     def start(self, name: str, command: list[str]) -> None:
         with open(self._folder / f"{name}.out", "wb") as output:
             self.daemons[name] = subprocess.Popen(
-                command, env=self._environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command, env=self._of_daemons, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def start_node(self, number: int) -> None:
