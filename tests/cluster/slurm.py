@@ -1,11 +1,11 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, each with a host name of its own."""
 
 import os
-import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from leftovers import SESSION_VARIABLE
@@ -106,12 +106,12 @@ class Slurm:
         self.start(name, alone_on_a_core(core_of(number), ["unshare", "--uts", "--mount", "sh", "-c", command]))
 
     def lose_node(self, number: int) -> None:
-        """As if its power went: the daemon and all that it started."""
-        end_tree(self.daemons.pop(NODES[number]))
+        """As if its power went: the daemon, and all that it started."""
+        end_with_namespace(self.daemons.pop(NODES[number]))
 
     def stop(self) -> None:
-        for daemon in reversed(self.daemons.values()):
-            end_tree(daemon)
+        for name, daemon in reversed(self.daemons.items()):
+            end_with_namespace(daemon) if name in NODES else end_with_children(daemon)
 
 
 @contextmanager
@@ -176,12 +176,20 @@ def wait_for_nodes(slurm: Slurm, timeout_s: float = 60.0) -> None:
         time.sleep(0.5)
 
 
-def end_tree(process: subprocess.Popen) -> None:
-    """Kill a daemon with everything below it, whatever sessions are in there."""
-    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    parents = dict(map(int, line.split()) for line in listing.splitlines())
-    pids = [process.pid]
-    for pid in pids:
-        pids += [child for child, parent in parents.items() if parent == pid]
-    subprocess.run(["sh", "-c", f"kill -9 {shlex.join(map(str, pids))} 2>/dev/null"], check=False)
-    process.wait(timeout=30)
+def end_with_namespace(daemon: subprocess.Popen) -> None:
+    """Kill everything that bears the host name of a node: its slurmd, and steps that are no children of it any more."""
+    with suppress(FileNotFoundError):
+        namespace = os.readlink(f"/proc/{daemon.pid}/ns/uts")
+        assert namespace != os.readlink("/proc/self/ns/uts")
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if os.readlink(folder / "ns" / "uts") == namespace:
+                    os.kill(int(folder.name), signal.SIGKILL)
+    daemon.wait(timeout=30)
+
+
+def end_with_children(daemon: subprocess.Popen) -> None:
+    """Kill a daemon that leads a session of its own, with all of that session."""
+    with suppress(ProcessLookupError):
+        os.killpg(daemon.pid, signal.SIGKILL)
+    daemon.wait(timeout=30)
