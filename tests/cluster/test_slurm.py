@@ -100,7 +100,14 @@ def losses_by_step(slurm, folder: Path, job: str, more_than: int) -> dict[int, f
     return {int(step): float(loss) for step, loss in found()}
 
 
+def test_fsdp2_runs_as_it_is(slurm, tmp_path):
+    job = slurm.submit(SCRIPT, TAKE_HOME / "fsdp2.py", folder=tmp_path, **VARIABLES)
+    slurm.wait_for(job, "COMPLETED")
+    assert sorted(losses_by_step(slurm, tmp_path, job, more_than=5)) == list(range(6))
+
+
 def test_a_lost_node_requeues_the_job_and_it_resumes(slurm, undisturbed, tmp_path):
+    """The last of these tests: a controller that has lost a node once may keep later jobs waiting for it."""
     saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 5, "--resume"]
     arguments = ["-m", "fsdp_helpers", "train", *SHARDED, "--epochs", 100, "--max-steps", 400, *saving]
     job = slurm.submit(SCRIPT, *arguments, "--json", tmp_path / "run.json", folder=tmp_path, **VARIABLES)
@@ -112,9 +119,3 @@ def test_a_lost_node_requeues_the_job_and_it_resumes(slurm, undisturbed, tmp_pat
     slurm.wait_for(job, "COMPLETED")
     first_step, losses = read_losses(tmp_path / "run.json")
     assert first_step > 0 and losses == undisturbed(400)[first_step:]
-
-
-def test_fsdp2_runs_as_it_is(slurm, tmp_path):
-    job = slurm.submit(SCRIPT, TAKE_HOME / "fsdp2.py", folder=tmp_path, **VARIABLES)
-    slurm.wait_for(job, "COMPLETED")
-    assert sorted(losses_by_step(slurm, tmp_path, job, more_than=5)) == list(range(6))
