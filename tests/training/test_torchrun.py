@@ -7,7 +7,7 @@ import re
 import signal
 
 import pytest
-from runs import check_json, main_in_process
+from runs import check_json, main_in_process, mostly_long
 from torchrun_jobs import (
     FRESH_STORE,
     SMALL,
@@ -108,16 +108,18 @@ def test_ten_kills_at_random_steps(undisturbed, tmp_path):
         assert losses == expected[first_step:]
 
 
-def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path):
+@pytest.mark.parametrize("stopped, variables", mostly_long([(1, {}), (0, FRESH_STORE)]))
+def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tmp_path):
+    """Also rank 0, in whose process the store lives where each start has its own."""
     saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
     arguments = [*SHARDED, "--epochs", 100, *saving, "--timeout", 8]
-    with torchrun_job(one_agent(3), arguments, tmp_path) as job:
+    with torchrun_job(one_agent(3), arguments, tmp_path, **variables) as job:
         wait_for_step(tmp_path / "run", 2, job)
-        os.kill(job.workers()[1], signal.SIGSTOP)
+        os.kill(job.workers()[stopped], signal.SIGSTOP)
         assert job.wait() == 1
-    for rank in (0, 2):
+    for rank in {0, 1, 2} - {stopped}:
         assert f"rank {rank} of 3 failed: " in job.output
-    assert "SilentRanks: rank 1 did not answer within 8 s" in job.output
+    assert f"SilentRanks: rank {stopped} did not answer within 8 s" in job.output
 
 
 # ---------------------------------------------------------------- a machine is lost
