@@ -86,6 +86,12 @@ xla: $(INSTALLED) $(XLA_INSTALLED)
 	$(BIN)/python -m pytest -m "xla and not long" tests
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=600 --timeout=1200 notebooks/12_xla.ipynb
 
+# Root and namespaces are needed for a part of it; what needs Slurm is skipped where there is none.
+can-test-cluster:
+	@[ "$$(id -u)" = 0 ] || { echo "root is needed, for network namespaces and for Slurm's daemons"; exit 1; }
+	@for program in ip tc nsenter unshare taskset; do command -v $$program > /dev/null || \
+		{ echo "$$program is missing: apt-get install --no-install-recommends iproute2 util-linux"; exit 1; }; done
+
 # Whether a target can run on this machine, as .ci/run asks: `can-TARGET` of one that needs more than Python prints in
 # one line what is missing, and fails.
 can-%:
