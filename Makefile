@@ -4,6 +4,7 @@
 # make test         install, then run the tests and every notebook
 # make test-all     the same, and the long evidence
 # make test-browser every notebook in JupyterLab, in a browser
+# make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make run          install, then run every notebook and keep its outputs
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
@@ -23,7 +24,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-oldest xla run clean
+.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-oldest xla run clean
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -72,7 +73,7 @@ reset:
 	$(PYTHON) lab/working_copies.py '$(WORK)' --reset '$(NOTEBOOK)'
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and not xla and not browser" tests
+	$(BIN)/python -m pytest -m "not long and not xla and not browser and not cluster" tests
 	$(MAKE) test-notebooks
 
 test-notebooks: $(INSTALLED)
@@ -94,8 +95,12 @@ test-mnist: $(INSTALLED)
 	$(BIN)/python -m pytest -m mnist tests
 	$(MAKE) test-notebooks
 
+# Installs nothing: where root or a package is missing, it says so.
+test-cluster: $(INSTALLED)
+	$(BIN)/python -m pytest -m cluster tests/cluster
+
 test-oldest: $(OLDEST_INSTALLED)
-	$(OLDEST_BIN)/python -m pytest -m "not long and not xla and not browser" tests
+	$(OLDEST_BIN)/python -m pytest -m "not long and not xla and not browser and not cluster" tests
 
 # The variable says that nothing may be skipped or replaced by a kept record.
 xla: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python
@@ -103,6 +108,12 @@ xla: $(INSTALLED) $(XLA_INSTALLED)
 	@mkdir -p $(CACHE)
 	$(BIN)/python -m pytest -m "xla and not long" tests
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=600 --timeout=1200 notebooks/12_xla.ipynb
+
+# Root and namespaces are needed for a part of it; what needs Slurm is skipped where there is none.
+can-test-cluster:
+	@[ "$$(id -u)" = 0 ] || { echo "root is needed, for network namespaces and for Slurm's daemons"; exit 1; }
+	@for program in ip tc nsenter unshare taskset; do command -v $$program > /dev/null || \
+		{ echo "$$program is missing: apt-get install --no-install-recommends iproute2 util-linux"; exit 1; }; done
 
 # Whether a target can run on this machine, as .ci/run asks: `can-TARGET` of one that needs more than Python prints in
 # one line what is missing, and fails.

@@ -26,6 +26,7 @@ CALL_FLAGS = (
         default="auto",
         meaning="auto is cuda where there are as many devices as ranks",
     ),
+    Flag(setting="timeout", kind=float, meaning="seconds that a rank waits for the others, at most (default: 1800)"),
     Flag(setting="json", kind=Path, meaning="write the record of the run to this file"),
 )
 
@@ -136,9 +137,9 @@ def run() -> NoReturn:
         status = _complain(INTERRUPTED, "interrupted; nothing was started")
     except ModuleNotFoundError as error:
         status = _complain(FAILED, f"{error}; run `source .venv/bin/activate`, or what you installed the project into")
-    from fsdp_helpers.ranks.torchrun import started_by_torchrun
+    from fsdp_helpers.ranks.torchrun import started_as_rank
 
-    if started_by_torchrun():
+    if started_as_rank():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -146,16 +147,17 @@ def run() -> NoReturn:
 
 
 def train_command(options: argparse.Namespace) -> None:
-    from fsdp_helpers.ranks.torchrun import started_by_torchrun
+    from fsdp_helpers.ranks.torchrun import started_as_rank
     from fsdp_helpers.training.run import train, train_as_rank_of_torchrun
 
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
     _check_output_path(options.json)
-    start = train_as_rank_of_torchrun if started_by_torchrun() else train
+    start = train_as_rank_of_torchrun if started_as_rank() else train
     record = start(
         config,
         world_size=options.world_size,
         device=options.device,
+        group_timeout_s=options.timeout,
         on_data=lambda source: _print_data_source(source, config),
     )
     if record is not None:
@@ -291,6 +293,11 @@ def _write_json(content: dict, path: Path) -> None:
 
 
 def _complain(status: int, message: str) -> int:
+    from fsdp_helpers.ranks.torchrun import leave_it_to_rank_0, speaks
+
+    if status == BAD_INPUT and not speaks():
+        leave_it_to_rank_0()
+        return status
     print(f"fsdp_helpers: {message}", file=sys.stderr)
     return status
 

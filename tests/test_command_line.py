@@ -4,13 +4,12 @@ import json
 import os
 import re
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 import workers_for_tests as workers
 from leftovers import PROJECT
-from runs import OFFLINE, check_json, main_in_process, mostly_long, train
+from runs import check_json, main_in_process, mostly_long, train
 
 from fsdp_helpers.__main__ import build_parser, flag_table, train_flags
 from fsdp_helpers.config import MODELS, STRATEGIES, TrainConfig, flags, is_sharded
@@ -150,65 +149,10 @@ def test_other_models_train_too(model, digits_dir):
     assert ddp.step_losses == pytest.approx(local.step_losses, abs=1e-4)
 
 
-# ---------------------------------------------------------------- who started it does not matter
-
-
 def read_json(path: Path) -> dict:
     content = json.loads(path.read_text())
     check_json(content)
     return content
-
-
-@pytest.mark.long
-def test_torchrun_gives_the_very_same_losses(run_cli, torchrun, digits_dir, tmp_path):
-    """`--world-size 2`, `torchrun --nproc-per-node 2`, and two torchrun agents on one host: to the last digit."""
-    arguments = ["train", "--strategy", "ddp", "--max-steps", 6, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
-
-    by_launch = run_cli(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json", offline=True)
-    assert by_launch.returncode == 0, by_launch.stderr
-
-    logs = ("--log-dir", str(tmp_path / "logs"))  # else torchrun leaves an empty folder in the temporary folder
-    one_agent = (torchrun, "--standalone", "--nproc-per-node", "2", *logs)
-    by_torchrun = run_cli(*arguments, "--json", tmp_path / "torchrun.json", starter=one_agent, offline=True)
-    assert by_torchrun.returncode == 0, by_torchrun.stderr
-
-    done = run_two_agents((torchrun, *logs), [*arguments, "--json", tmp_path / "agents.json"])
-    assert [status for status, _ in done] == [0, 0], done
-
-    runs = [read_json(tmp_path / f"{name}.json") for name in ("launch", "torchrun", "agents")]
-    assert runs[0]["step_losses"] == runs[1]["step_losses"] == runs[2]["step_losses"]
-    assert [run["world_size"] for run in runs] == [2, 2, 2]
-    assert [run["epochs"][0]["test_images"] for run in runs] == [101, 101, 101]
-    assert runs[0]["ranks"] == runs[1]["ranks"] == runs[2]["ranks"]
-    assert by_torchrun.stdout.count("epoch 1:") == 1  # one rank speaks
-
-
-def test_torchrun_gives_the_very_same_losses_sharded(run_cli, torchrun, digits_dir, tmp_path):
-    arguments = ["train", "--strategy", "fsdp", "--max-steps", 4, *SMALL, "--data-dir", digits_dir, "--device", "cpu"]
-    assert main_in_process(*arguments, "--world-size", 2, "--json", tmp_path / "launch.json") == 0
-    agent = (torchrun, "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"))
-    by_torchrun = run_cli(*arguments, "--json", tmp_path / "torchrun.json", starter=agent, offline=True)
-    assert by_torchrun.returncode == 0, by_torchrun.stderr
-    runs = [read_json(tmp_path / f"{name}.json") for name in ("launch", "torchrun")]
-    assert runs[0]["step_losses"] == runs[1]["step_losses"]
-    assert runs[0]["ranks"] == runs[1]["ranks"]
-
-
-def run_two_agents(torchrun: tuple, arguments: list) -> list[tuple[int, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
-    program = OFFLINE
-    command = [*torchrun, *rendezvous, program, *arguments]
-    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    agents = [subprocess.Popen([str(part) for part in command], **settings) for _ in range(2)]
-    try:
-        return [(agent.returncode, output) for agent in agents for output in agent.communicate(timeout=120)[:1]]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
 
 
 # ---------------------------------------------------------------- the command line

@@ -28,7 +28,7 @@ from fsdp_helpers.ranks import progress
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import hold_back_reduction
-from fsdp_helpers.sharding.strategies import STRATEGIES, shard, unit_names
+from fsdp_helpers.sharding.strategies import STRATEGIES, make_mesh, shard, unit_names
 from fsdp_helpers.training.loop import train_step
 from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
 
@@ -50,6 +50,27 @@ def describe_itself(rank, world_size):
         "backend": dist.get_backend(),
         "num_threads": torch.get_num_threads(),
     }
+
+
+def stop_rank_1(rank, world_size, sharding):
+    """A rank that is there and does nothing any more, in a group of all ranks or of the two of a hybrid mesh."""
+    if sharding is None:
+        group = None
+    else:
+        group = make_mesh(rank_device(), TrainConfig(strategy="fsdp", sharding=sharding)).get_group("shard")
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier(group=group)
+    dist.barrier()
+
+
+def all_reduce_late(rank, world_size, late_s):
+    time.sleep(rank * late_s)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
 
 
 def return_environment(rank, world_size):

@@ -15,6 +15,7 @@ from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.stopping import Stopped, asked_to_stop
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:
@@ -92,12 +93,22 @@ class RunCheckpoints:
             load(self._start[0], model, optimizer)
 
     def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, last_step: int) -> None:
-        """Count a step, and save after the last one and every `checkpoint_every`."""
+        """Count a step, and save after the last one and every `checkpoint_every`.
+
+        Raises Stopped, with a checkpoint of this step, where SIGTERM asks for an early end.
+        """
         self.step += 1
         every = self._config.checkpoint_every
-        is_due = self.step == last_step or (every is not None and self.step % every == 0)
+        is_last = self.step == last_step
+        stops = not is_last and asked_to_stop()
+        is_due = is_last or stops or (every is not None and self.step % every == 0)
         if is_due and self._config.checkpoint_dir is not None:
             self._save(model, optimizer)
+        if stops:
+            raise Stopped(
+                f"asked to end by SIGTERM: saved after step {self.step} of {last_step} in "
+                f"{self._config.checkpoint_dir}; go on from there with --resume"
+            )
 
     def _save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         folder = Path(self._config.checkpoint_dir)

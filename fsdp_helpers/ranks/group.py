@@ -3,17 +3,21 @@
 A worker that runs here does not care who started it: `launch` or torchrun.
 """
 
+import math
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fsdp_helpers.ranks.allocator import keep_freed_memory
+from fsdp_helpers.ranks.roll_call import LONGEST_WAIT_S, roll_call_s
 
 _device: torch.device | None = None  # this rank's, while it is in a group
+_collective_timeout: timedelta | None = None  # of a single collective, while it is in a group
 
 
 def choose_device(device: str, ranks_on_this_machine: int) -> str:
@@ -41,13 +45,24 @@ def rank_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def check_timeout(timeout_s: float | None) -> None:
+    """Raise ValueError for a `--timeout` that is no number of seconds above 0; None stands for half an hour."""
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout is {timeout_s}; it must be a number of seconds above 0")
+
+
 @contextmanager
-def process_group(rank: int, world_size: int, *, device: str, init_method: str = "env://") -> Iterator[None]:
+def process_group(
+    rank: int, world_size: int, *, device: str, init_method: str = "env://", timeout_s: float | None = None
+) -> Iterator[None]:
     """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device a rank, on CUDA.
 
-    The default `init_method` reads the meeting point from the variables that torchrun sets.
+    The default `init_method` reads the meeting point from the variables that torchrun sets. A collective gives up
+    somewhat earlier than after `timeout_s` (half an hour where it is None): the rest is for `silent_ranks_named`.
     """
-    global _device
+    global _device, _collective_timeout
+    timeout_s = timeout_s or LONGEST_WAIT_S
+    _collective_timeout = timedelta(seconds=timeout_s - roll_call_s(timeout_s))
     if device == "cuda":
         _device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(_device)
@@ -57,26 +72,37 @@ def process_group(rank: int, world_size: int, *, device: str, init_method: str =
         group = {"backend": "gloo"}
     keep_freed_memory()
     try:
-        dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **group)
+        dist.init_process_group(
+            init_method=init_method, rank=rank, world_size=world_size, timeout=_collective_timeout, **group
+        )
         share_cores()
         yield
     finally:
-        _device = None
+        _device = _collective_timeout = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def share_cores() -> None:
-    """Give this rank an equal share of its machine's cores.
+def limit_waiting(group: dist.ProcessGroup) -> None:
+    """Make a further group wait as long as that of all ranks: a new one waits half an hour, whatever that was told."""
+    if _collective_timeout is not None:
+        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
+        set_timeout(_collective_timeout, group)
 
-    Left alone, every rank starts one thread a core, and the ranks of a laptop fight for them.
+
+def share_cores() -> None:
+    """Give this rank an equal share of its machine's cores, among the ranks of this host and not of the world.
+
+    Left alone, every rank starts one thread a core, and the ranks of a laptop fight for them. Two torchruns on one
+    host do not know of each other, so names are counted, not LOCAL_WORLD_SIZE.
     """
     hosts = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    torch.set_num_threads(max(1, _num_cores() // hosts.count(socket.gethostname())))
+    torch.set_num_threads(max(1, num_cores() // hosts.count(socket.gethostname())))
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

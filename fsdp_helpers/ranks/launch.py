@@ -19,7 +19,7 @@ from typing import Any
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.edits import follow_edits
 from fsdp_helpers.ranks.errors import Interrupted, RankError, RankTimeout, shown_by_message
-from fsdp_helpers.ranks.group import choose_device
+from fsdp_helpers.ranks.group import check_timeout, choose_device
 from fsdp_helpers.ranks.keeper import TERM_S, end_group
 from fsdp_helpers.ranks.pickling import check_worker, pickle_job
 from fsdp_helpers.ranks.process import Failure, Job, run_rank
@@ -48,6 +48,7 @@ def launch(
     world_size: int,
     device: str = "auto",
     timeout_s: float | None = None,
+    group_timeout_s: float | None = None,
     progress: bool | ProgressBar = True,
     start_method: str | None = None,
     name_ranks: bool = True,
@@ -57,8 +58,9 @@ def launch(
     Each worker finds itself in a process group: gloo on the CPU, nccl with one device a rank on CUDA. The ranks meet
     through a file in a private folder, so no port is taken that another program could want. What a worker prints
     arrives here line by line; where there are several ranks, each line says which one printed it, unless `name_ranks`
-    is False. `progress` may be a bar that is drawn already. `start_method` is "forkserver" where the system has it,
-    else "spawn", which loads torch anew in every rank.
+    is False. A rank that waits for the others in a collective gives up after `group_timeout_s`, half an hour where it
+    is None, and names those that did not answer. `progress` may be a bar that is drawn already. `start_method` is
+    "forkserver" where the system has it, else "spawn", which loads torch anew in every rank.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
     ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds,
@@ -70,6 +72,7 @@ def launch(
     with shown_by_message(ValueError):
         check_worker(worker)
         _check_numbers(world_size, timeout_s)
+        check_timeout(group_timeout_s)
         device = choose_device(device, world_size)
         start_method = choose_start_method(start_method)
         payload = pickle_job(worker, args)
@@ -78,7 +81,7 @@ def launch(
     output.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
         reports = {"all_report": output.draws and bar.wants_all_ranks}
-        job = Job(payload, world_size, device, folder, environment_changes(), **reports)
+        job = Job(payload, world_size, device, folder, environment_changes(), group_timeout_s, **reports)
         try:
             with server_in_use():
                 return _run(job, start_method, output, timeout_s)

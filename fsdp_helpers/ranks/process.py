@@ -20,6 +20,7 @@ from fsdp_helpers.ranks.group import process_group
 from fsdp_helpers.ranks.keeper import start_keeper
 from fsdp_helpers.ranks.pickling import pickle_result
 from fsdp_helpers.ranks.progress import send_reports_to
+from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.ranks.stacks import written_on_request
 from fsdp_helpers.ranks.start import loading_worker
 from fsdp_helpers.ranks.streams import LineSender
@@ -36,6 +37,7 @@ class Job:
     device: str
     folder: str
     environment: dict[str, str | None]  # what the parent changed (None: removed) since its ranks are forked
+    group_timeout_s: float | None  # how long a rank waits for the others in a collective
     all_report: bool = False  # how far they have come; else rank 0 alone
 
     def stack_file(self, rank: int) -> Path:
@@ -81,8 +83,11 @@ def _work(rank: int, job: Job, send: "_Sender") -> None:
     with loading_worker():
         worker, args = pickle.loads(job.payload)
     with (
-        process_group(rank, job.world_size, device=job.device, init_method=job.meeting_point),
+        process_group(
+            rank, job.world_size, device=job.device, init_method=job.meeting_point, timeout_s=job.group_timeout_s
+        ),
         _failures_sent(send, rank),  # at once: when the group ends, the other ranks fail too
+        silent_ranks_named(job.group_timeout_s),
     ):
         result = worker(rank, job.world_size, *args)
     send("result", pickle_result(worker, result))

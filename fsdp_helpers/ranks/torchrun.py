@@ -1,7 +1,12 @@
-"""What torchrun tells a rank, in its environment."""
+"""What torchrun tells a rank, in its environment; and what is wrong with it, in one line. No torch import."""
 
 import os
+import time
 from dataclasses import dataclass
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # one of these, and the process is meant to be a rank
+LEAVE_S = 10.0  # after bad input: the other ranks leave rank 0 the time to say it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,16 +19,67 @@ class Place:
     local_world_size: int
 
 
-def started_by_torchrun() -> bool:
-    """True in a process that torchrun started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+def started_as_rank() -> bool:
+    """True in a process that torchrun started, or whose environment says so in part: `read_place` finds what lacks."""
+    return any(name in os.environ for name in TELLING)
 
 
 def read_place() -> Place:
-    """This process's place, from the variables that torchrun sets."""
-    return Place(
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+    """This process's place, from the variables that torchrun sets.
+
+    Raises ValueError where some are missing or contradict each other, and where a restart would not work.
+    """
+    missing = [name for name in RANK_VARIABLES if name not in os.environ]
+    if missing:
+        there = ", ".join(name for name in TELLING if name in os.environ)
+        raise ValueError(
+            f"the environment has {there} without {', '.join(missing)}; start ranks with torchrun, which sets them "
+            f"all, or unset {there}"
+        )
+    place = Place(
+        rank=_whole_number("RANK"),
+        world_size=_whole_number("WORLD_SIZE"),
+        local_rank=_whole_number("LOCAL_RANK"),
+        local_world_size=_whole_number("LOCAL_WORLD_SIZE"),
     )
+    _check_place(place)
+    _check_restarts()
+    return place
+
+
+def _whole_number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise ValueError(f"the environment has {name}={text!r}; a whole number is needed")
+    return int(text)
+
+
+def _check_place(place: Place) -> None:
+    if place.rank >= place.world_size:
+        raise ValueError(f"RANK is {place.rank} and WORLD_SIZE {place.world_size}; ranks are counted from 0")
+    if place.local_rank >= place.local_world_size:
+        raise ValueError(
+            f"LOCAL_RANK is {place.local_rank} and LOCAL_WORLD_SIZE {place.local_world_size}; ranks are counted from 0"
+        )
+    if place.local_world_size > place.world_size:
+        raise ValueError(f"LOCAL_WORLD_SIZE is {place.local_world_size}, above the WORLD_SIZE of {place.world_size}")
+
+
+def _check_restarts() -> None:
+    """torchrun's own store outlives a restart, with the addresses of ranks that are gone: gloo would try those."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ValueError(
+            f"--max-restarts {restarts} needs a fresh store for every restart: "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
+
+
+def speaks() -> bool:
+    """True where bad input is to be said: in a process of its own, and in rank 0 of many."""
+    return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
+
+
+def leave_it_to_rank_0() -> None:
+    """Wait, since the first rank that leaves makes torchrun end those beside it, perhaps before rank 0 has spoken."""
+    time.sleep(LEAVE_S)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks.group import limit_waiting
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, size_policy
 
@@ -181,5 +182,8 @@ def count_units(model: nn.Module) -> int:
 def make_mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
     """All ranks in a row or, for "hybrid", in two groups: copies along the first dimension, shards along the second."""
     if config.sharding == "hybrid":
-        return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():
+            limit_waiting(group)
+        return mesh
     return init_device_mesh(device.type, (dist.get_world_size(),))

@@ -1,6 +1,7 @@
 """Small rank functions that look at one thing each: what the notebooks show, and then run."""
 
 import os
+import signal
 import warnings
 
 import torch
@@ -174,3 +175,12 @@ def dtypes_in_forward(rank: int, world_size: int, way: str) -> dict[str, str]:
     loss.backward()
     found |= {"loss": loss.dtype, "gradient": layers["Linear"].weight.grad.dtype}
     return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
+
+
+def add_up_without(rank: int, world_size: int, stopped: int) -> float:
+    """Ranks that add up ones, but for one that is stopped before: as by a debugger, or a machine that hangs."""
+    total = torch.ones(1)
+    if rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(total)
+    return total.item()

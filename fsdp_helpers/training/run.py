@@ -1,10 +1,9 @@
 """One run, from its settings to its record: ranks of our own with `train`, or one rank among those of torchrun."""
 
-from collections.abc import Callable
-from contextlib import closing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-
-import torch.distributed as dist
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
@@ -12,11 +11,14 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import num_test_images, num_train_images, prepare_data
 from fsdp_helpers.mnist import DataError
 from fsdp_helpers.ranks.errors import shown_by_message
-from fsdp_helpers.ranks.group import choose_device, process_group
+from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import check_timeout, choose_device, process_group
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.ranks.process import describe_error
 from fsdp_helpers.ranks.progress import ProgressBar, is_notebook, send_reports_to
-from fsdp_helpers.ranks.torchrun import read_place
+from fsdp_helpers.ranks.roll_call import silent_ranks_named
+from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
+from fsdp_helpers.ranks.torchrun import Place, read_place
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.live import LiveView
 from fsdp_helpers.training.watch import run_title
@@ -29,6 +31,7 @@ def train(
     world_size: int | None = None,
     device: str = "auto",
     timeout_s: float | None = None,
+    group_timeout_s: float | None = None,
     progress: bool = True,
     watch: bool = False,
     on_data: Callable[[str], None] | None = None,
@@ -41,7 +44,8 @@ def train(
     each rank and the loss, step by step; elsewhere, and without it, one line says how far the run has come.
 
     Raises ValueError, DataError or CheckpointError before anything starts, for settings that cannot work, data that
-    cannot be used and checkpoints that do not fit; RankError and RankTimeout as `launch` does.
+    cannot be used and checkpoints that do not fit; RankError and RankTimeout as `launch` does, which also says what
+    `timeout_s` (of the whole run) and `group_timeout_s` (of one collective) are.
     """
     with shown_by_message(ValueError):
         config = replace(config, **changes)
@@ -50,6 +54,7 @@ def train(
         config.check_world_size(world_size)
         device = choose_device(device, world_size)
         config.check_device(device)
+        check_timeout(group_timeout_s)
     view = LiveView() if watch and is_notebook() else ProgressBar()
     with closing(view):
         with shown_by_message(ValueError, DataError, CheckpointError):
@@ -62,8 +67,9 @@ def train(
         if progress:
             view.start(run_title(config, world_size, device))
         try:
-            settings = {"world_size": world_size, "device": device, "timeout_s": timeout_s}
-            record = launch(train_worker, config, progress=progress and view, **settings)[0]
+            timeouts = {"timeout_s": timeout_s, "group_timeout_s": group_timeout_s}
+            shown = progress and view
+            record = launch(train_worker, config, world_size=world_size, device=device, progress=shown, **timeouts)[0]
         finally:
             tidy_up(config)
     if isinstance(view, LiveView) and progress:
@@ -76,35 +82,71 @@ def train_as_rank_of_torchrun(
     *,
     world_size: int | None = None,
     device: str = "auto",
+    group_timeout_s: float | None = None,
     on_data: Callable[[str], None] | None = None,
 ) -> RunRecord | None:
     """This process is one rank; the first rank of each machine prepares the data, rank 0 returns the record.
 
-    Raises ValueError for a `world_size` that is not torchrun's, RankError for a worker that fails.
+    A run with a `checkpoint_dir` that receives SIGTERM saves after the step at hand, and nobody returns a record.
+    Raises ValueError, DataError or CheckpointError as `train` does, and also for an environment that lacks or
+    contradicts something; RankError for a worker that fails, or waits in vain for other ranks.
     """
     place = read_place()
     if world_size not in (None, place.world_size):
         raise ValueError(f"--world-size {world_size}, but torchrun started {place.world_size} ranks; leave it out")
     config.check_world_size(place.world_size)
+    check_timeout(group_timeout_s)
     device = choose_device(device, place.local_world_size)
     config.check_device(device)
     bar = ProgressBar()
     if place.rank == 0:
         send_reports_to(bar.update)
-    with process_group(place.rank, place.world_size, device=device):
+    with (
+        process_group(place.rank, place.world_size, device=device, timeout_s=group_timeout_s),
+        _failures_of_rank(place),
+        silent_ranks_named(group_timeout_s),
+    ):
+        problem = _prepare_together(place, config, on_data)
+        record = None if problem else _train_until_stopped(place, config)
+    if problem:
+        raise problem
+    bar.close()
+    return record if place.rank == 0 else None
+
+
+@contextmanager
+def _failures_of_rank(place: Place) -> Iterator[None]:
+    """Whatever goes wrong within the block is this rank's failure, no bad input."""
+    try:
+        yield
+    except Exception as error:
+        raise RankError(place.rank, place.world_size, *describe_error(error)) from error
+
+
+def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str], None] | None) -> Exception | None:
+    """Data on every machine, checkpoints looked at by rank 0; what is wrong on one of them is told to every rank."""
+    problem = None
+    try:
         if place.local_rank == 0:
             source = prepare_run_data(config)
-            if on_data is not None:
+            if place.rank == 0 and on_data is not None:
                 on_data(source)
         if place.rank == 0:
             check_checkpoints(config, source)
-        dist.barrier()
-        try:
-            record = train_worker(place.rank, place.world_size, config)
-        except Exception as error:  # whatever it is, from here on it is this rank's failure, no bad input
-            raise RankError(place.rank, place.world_size, *describe_error(error)) from error
-    bar.close()
-    return record if place.rank == 0 else None
+    except (ValueError, DataError, CheckpointError) as error:
+        problem = error
+    return next(filter(None, gather_over_ranks(problem)), None)
+
+
+def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
+    """The record of the run; None where SIGTERM ended it early, which rank 0 says."""
+    try:
+        with heeding_sigterm() if config.checkpoint_dir else nullcontext():
+            return train_worker(place.rank, place.world_size, config)
+    except Stopped as stop:
+        if place.rank == 0:
+            print(f"fsdp_helpers: {stop}", file=sys.stderr, flush=True)
+        return None
 
 
 def prepare_run_data(config: TrainConfig) -> str:

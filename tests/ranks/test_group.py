@@ -24,7 +24,7 @@ def test_a_rank_gets_its_share_of_its_own_machine(ranks_here, ranks_elsewhere, e
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks_here + ranks_elsewhere)
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(group, "_num_cores", lambda: 8)
+    monkeypatch.setattr(group, "num_cores", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", shares.append)
     group.share_cores()
     assert shares == [expected]

@@ -1,0 +1,87 @@
+"""When a collective waits in vain: which ranks do not answer.
+
+A collective that times out says so on every rank that waits, and of none for whom. So the ranks that gave up call the
+roll in the store where the group met: each signs, and whoever has not signed in time is stopped, stuck or gone.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from fsdp_helpers.ranks.exchange import gather_over_ranks
+
+LONGEST_WAIT_S = 1800.0  # for the other ranks, where no time-out is given: the library's own default
+ROLL_CALL_S = 5.0  # at most; of a short time-out a quarter
+POLL_S = 0.1
+WAITED_IN_VAIN = ("gloo", "timed out", "connection closed")  # what such errors say; gloo has no type of its own
+
+
+class SilentRanks(TimeoutError):
+    """Ranks did not take part in a collective, and do not answer either; the message has their numbers."""
+
+
+def roll_call_s(timeout_s: float) -> float:
+    """The part of a time-out that is kept for the roll call; a collective may wait for the rest."""
+    return min(ROLL_CALL_S, timeout_s / 4)
+
+
+@contextmanager
+def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
+    """Within the block, a collective that waits in vain raises SilentRanks with the ranks that did not come.
+
+    Every rank of the group has to be in the block. A silent rank of the same torchrun is ended at once: left to
+    itself, torchrun gives a process that is stopped 30 seconds.
+    """
+    timeout_s = timeout_s or LONGEST_WAIT_S
+    processes = gather_over_ranks((os.environ.get("GROUP_RANK"), os.getpid()))
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error).lower() for words in WAITED_IN_VAIN):
+            raise
+        silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
+        if not silent:
+            raise
+        for rank in silent:
+            _end_neighbour(*processes[rank])
+        raise SilentRanks(_describe(silent, timeout_s)) from error
+
+
+def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
+    """The ranks that did not sign within `wait_s` seconds; [0] where the store, which then lives there, is silent."""
+    signed: set[int] = set()
+    caller = threading.Thread(  # a store in a process that is stopped never answers
+        target=_collect, args=(rank, world_size, signed, time.monotonic() + wait_s), daemon=True
+    )
+    caller.start()
+    caller.join(wait_s + 2 * POLL_S)
+    return sorted(set(range(world_size)) - signed) if signed else [0]
+
+
+def _collect(rank: int, world_size: int, signed: set[int], until_s: float) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError):  # the store may end with the rank that holds it
+        store.set(f"roll-call/{rank}", "here")
+        while len(signed) < world_size and time.monotonic() < until_s:
+            signed |= {other for other in range(world_size) if store.check([f"roll-call/{other}"])}
+            time.sleep(POLL_S)
+
+
+def _end_neighbour(agent: str | None, pid: int) -> None:
+    """End a process that the same torchrun started; under `launch` the parent does it."""
+    if agent is not None and agent == os.environ.get("GROUP_RANK"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _describe(silent: list[int], timeout_s: float) -> str:
+    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    return (
+        f"{who} did not answer within {timeout_s:g} s: stopped, stuck, gone, or cut off; see its own last lines, "
+        "and its machine. A step that takes longer needs a larger --timeout"
+    )

@@ -1,0 +1,41 @@
+"""A job that is asked to end, by SIGTERM: all ranks leave together, after the same step, with a checkpoint.
+
+Slurm asks before the time limit and before a preemption, torchrun hands it on to its ranks. It may reach one machine
+sooner than another, so the ranks ask each other after every step.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fsdp_helpers.ranks.exchange import sum_over_ranks
+
+_asked: bool | None = None  # None where nobody heeds SIGTERM
+
+
+class Stopped(Exception):
+    """The run ended early because it was asked to; what it had reached is saved."""
+
+
+@contextmanager
+def heeding_sigterm() -> Iterator[None]:
+    """Within the block, SIGTERM ends nothing by itself: it is noted. Every rank of a group has to be in the block."""
+    global _asked
+
+    def note(*_: object) -> None:
+        global _asked
+        _asked = True
+
+    before, _asked = signal.signal(signal.SIGTERM, note), False
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _asked = None
+
+
+def asked_to_stop() -> bool:
+    """True on every rank as soon as one was asked: a collective, where SIGTERM is heeded."""
+    return _asked is not None and bool(sum_over_ranks(torch.tensor(int(_asked))))

@@ -1,0 +1,288 @@
+"""Checker of a job script: its directives are read, and it is run, with stand-ins for Slurm and torchrun.
+
+The stand-ins are small programs at the front of the search path. `srun` starts what it is given once per task,
+`torchrun` notes how it was called and waits, and all of them write down who called them. So any script that would do
+the right thing on the cluster does it here, however it is written.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_helpers.teaching.answers import expect
+
+NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")
+GPUS, PARTITION, ACCOUNT = 4, "a100", "vision"
+LONGEST_S, LEAD_S = 2 * 3600, 300  # of a job, and from the signal to the time limit
+TIMEOUT_S = 20.0  # of a run among the stand-ins, which takes less than one
+SHORT_OPTIONS = {"-p": "partition", "-A": "account", "-N": "nodes", "-t": "time", "-n": "ntasks", "-J": "job-name"}
+
+LOG = 'echo "$(basename "$0") $*" >> "$CHECK_FOLDER/calls"\n'
+STAND_INS = {
+    "srun": LOG
+    + """
+own=()
+while [[ $1 == -* ]]; do
+    if [[ $1 =~ ^-[NnctwJoe]$ || $1 != *=* && $2 =~ ^[0-9]+$ ]]; then shift; fi  # a value of its own
+    shift
+done
+trap 'kill -TERM "${own[@]}" 2>/dev/null' TERM
+for ((task = 0; task < CHECK_TASKS; task++)); do
+    SLURM_PROCID=$task SLURM_NODEID=$((task * 4 / CHECK_TASKS)) SLURM_LOCALID=$((task % (CHECK_TASKS / 4))) "$@" &
+    own+=($!)
+done
+status=0
+for one in "${own[@]}"; do
+    while wait "$one"; last=$?; kill -0 "$one" 2>/dev/null; do :; done
+    [ $last -eq 0 ] || status=$last
+done
+exit $status
+""",
+    "torchrun": """
+note="$CHECK_FOLDER/torchrun-$$"
+trap 'echo asked > "$note.asked"; exit 1' TERM
+{ printf '%s\\0' "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@"; } > "$note.writing" && mv "$note.writing" "$note"
+[ "$CHECK_ENDS" = yes ] && exit 0
+while :; do sleep 0.05; done
+""",
+    "scontrol": LOG + '[ "$1 $2" != "show hostnames" ] || printf "%s\\n" gpu-0 gpu-1 gpu-2 gpu-3\n',
+    "scancel": LOG
+    + """
+[[ " $* " =~ ( -s |--signal[= ])(SIG)?(TERM|15) ]] || exit 0
+for note in "$CHECK_FOLDER"/torchrun-*; do kill -TERM "${note##*-}" 2>/dev/null; done
+true
+""",
+    "python": """
+[ "$1 $2" = "-m torch.distributed.run" ] && { shift 2; exec torchrun "$@"; }
+PATH=${PATH#*:} exec python3 "$@"
+""",
+    "hostname": "echo gpu-0\n",
+    "module": "true\n",
+}
+
+
+def check_job_script(path: str) -> str:
+    """Notebook 10: a job of four nodes with four GPUs each, which saves before its time limit and goes on after it."""
+    expect(isinstance(path, str), f"the answer is {path!r}; the name of your script is asked for, as a text")
+    expect(Path(path).is_file(), f"there is no {path} here; run the cell that writes it")
+    text = Path(path).read_text()
+    expect(text.startswith("#!"), "the first line has to say which shell runs the script: #!/bin/bash")
+    told = read_directives(text)
+    _check_directives(told)
+    first, second = _run_to_its_end(path, told, job=4_242_001), _run_out_of_time(path, told, job=4_242_017)
+    _check_torchruns(first)
+    expect(
+        first.endpoint.rpartition(":")[2] != second.endpoint.rpartition(":")[2],
+        f"two jobs meet at {first.endpoint}: on a shared node they would meet each other; derive the port from the job",
+    )
+    return (
+        "Right: four torchruns that meet at a port of their own, a checkpoint before the limit, and a job that goes on."
+    )
+
+
+# ---------------------------------------------------------------- what the script tells Slurm
+
+
+def read_directives(text: str) -> dict[str, str]:
+    """The options of the #SBATCH lines above the first command, by their long names."""
+    told = {}
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            break
+        words = shlex.split(line.removeprefix("#SBATCH"), comments=True) if line.startswith("#SBATCH ") else []
+        for word, after in zip(words, [*words[1:], "-"], strict=False):
+            name, _, value = word.partition("=")
+            if word.startswith("-"):
+                told[SHORT_OPTIONS.get(name, name.lstrip("-"))] = value or ("" if after.startswith("-") else after)
+    return told
+
+
+def seconds_of(limit: str) -> int:
+    """A time limit as Slurm reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds."""
+    days, _, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:
+        hours, minutes, seconds = (parts + [0, 0])[:3]
+    else:
+        hours, minutes, seconds = parts if len(parts) == 3 else (0, *(parts + [0])[:2])
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _check_directives(told: dict[str, str]) -> None:
+    for name, wanted in (("partition", PARTITION), ("account", ACCOUNT), ("nodes", str(len(NODES)))):
+        given = told.get(name)
+        expect(given == wanted, f"#SBATCH --{name}: {given or 'nothing'} is given, {wanted} is asked for")
+    gpus = told.get("gpus-per-node") or told.get("gres", "").removeprefix("gpu")
+    expect(
+        gpus.rpartition(":")[2] == str(GPUS),
+        f"#SBATCH: {gpus or 'no'} GPUs per node are asked for; each node has {GPUS}: --gpus-per-node",
+    )
+    limit = told.get("time", "")
+    expect(bool(re.fullmatch(r"[\d:-]*\d", limit)), "#SBATCH --time: a job without a time limit has no place here")
+    expect(seconds_of(limit) <= LONGEST_S, f"#SBATCH --time={limit}: the partition allows two hours")
+    expect("requeue" in told, "#SBATCH: the loss of a node would end the job; which option queues it again?")
+    found = re.fullmatch(r"B:(?:SIG)?([A-Z]+\d?|\d+)@(\d+)", told.get("signal", ""))
+    expect(
+        found is not None,
+        "#SBATCH --signal: before the time limit this shell has to hear of it, as B:NAME@SECONDS says",
+    )
+    expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s before the limit; saving takes up to {LEAD_S} s")
+
+
+# ---------------------------------------------------------------- what the script does
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the stand-ins saw of one run of the script."""
+
+    torchruns: list[list[str]]  # the arguments of each, after the value of TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+    calls: str
+    num_asked: int  # how many torchruns got SIGTERM
+
+    @property
+    def endpoint(self) -> str:
+        return option_of(self.torchruns[0], "rdzv-endpoint")
+
+
+def option_of(arguments: list[str], name: str) -> str:
+    """The value of one of torchrun's options, with either kind of dash inside; empty where it is not given."""
+    for position, argument in enumerate(arguments):
+        given, _, value = argument.partition("=")
+        if given.startswith("--") and given[2:].replace("_", "-") == name:
+            return value or arguments[position + 1]
+    return ""
+
+
+def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
+    done, status = _run(path, told, job, ends=True)
+    expect(
+        len(done.torchruns) == len(NODES),
+        f"{len(done.torchruns)} torchruns were started; {len(NODES)} nodes need one each, which srun starts",
+    )
+    expect(status == 0, f"every torchrun ended well, and the script left with exit status {status}")
+    expect("scontrol requeue" not in done.calls, "the training was finished, and the script queued the job again")
+    return done
+
+
+def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
+    done, _ = _run(path, told, job, ends=False)
+    expect(
+        done.num_asked == len(NODES),
+        f"at {told['signal']} {done.num_asked} of {len(NODES)} torchruns got SIGTERM, which makes ranks save; "
+        "bash runs a trap only between commands, or while it waits",
+    )
+    expect(
+        f"scontrol requeue {job}" in done.calls,
+        "out of time, the job was not queued again: scontrol requeue, with its id",
+    )
+    return done
+
+
+def _check_torchruns(done: Done) -> None:
+    for arguments in done.torchruns:
+        fresh_store, *arguments = arguments
+        for name, wanted in (("nnodes", str(len(NODES))), ("nproc-per-node", str(GPUS)), ("rdzv-backend", "c10d")):
+            given = option_of(arguments, name)
+            expect(given == wanted, f"torchrun --{name}: {given or 'nothing'} is given, {wanted} is needed")
+        endpoint = option_of(arguments, "rdzv-endpoint")
+        expect(endpoint == done.endpoint, f"torchruns that meet at {done.endpoint} and {endpoint} never meet")
+        host, _, port = endpoint.partition(":")
+        expect(
+            host in NODES, f"torchrun --rdzv-endpoint={endpoint}: the meeting point has to be one of the job's nodes"
+        )
+        expect(
+            port.isdigit() and 1024 <= int(port) < 65_536,
+            f"torchrun --rdzv-endpoint={endpoint}: a port from 1024 to 65535 is needed",
+        )
+        restarts = option_of(arguments, "max-restarts") or "0"
+        expect(
+            restarts == "0" or fresh_store == "1",
+            f"torchrun --max-restarts={restarts}: which variable gives each restart a store of its own?",
+        )
+
+
+def _run(path: str, told: dict[str, str], job: int, *, ends: bool) -> tuple[Done, int]:
+    """The script among the stand-ins: until it ends by itself, or gets its own signal once all torchruns are there."""
+    with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
+        folder = Path(name)
+        _write_stand_ins(folder / "bin")
+        environment = _environment(folder, told, job) | {"CHECK_ENDS": "yes" if ends else "no"}
+        script = subprocess.Popen(
+            ["bash", Path(path).absolute()],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            if not ends:
+                _wait_for_torchruns(script, folder)
+                script.send_signal(_signal_of(told["signal"]))
+            status = script.wait(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGKILL
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+            script.wait()
+        return _read(folder), status
+
+
+def _environment(folder: Path, told: dict[str, str], job: int) -> dict[str, str]:
+    tasks = int(told.get("ntasks") or len(NODES) * int(told.get("ntasks-per-node") or 1))
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCH", "PET_"))}
+    return found | {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "CHECK_FOLDER": str(folder),
+        "CHECK_TASKS": str(tasks),
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOBID": str(job),
+        "SLURM_JOB_NAME": "check",
+        "SLURM_JOB_NODELIST": "gpu-[0-3]",
+        "SLURM_NODELIST": "gpu-[0-3]",
+        "SLURM_JOB_NUM_NODES": str(len(NODES)),
+        "SLURM_NNODES": str(len(NODES)),
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_GPUS_ON_NODE": str(GPUS),
+        "SLURM_GPUS_PER_NODE": str(GPUS),
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURMD_NODENAME": NODES[0],
+    }
+
+
+def _write_stand_ins(folder: Path) -> None:
+    folder.mkdir()
+    for name, body in STAND_INS.items():
+        (folder / name).write_text("#!/bin/bash\n" + body)
+        (folder / name).chmod(0o755)
+
+
+def _wait_for_torchruns(script: subprocess.Popen, folder: Path) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while len(_notes(folder)) < len(NODES) and script.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+def _notes(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("torchrun-*")) if path.suffix == ""]
+
+
+def _read(folder: Path) -> Done:
+    torchruns = [note.read_text().split("\0")[:-1] for note in _notes(folder)]
+    calls = folder / "calls"
+    asked = list(folder.glob("torchrun-*.asked"))
+    return Done(torchruns, calls.read_text() if calls.exists() else "", len(asked))
+
+
+def _signal_of(told: str) -> int:
+    name = re.fullmatch(r"B:(?:SIG)?(\w+)@\d+", told)[1]
+    return int(name) if name.isdigit() else signal.Signals[f"SIG{name}"]

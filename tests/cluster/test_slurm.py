@@ -1,0 +1,121 @@
+"""The job script of notebooks/cluster on a real Slurm of two nodes, started for these tests and gone after them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import slurm as cluster
+from leftovers import PROJECT
+from machines import missing_programs
+from needs import need
+from torchrun_jobs import SMALL, read_losses
+
+from fsdp_helpers.checkpointing.folder import find_steps
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.training.run import train
+
+SCRIPT = PROJECT / "notebooks" / "cluster" / "train.sbatch"
+TAKE_HOME = PROJECT / "notebooks" / "take_home"
+SHARDED = [*SMALL, "--strategy", "fsdp-auto-wrap", "--device", "cpu"]
+SETTINGS = {"model": "simple", "train_images": 1_200, "test_images": 101, "global_batch_size": 24}
+# torchrun as it lies beside this interpreter, and this copy of the package.
+VARIABLES = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
+    "PYTHONPATH": str(PROJECT),
+    "FSDP_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    need(missing_programs(cluster.PROGRAMS), cluster.HOW_TO_GET)
+    with cluster.running_slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture
+def undisturbed(digits_dir):
+    def run(num_steps: int) -> list[float]:
+        settings = SETTINGS | {"epochs": 100, "max_steps": num_steps, "data_dir": str(digits_dir)}
+        config = TrainConfig(**settings, strategy="fsdp-auto-wrap")
+        return list(train(config, world_size=2, device="cpu").step_losses)
+
+    return run
+
+
+def output(folder: Path, job: str) -> str:
+    return (folder / f"train-{job}.out").read_text()
+
+
+def test_two_nodes_learn_what_two_ranks_of_launch_learn(slurm, undisturbed, tmp_path):
+    """Twenty steps, to the last bit; and a log of each rank, by its node."""
+    arguments = ["-m", "fsdp_helpers", "train", *SHARDED, "--max-steps", 20, "--json", tmp_path / "run.json"]
+    job = slurm.submit(SCRIPT, *arguments, folder=tmp_path, **VARIABLES)
+    slurm.wait_for(job, "COMPLETED")
+    assert read_losses(tmp_path / "run.json") == (0, undisturbed(20))
+    for node in (0, 1):
+        (log,) = (tmp_path / "logs" / job / f"node-{node}").rglob("stdout.log")
+        assert log.parent.name == "0"  # the rank within its node
+    assert output(tmp_path, job).count("epoch 1:") == 1
+
+
+def test_the_time_limit_ends_in_a_checkpoint_and_the_job_goes_on(slurm, tmp_path):
+    """The take-home script, unchanged: Slurm's own signal, a checkpoint, the queue, and the rest of the steps."""
+    options = ("--time=1", "--signal=B:USR1@20")
+    job = slurm.submit(
+        SCRIPT, TAKE_HOME / "checkpoint.py", tmp_path / "run", 10**6, folder=tmp_path, options=options, **VARIABLES
+    )
+    slurm.wait_for(job, "RUNNING")
+    slurm.wait_for(job, "PENDING", timeout_s=120)
+    (saved,) = [int(path.parent.name) for path in (tmp_path / "run").glob("*/.metadata")]
+    slurm.go_on(job)
+    slurm.wait_for(job, "RUNNING")
+    steps = losses_by_step(slurm, tmp_path, job, more_than=saved + 5)
+    slurm.run("scancel", job)
+    assert 0 < saved and sorted(steps) == list(range(max(steps) + 1))  # each step once, none twice
+    expected = run_undisturbed(tmp_path, saved + 5)
+    assert {step: steps[step] for step in range(saved + 5)} == expected
+
+
+def run_undisturbed(folder: Path, num_steps: int) -> dict[int, float]:
+    """The same script on two ranks of this machine that nothing happens to, one thread each."""
+    logs = ["--log-dir", folder / "undisturbed-logs"]
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", *logs, TAKE_HOME / "checkpoint.py", folder / "other"]
+    environment = {**os.environ, **VARIABLES}
+    done = subprocess.run([*command, str(num_steps)], env=environment, capture_output=True, text=True, check=True)
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  loss (\d+\.\d{7})\n", done.stdout)}
+
+
+def losses_by_step(slurm, folder: Path, job: str, more_than: int) -> dict[int, float]:
+    """Step -> loss, from the lines of rank 0, as soon as there are enough of them."""
+
+    def found() -> list[tuple[str, str]]:
+        return re.findall(r"step (\d+)  loss (\d+\.\d{7})\n", output(folder, job))
+
+    assert cluster.wait_until(lambda: len(found()) > more_than), output(folder, job)[-3000:]
+    assert len(dict(found())) == len(found())
+    return {int(step): float(loss) for step, loss in found()}
+
+
+def test_fsdp2_runs_as_it_is(slurm, tmp_path):
+    job = slurm.submit(SCRIPT, TAKE_HOME / "fsdp2.py", folder=tmp_path, **VARIABLES)
+    slurm.wait_for(job, "COMPLETED")
+    assert sorted(losses_by_step(slurm, tmp_path, job, more_than=5)) == list(range(6))
+
+
+def test_a_lost_node_requeues_the_job_and_it_resumes(slurm, undisturbed, tmp_path):
+    """The last of these tests: a controller that has lost a node once may keep later jobs waiting for it."""
+    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 5, "--resume"]
+    arguments = ["-m", "fsdp_helpers", "train", *SHARDED, "--epochs", 100, "--max-steps", 400, *saving]
+    job = slurm.submit(SCRIPT, *arguments, "--json", tmp_path / "run.json", folder=tmp_path, **VARIABLES)
+    assert cluster.wait_until(lambda: find_steps(tmp_path / "run")), slurm.show(job)
+    slurm.lose_node(1)
+    slurm.wait_for(job, "PENDING")
+    slurm.start_node(1)
+    slurm.go_on(job)
+    slurm.wait_for(job, "COMPLETED")
+    first_step, losses = read_losses(tmp_path / "run.json")
+    assert first_step > 0 and losses == undisturbed(400)[first_step:]

@@ -1,0 +1,112 @@
+"""Runs under torchrun that tests start, watch, disturb and clear away."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from leftovers import PROJECT
+from programs import wait_until
+
+from fsdp_helpers.checkpointing.folder import find_steps
+
+START_S = 120.0  # a job has this long to begin, on a busy machine
+END_S = 200.0  # and this long to end
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+SMALL = ["--model", "simple", "--train-images", "1200", "--test-images", "101", "--global-batch-size", "24"]
+
+
+class Job:
+    """A running torchrun, whose output goes to a file."""
+
+    def __init__(self, process: subprocess.Popen, output: Path) -> None:
+        self.process, self._output = process, output
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def workers(self) -> dict[int, int]:
+        """Rank -> process id, of the ranks that run below this torchrun now."""
+        return {
+            int(environment["RANK"]): pid for pid, environment in _children(self.process.pid) if "RANK" in environment
+        }
+
+    def wait(self) -> int:
+        """Its exit status; fails where it does not end."""
+        return self.process.wait(timeout=END_S)
+
+    def end_machine(self) -> None:
+        """As if the power went: the agent and its ranks at once."""
+        pids = [self.process.pid, *self.workers().values()]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=END_S)
+
+
+@contextmanager
+def torchrun_job(options: list[str], arguments: list, folder: Path, *, name: str = "job", **variables) -> Iterator[Job]:
+    """`torchrun OPTIONS -m fsdp_helpers train ARGUMENTS` on the bundled digits; nothing of it outlives the block."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--log-dir", str(folder / f"{name}-logs"), *options]
+    command = [*torchrun, "-m", "fsdp_helpers", "train", "--device", "cpu", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "FSDP_OFFLINE": "1", **variables}
+    with open(folder / f"{name}.out", "wb") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    job = Job(process, folder / f"{name}.out")
+    try:
+        yield job
+    finally:
+        job.end_machine()
+
+
+def run_job(options: list[str], arguments: list, folder: Path, **settings) -> str:
+    """The output of a job that ends well."""
+    with torchrun_job(options, arguments, folder, **settings) as job:
+        assert job.wait() == 0, job.output
+        return job.output
+
+
+def one_agent(num_ranks: int, *options: str) -> list[str]:
+    return ["--standalone", "--nproc-per-node", str(num_ranks), "--monitor-interval", "0.1", *options]
+
+
+def agents(num_nodes: str, port: int, *options: str) -> list[str]:
+    """What each of several torchruns on this host is told; the first to come holds the meeting point."""
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"localhost:{port}"]
+    return ["--nnodes", num_nodes, "--nproc-per-node", "1", "--monitor-interval", "0.1", *meeting, *options]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for_step(checkpoints: Path, step: int, job: Job) -> None:
+    """Until the run has saved `step` or a later one."""
+    reached = wait_until(
+        lambda: (find_steps(checkpoints) or [0])[-1] >= step or job.process.poll() is not None, START_S
+    )
+    assert reached and job.process.poll() is None, job.output
+
+
+def read_losses(path: Path) -> tuple[int, list[float]]:
+    """The first step of a record, and the losses from there on."""
+    content = json.loads(path.read_text())
+    return content["first_step"], content["step_losses"]
+
+
+def _children(parent: int) -> Iterator[tuple[int, dict[str, str]]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                pairs = (folder / "environ").read_bytes().decode().split("\0")
+                yield int(folder.name), dict(pair.split("=", 1) for pair in pairs if "=" in pair)

@@ -1,0 +1,213 @@
+"""The same worker under torchrun, with one agent and with two; and what happens when something in it dies."""
+
+import json
+import os
+import random
+import re
+import signal
+
+import pytest
+from runs import check_json, main_in_process, mostly_long
+from torchrun_jobs import (
+    FRESH_STORE,
+    SMALL,
+    agents,
+    free_port,
+    one_agent,
+    read_losses,
+    run_job,
+    torchrun_job,
+    wait_for_step,
+)
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks import torchrun as torchrun_environment
+from fsdp_helpers.training.run import train
+
+SETTINGS = {
+    "model": "simple",
+    "strategy": "fsdp-auto-wrap",
+    "train_images": 1_200,
+    "test_images": 101,
+    "global_batch_size": 24,
+}
+SHARDED = [*SMALL, "--strategy", "fsdp-auto-wrap"]
+
+
+@pytest.fixture
+def undisturbed(digits_dir):
+    """Losses of `num_steps` steps on two ranks that nothing happens to."""
+
+    def run(num_steps: int, world_size: int = 2) -> list[float]:
+        config = TrainConfig(**SETTINGS, epochs=10, max_steps=num_steps, data_dir=str(digits_dir))
+        return list(train(config, world_size=world_size, device="cpu").step_losses)
+
+    return run
+
+
+# ---------------------------------------------------------------- who started it does not matter
+
+
+def test_one_agent_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
+    """Twenty steps, to the last bit: each rank has as many threads as any other, half of this host's cores."""
+    arguments = [*SHARDED, "--max-steps", 20, "--json"]
+    output = run_job(one_agent(2), [*arguments, tmp_path / "one.json"], tmp_path, name="one")
+    assert output.count("epoch 1:") == output.count("Data: ") == 1  # rank 0 alone speaks
+
+    options = agents("2", free_port())
+    with (
+        torchrun_job(options, [*arguments, tmp_path / "two.json"], tmp_path, name="first") as first,
+        torchrun_job(options, [*arguments, tmp_path / "two.json"], tmp_path, name="second") as second,
+    ):
+        assert [first.wait(), second.wait()] == [0, 0], first.output + second.output
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    check_json(one)
+    assert one["step_losses"] == two["step_losses"] == undisturbed(20)
+    assert one["ranks"] == two["ranks"] and one["world_size"] == two["world_size"] == 2
+
+
+# ---------------------------------------------------------------- asked to end, killed, stopped
+
+
+def test_sigterm_ends_in_a_checkpoint_and_the_next_job_goes_on(undisturbed, tmp_path):
+    arguments = [*SHARDED, "--epochs", 10, "--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 3, "--resume"]
+    with torchrun_job(one_agent(2), arguments, tmp_path) as job:
+        wait_for_step(tmp_path / "run", 3, job)
+        job.process.send_signal(signal.SIGTERM)
+        job.wait()
+        step = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "run").glob("step-*"))
+        assert job.output.count(f"asked to end by SIGTERM: saved after step {step} of 500 in ") == 1
+    assert step < 500
+    resumed = [*arguments, "--max-steps", step + 3, "--world-size", 2, "--json", tmp_path / "next.json"]
+    assert main_in_process("train", "--device", "cpu", "--data-dir", tmp_path / "no-mnist", *resumed) == 0
+    assert read_losses(tmp_path / "next.json") == (step, undisturbed(step + 3)[step:])
+
+
+def kill_a_rank(tmp_path, rank: int, after_step: int) -> tuple[int, list[float]]:
+    """Forty steps with a kill -9 among them: the first step after the restart, and the losses from there on."""
+    tmp_path.mkdir(exist_ok=True)
+    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2, "--resume"]
+    arguments = [*SHARDED, "--max-steps", 40, *saving, "--json", tmp_path / "run.json"]
+    with torchrun_job(one_agent(2, "--max-restarts", "1"), arguments, tmp_path, **FRESH_STORE) as job:
+        wait_for_step(tmp_path / "run", after_step, job)
+        os.kill(job.workers()[rank], signal.SIGKILL)
+        assert job.wait() == 0, job.output
+    return read_losses(tmp_path / "run.json")
+
+
+def test_after_a_kill_all_ranks_restart_from_the_newest_checkpoint(undisturbed, tmp_path):
+    first_step, losses = kill_a_rank(tmp_path, rank=1, after_step=4)
+    assert 4 <= first_step < 40 and losses == undisturbed(40)[first_step:]
+
+
+@pytest.mark.long
+def test_ten_kills_at_random_steps(undisturbed, tmp_path):
+    expected, draw = undisturbed(40), random.SystemRandom().randint
+    for number in range(10):
+        first_step, losses = kill_a_rank(tmp_path / str(number), rank=draw(0, 1), after_step=draw(1, 30))
+        assert losses == expected[first_step:]
+
+
+@pytest.mark.parametrize("stopped, variables", mostly_long([(1, {}), (0, FRESH_STORE)]))
+def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tmp_path):
+    """Also rank 0, in whose process the store lives where each start has its own."""
+    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
+    arguments = [*SHARDED, "--epochs", 100, *saving, "--timeout", 8]
+    with torchrun_job(one_agent(3), arguments, tmp_path, **variables) as job:
+        wait_for_step(tmp_path / "run", 2, job)
+        os.kill(job.workers()[stopped], signal.SIGSTOP)
+        assert job.wait() == 1
+    for rank in {0, 1, 2} - {stopped}:
+        assert f"rank {rank} of 3 failed: " in job.output
+    assert f"SilentRanks: rank {stopped} did not answer within 8 s" in job.output
+
+
+# ---------------------------------------------------------------- a machine is lost
+
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,is_host="
+
+
+def lose_a_machine(folder, *, holds_store: bool) -> tuple[int, str]:
+    """Two agents that train, of which one is lost: exit status and output of the other."""
+    saving = ["--checkpoint-dir", folder / "run", "--checkpoint-every", 2, "--resume"]
+    arguments = [*SHARDED, "--max-steps", 200, "--epochs", 10, *saving, "--json", folder / "run.json"]
+    options = agents("1:2", free_port(), "--max-restarts", "3", "--rdzv-conf")
+    stays_with, lost_with = [*options, SOON + str(int(not holds_store))], [*options, SOON + str(int(holds_store))]
+    with (
+        torchrun_job(stays_with, arguments, folder, name="stays", **FRESH_STORE) as stays,
+        torchrun_job(lost_with, arguments, folder, name="lost", **FRESH_STORE) as lost,
+    ):
+        wait_for_step(folder / "run", 2, stays)
+        lost.end_machine()
+        return stays.wait(), stays.output
+
+
+def test_the_other_goes_on_alone_when_a_machine_is_lost(undisturbed, tmp_path):
+    """The global batch is kept, so the losses are those of two ranks, up to the order of additions."""
+    status, output = lose_a_machine(tmp_path, holds_store=False)
+    assert status == 0, output
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["world_size"] == 1 and 0 < content["first_step"] < 200
+    assert content["step_losses"] == pytest.approx(undisturbed(200)[content["first_step"] :], abs=1e-2)
+
+
+@pytest.mark.long
+def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
+    """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
+    status, output = lose_a_machine(tmp_path, holds_store=True)
+    assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
+
+
+# ---------------------------------------------------------------- an environment that cannot be
+
+WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} | {
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
+DDP = ["--strategy", "ddp"]
+
+
+@pytest.mark.parametrize(
+    "variables, arguments, message",
+    [
+        ({"RANK": "0"}, DDP, "the environment has RANK without WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
+        ({"WORLD_SIZE": "2"}, DDP, "the environment has WORLD_SIZE without RANK, .* or unset WORLD_SIZE"),
+        (WHOLE | {"RANK": "one"}, DDP, "RANK='one'; a whole number is needed"),
+        (WHOLE | {"WORLD_SIZE": "0"}, DDP, "RANK is 0 and WORLD_SIZE 0; ranks are counted from 0"),
+        (WHOLE | {"LOCAL_RANK": "2"}, DDP, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE 2"),
+        (WHOLE | {"LOCAL_WORLD_SIZE": "3"}, DDP, "LOCAL_WORLD_SIZE is 3, above the WORLD_SIZE of 2"),
+        (WHOLE | {"WORLD_SIZE": "3"}, DDP, "global_batch_size 256 does not divide by world_size 3"),
+        (WHOLE, [*DDP, "--world-size", 4], "--world-size 4, but torchrun started 2 ranks; leave it out"),
+        (WHOLE, [], "strategy 'local' trains in one process, world_size is 2"),
+        (WHOLE, [*DDP, "--timeout", "0"], "timeout is 0.0; it must be a number of seconds above 0"),
+        (
+            WHOLE | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            DDP,
+            "--max-restarts 3 needs a fresh store .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        ),
+    ],
+)
+def test_a_bad_environment_is_one_line_on_one_rank(variables, arguments, message, digits_dir, monkeypatch, capfd):
+    monkeypatch.setattr(torchrun_environment, "LEAVE_S", 0.0)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command = ["train", "--device", "cpu", "--data-dir", digits_dir, *arguments]
+    assert main_in_process(*command) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.search(message, line), line
+    if variables.get("RANK") == "0" and "LOCAL_RANK" in variables:
+        monkeypatch.setenv("RANK", "1")
+        assert main_in_process(*command) == 2
+        assert capfd.readouterr().err == ""
+
+
+@pytest.mark.long
+def test_bad_input_that_one_rank_finds_ends_all_of_them(tmp_path):
+    """Rank 0 alone looks at the checkpoints; torchrun's own report comes after the line."""
+    (tmp_path / "run" / "step-00000002").mkdir(parents=True)
+    arguments = [*SHARDED, "--checkpoint-dir", tmp_path / "run"]
+    with torchrun_job(one_agent(2), arguments, tmp_path) as job:
+        assert job.wait() == 1
+    (line,) = [line for line in job.output.splitlines() if line.startswith("fsdp_helpers: ")]
+    assert "holds checkpoints up to step-00000002; go on from there with --resume" in line
+    assert "Traceback" not in job.output.partition("ChildFailedError")[0].partition(line)[0]
