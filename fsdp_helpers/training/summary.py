@@ -1,0 +1,35 @@
+"""A run in a few lines of text, as the command line prints it when it ends. No torch."""
+
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.records import RankRecord, RunRecord
+
+
+def print_summary(record: RunRecord) -> None:
+    """What was run, how well it learned, and the bytes of each rank."""
+    config = record.config
+    print(
+        f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "
+        f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} images"
+        + (f", after the first {record.first_step} of an earlier run" if record.first_step else "")
+    )
+    if record.why_no_more_steps:
+        print(record.why_no_more_steps)
+    for epoch in record.epochs:
+        trained = f"train loss {epoch.train_loss:.4f}, " if epoch.train_images else ""
+        speed = f", {epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} images/s" if epoch.train_images else ""
+        print(
+            f"epoch {epoch.epoch}: {trained}test loss {epoch.test_loss:.4f}, "
+            f"accuracy {epoch.test_accuracy:.2%} ({epoch.test_correct} of {epoch.test_images}){speed}"
+        )
+    for rank in record.ranks:
+        print(f"rank {rank.rank}: " + _describe_memory(rank))
+
+
+def _describe_memory(rank: RankRecord) -> str:
+    state = (
+        f"parameters {format_bytes(rank.parameter_bytes)}, gradients {format_bytes(rank.gradient_bytes)}, "
+        f"optimiser {format_bytes(rank.optimizer_bytes)}"
+    )
+    if rank.held_bytes is None:
+        return state
+    return f"{state}; held {format_bytes(rank.held_bytes)}, peak {format_bytes(rank.peak_bytes)}"
