@@ -20,6 +20,8 @@ XLA_INSTALLED := .venv-xla/installed
 XLA_PACKAGES := torch==2.9.1 torch_xla==2.9.0 numpy
 WORK ?= work
 CACHE := $(CURDIR)/.venv/cache
+# Markers of tests that need more than the installation.
+PLAIN := not xla and not browser and not cluster
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -52,7 +54,7 @@ test test-% run xla: export IPYTHONDIR := $(CACHE)/ipython
 test test-% run xla: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 
 # Threads that wait sleep: on cores that are in use spinning ones make a step take ten times as long.
-test test-% run: export OMP_WAIT_POLICY := PASSIVE
+lab student test test-% run: export OMP_WAIT_POLICY := PASSIVE
 
 # Terminals and kernels of JupyterLab find the environment first; lab/ holds the kernel's name and JupyterLab's settings.
 lab student: export PATH := $(abspath $(BIN)):$(PATH)
@@ -73,7 +75,7 @@ reset:
 	$(PYTHON) lab/working_copies.py '$(WORK)' --reset '$(NOTEBOOK)'
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and not xla and not browser and not cluster" tests
+	$(BIN)/python -m pytest -m "not long and $(PLAIN)" tests
 	$(MAKE) test-notebooks
 
 test-notebooks: $(INSTALLED)
@@ -82,12 +84,12 @@ test-notebooks: $(INSTALLED)
 
 # The long evidence alone: the whole grids of which `make test` runs one telling case each.
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m "long and not xla" $(LONG_ARGS) tests
+	$(BIN)/python -m pytest -m "long and $(PLAIN)" $(LONG_ARGS) tests
 
 test-all: test test-long
 
 test-browser: $(INSTALLED) can-test-browser
-	$(BIN)/python -m pip show --quiet playwright || $(BIN)/python $(PIP_INSTALL) playwright
+	$(BIN)/python -m pip show --quiet playwright || $(BIN)/python $(PIP_INSTALL) playwright==1.65.2
 	$(BIN)/python -m pytest -m browser $(BROWSER_ARGS) tests/browser
 
 # What reads MNIST, for machines that have it and ran the rest on the digits.
@@ -100,7 +102,7 @@ test-cluster: $(INSTALLED)
 	$(BIN)/python -m pytest -m cluster tests/cluster
 
 test-oldest: $(OLDEST_INSTALLED)
-	$(OLDEST_BIN)/python -m pytest -m "not long and not xla and not browser and not cluster" tests
+	$(OLDEST_BIN)/python -m pytest -m "not long and $(PLAIN)" tests
 
 # The variable says that nothing may be skipped or replaced by a kept record.
 xla: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python

@@ -55,7 +55,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already; be one rank of many in a process of its own")
-    store, options = _fake_parts()
+    store, options = fake_parts()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store, pg_options=options)
     try:
         yield
@@ -63,7 +63,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _fake_parts() -> tuple[dist.Store, object]:
+def fake_parts() -> tuple[dist.Store, object]:
     """The only place that knows where torch keeps its fake process group: a private module, which may move.
 
     DDP waits for the result of a collective, and gets one where the other ranks are imagined to be like this one.
@@ -97,7 +97,7 @@ def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOf
         raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one, use 1")
     num_images = config.global_batch_size // world_size
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
-    return _measure(
+    return trace_steps(
         lambda: STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
         lambda model: F.cross_entropy(model(images).float(), labels),
     )
@@ -117,7 +117,7 @@ def measure_own_rank_of_n(
     what activation checkpointing recomputes.
     """
     with fake_group(world_size, rank):
-        return _measure(lambda: spread(build(), config, units), loss_of)
+        return trace_steps(lambda: spread(build(), config, units), loss_of)
 
 
 def spread(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
@@ -133,7 +133,7 @@ def spread(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Mo
     return shard(model, ON_CPU, config, policy=policy)
 
 
-def _measure(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:
+def trace_steps(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:
     """Build, train a few steps under a trace, and read the last one."""
     gc.collect()  # sharded models are full of cycles; freed within the trace they would take it below zero
     with trace_memory(ON_CPU) as trace:

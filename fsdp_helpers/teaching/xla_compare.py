@@ -89,7 +89,9 @@ def answers_of_fsdp2(
 
 
 def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[str]) -> dict[str, float]:
-    """A consolidated file in a plain network and in FSDP2: how far their answers are from those of plain training."""
+    """A consolidated file in a plain network and in FSDP2: how far their answers are from those of plain training,
+    as a share of the largest answer.
+    """
     images = read_batches(folder)[0][0]
     _, trained = train_plain(folder, name)
     plain = build_model(name, dropout=False)
@@ -98,7 +100,7 @@ def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[s
     with torch.no_grad():
         wanted = trained(images)
         answers = {"plain": plain(images), "FSDP2 on 2 ranks": sharded}
-    return {name: (answer - wanted).abs().max().item() for name, answer in answers.items()}
+    return {name: ((answer - wanted).abs().max() / wanted.abs().max()).item() for name, answer in answers.items()}
 
 
 def shard(model: nn.Module, units: Sequence[str], world_size: int) -> nn.Module:

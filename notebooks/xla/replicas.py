@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from fsdp_helpers.models import build_model  # the one part of the package that these scripts use: plain torch
 
 LOCK = threading.Lock()
+MEETING = threading.Barrier(int(os.environ.get("CPU_NUM_DEVICES", 1)))  # of all replicas, threads of one process
+MEETING_S = 60  # by then something else has gone wrong
 
 
 def read_settings(folder: Path) -> dict:

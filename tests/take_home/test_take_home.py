@@ -125,7 +125,7 @@ def test_the_model_and_the_batches_are_the_same_in_all(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shown_whole(name):
-    assert show.script(f"{FOLDER}/{name}").data == f"```python\n{(FOLDER / name).read_text()}```"
+    assert show.script(f"{FOLDER}/{name}").code == (FOLDER / name).read_text()
 
 
 # ---------------------------------------------------------------- what they compute

@@ -34,7 +34,7 @@ def listings(notebook) -> Iterator[tuple[int, list[object]]]:
     """Each cell that shows sources, and the functions and classes that it shows."""
     imported = {}
     for number, cell in enumerate(notebook.cells):
-        if cell.cell_type != "code":
+        if cell.cell_type != "code" or cell.source.startswith("%%"):  # a cell for another program, or a file
             continue
         nodes = list(ast.walk(ast.parse(MAGIC.sub("", cell.source))))
         for node in nodes:

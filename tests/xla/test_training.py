@@ -53,7 +53,8 @@ def test_losses_slices_and_collectives(replicas, folder, plain):
     assert len(results) == replicas
     for one in runs:
         name, tensors = one["name"], beside.tensors_by_unit(beside.build_model(one["model"]), UNITS[one["cut"]])
-        beside.check_losses({name: beside.mean_losses(results, name)}, plain[one["model"]])
+        tolerance = 1e-4 if one["model"] == "vit" else 1e-5  # rounding grows faster through attention and norms
+        beside.check_losses({name: beside.mean_losses(results, name)}, plain[one["model"]], tolerance)
         kept = {result[name]["parameters"] for result in results}
         assert kept == {beside.kept_values(tensors, replicas, flatten=one["flatten"])}, name
         expected = beside.expected_ops(tensors, flatten=one["flatten"], reshard=one["reshard"])
