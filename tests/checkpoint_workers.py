@@ -320,8 +320,14 @@ def save_slices(rank, world_size, folder, num_tensors, num_rows, num_columns):
 # ---------------------------------------------------------------- dying
 
 
+NO_FOLDER = -1  # what an audit event says of a path that is not relative to an open folder
+
+
 def train_and_die(rank, world_size, config, victim, moment, everyone, diary):
     """`train_worker`, with a kill -9 of rank `victim`, or of all ranks, at its `moment`-th moment; None only counts.
+
+    Rank 0 has two moments more in a saving for which the other rank was first to make the folder, since it clears that
+    away. So there may be fewer than were counted; then the kill comes at the end.
 
     A moment is just before or after a step or an fsync, or just before whatever is done with a file or a folder of the
     checkpoints. `diary` gets a byte for every step done. Returns how many moments this rank had.
@@ -334,13 +340,18 @@ def train_and_die(rank, world_size, config, victim, moment, everyone, diary):
     def pass_a_moment():
         nonlocal moments
         moments += 1
-        if rank == victim and moments == moment:
+        if moments == moment:
+            die()
+
+    def die():
+        if rank == victim:
             for pid in [*others, os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
 
     def hook(event, args):
-        # rmtree names what it removes relative to an open folder, so a removal counts whatever its name is.
-        if event in ("os.remove", "os.rmdir") or (event.startswith(("open", "os.", "shutil.")) and concerns(args)):
+        # rmtree names what it removes relative to an open folder, so such a removal counts whatever its name is.
+        by_rmtree = event in ("os.remove", "os.rmdir") and args[-1] != NO_FOLDER
+        if by_rmtree or (event.startswith(("open", "os.", "shutil.")) and concerns(args)):
             pass_a_moment()
 
     def concerns(args):
@@ -363,6 +374,8 @@ def train_and_die(rank, world_size, config, victim, moment, everyone, diary):
     training.train_step, os.fsync = train_step, fsync
     sys.addaudithook(hook)
     train_worker(rank, world_size, config)
+    if moment is not None:
+        die()
     return moments
 
 

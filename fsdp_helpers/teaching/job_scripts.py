@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_helpers.teaching.answers import expect
+from fsdp_helpers.teaching.answers import exercise, expect
 
 NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")
 GPUS, PARTITION, ACCOUNT = 4, "a100", "vision"
@@ -68,6 +68,7 @@ PATH=${PATH#*:} exec python3 "$@"
 }
 
 
+@exercise("10")
 def check_job_script(path: str) -> str:
     """Notebook 10: a job of four nodes with four GPUs each, which saves before its time limit and goes on after it."""
     expect(isinstance(path, str), f"the answer is {path!r}; the name of your script is asked for, as a text")
