@@ -30,7 +30,7 @@ def source(*objects: Callable | type) -> Listing:
 def _places(objects: Sequence[Callable | type]) -> str:
     """Where `objects` stand: "fsdp_helpers/training/loop.py, lines 44, 78"."""
     lines: dict[str, list[str]] = {}
-    for shown in objects:
+    for shown in map(inspect.unwrap, objects):  # what a decorator wraps is what is shown
         lines.setdefault(_short_path(shown), []).append(str(inspect.getsourcelines(shown)[1]))
     return "; ".join(f"{path}, line{'s' * (len(at) > 1)} {', '.join(at)}" for path, at in lines.items())
 

@@ -12,7 +12,7 @@ from fsdp_helpers import models
 from fsdp_helpers.checkpointing import folder, state
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
-from fsdp_helpers.teaching import by_hand, saving, show
+from fsdp_helpers.teaching import by_hand, saving, show, starts
 from fsdp_helpers.teaching.by_hand import FlatUnit
 from fsdp_helpers.teaching.probes import say_hello, show_all_reduce
 from fsdp_helpers.training import loop, worker
@@ -32,6 +32,7 @@ def test_a_listing_says_file_and_line():
         f"fsdp_helpers/training/loop.py, lines {lines[0]}, {lines[1]}; fsdp_helpers/training/worker.py, line {lines[2]}"
     )
     assert show.source(workers.return_rank).caption.startswith("workers_for_tests.py, line ")  # of no package
+    assert show.source(starts.keep_own_rows).caption.startswith("fsdp_helpers/teaching/starts.py, line ")  # decorated
 
 
 def test_the_imports_are_those_that_the_code_needs():
