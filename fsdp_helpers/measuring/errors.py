@@ -129,7 +129,7 @@ def read_errors(path: str | Path) -> list[ErrorRow]:
 def write_errors(path: str | Path) -> list[ErrorRow]:
     """Measure every run of the table that `path` does not have yet, and write it there after each.
 
-    The whole takes half an hour on two idle cores, and 11 GB. Remove the file to measure all of it anew.
+    DeepNet's runs take the most time and memory by far. Remove the file to measure all of it anew.
     """
     path = Path(path)
     rows = read_errors(path) if path.exists() else []

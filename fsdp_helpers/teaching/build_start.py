@@ -16,11 +16,9 @@ from fsdp_helpers.teaching.build_workers import (
     STEPS,
     TOKENS,
     WIDTH,
-    mean_loss,
-    over_ranks,
-    own_part,
     plain_losses,
     sgd,
+    train_averaging,
 )
 from fsdp_helpers.teaching.own_module import import_own
 
@@ -92,16 +90,5 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
     if found["whole"] or found["on_meta"]:
         return StartedByReader(**found, buffer_right=False, losses=[], right=right)
     buffer_right = torch.equal(model.waves, plain.waves)
-    return StartedByReader(**found, buffer_right=buffer_right, losses=_losses(model, rank, world_size), right=right)
-
-
-def _losses(model: nn.Module, rank: int, world_size: int) -> list[float]:
-    optimizer = sgd(model)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = mean_loss(model, *own_part(step, rank, world_size))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return over_ranks(losses)
+    losses = train_averaging(model, rank, world_size, lambda: None)  # FSDP averages by itself
+    return StartedByReader(**found, buffer_right=buffer_right, losses=losses, right=right)
