@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
-from fsdp_helpers.planning.transformer import HeadBytes, stack_profile
+from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile
 from fsdp_helpers.shapes import VIT_SHAPES, ViTShape
 
 Shapes = dict[str, tuple[int, ...]]
@@ -64,34 +65,57 @@ def count_values(shapes: Shapes) -> int:
     return sum(prod(shape) for shape in shapes.values())
 
 
+def _stacked_subject(
+    name: str,
+    *,
+    item: str,
+    units: tuple[str, ...],
+    block_shapes: Shapes,
+    root_shapes: Shapes,
+    block_bytes: Callable[[int, int], BlockBytes],  # of a batch, and of the bytes of a value
+    head_bytes: Callable[[int, int], HeadBytes],
+    forward_flops: Callable[[int], int],
+) -> Subject:
+    """A model of equal blocks, each a unit."""
+
+    def profile_of(batch: int, precision: str, activation_checkpointing: str) -> StepProfile:
+        block, head = (count(batch, VALUE_BYTES[precision]) for count in (block_bytes, head_bytes))
+        return stack_profile(units, block_shapes, root_shapes, block, activation_checkpointing, head)
+
+    return Subject(
+        name=name,
+        item=item,
+        num_params=count_values(root_shapes) + len(units) * count_values(block_shapes),
+        units=units,
+        profile_of=profile_of,
+        forward_flops=forward_flops,
+    )
+
+
 # ---------------------------------------------------------------- vision transformers
 
 
 def vit_subject(name: str, shape: ViTShape) -> Subject:
     """A vision transformer; a batch is so many images."""
-    blocks = tuple(f"blocks.{number}" for number in range(shape.depth))
 
-    def profile_of(images: int, precision: str, activation_checkpointing: str) -> StepProfile:
-        value_bytes = VALUE_BYTES[precision]
-        block = vit_block_bytes(
+    def block_bytes(images: int, value_bytes: int) -> BlockBytes:
+        return vit_block_bytes(
             tokens=images * shape.num_tokens,
             width=shape.width,
             mlp_width=shape.mlp_width,
             num_heads=shape.num_heads,
             value_bytes=value_bytes,
         )
-        head = vit_head_bytes(shape, images, value_bytes)
-        return stack_profile(
-            blocks, vit_block_shapes(shape), vit_root_shapes(shape), block, activation_checkpointing, head
-        )
 
-    return Subject(
-        name=name,
+    return _stacked_subject(
+        name,
         item="image",
-        num_params=count_values(vit_root_shapes(shape)) + shape.depth * count_values(vit_block_shapes(shape)),
-        units=blocks,
-        profile_of=profile_of,
-        forward_flops=lambda images: vit_forward_flops(shape, images),
+        units=tuple(f"blocks.{number}" for number in range(shape.depth)),
+        block_shapes=vit_block_shapes(shape),
+        root_shapes=vit_root_shapes(shape),
+        block_bytes=block_bytes,
+        head_bytes=partial(vit_head_bytes, shape),
+        forward_flops=partial(vit_forward_flops, shape),
     )
 
 
@@ -159,29 +183,26 @@ def linear_shapes(layers: Shapes) -> Shapes:
 
 def llama_subject(name: str, shape: LlamaShape) -> Subject:
     """A Llama-like model; a batch is so many tokens, in sequences of `shape.context`."""
-    blocks = tuple(f"layers.{number}" for number in range(shape.depth))
 
-    def profile_of(tokens: int, precision: str, activation_checkpointing: str) -> StepProfile:
-        block = llama_block_bytes(
+    def block_bytes(tokens: int, value_bytes: int) -> BlockBytes:
+        return llama_block_bytes(
             tokens=tokens,
             width=shape.width,
             mlp_width=shape.mlp_width,
             num_heads=shape.num_heads,
             kv_width=shape.kv_width,
-            value_bytes=VALUE_BYTES[precision],
-        )
-        head = llama_head_bytes(shape, tokens, VALUE_BYTES[precision])
-        return stack_profile(
-            blocks, llama_block_shapes(shape), llama_root_shapes(shape), block, activation_checkpointing, head
+            value_bytes=value_bytes,
         )
 
-    return Subject(
-        name=name,
+    return _stacked_subject(
+        name,
         item="token",
-        num_params=count_values(llama_root_shapes(shape)) + shape.depth * count_values(llama_block_shapes(shape)),
-        units=blocks,
-        profile_of=profile_of,
-        forward_flops=lambda tokens: llama_forward_flops(shape, tokens),
+        units=tuple(f"layers.{number}" for number in range(shape.depth)),
+        block_shapes=llama_block_shapes(shape),
+        root_shapes=llama_root_shapes(shape),
+        block_bytes=block_bytes,
+        head_bytes=partial(llama_head_bytes, shape),
+        forward_flops=partial(llama_forward_flops, shape),
     )
 
 
