@@ -22,6 +22,9 @@ WORK ?= work
 CACHE := $(CURDIR)/.venv/cache
 # Markers of tests that need more than the installation.
 PLAIN := not xla and not browser and not cluster
+# So many test files at a time, since tests wait a lot: `make test WORKERS=1` where memory is short.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -75,16 +78,16 @@ reset:
 	$(PYTHON) lab/working_copies.py '$(WORK)' --reset '$(NOTEBOOK)'
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and $(PLAIN)" tests
+	$(PYTEST) -m "not long and $(PLAIN)" tests
 	$(MAKE) test-notebooks
 
 test-notebooks: $(INSTALLED)
 	@mkdir -p $(CACHE)
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=600 --timeout=1200 notebooks
+	$(PYTEST) --nbmake --nbmake-timeout=600 --timeout=1200 notebooks
 
 # The long evidence alone: the whole grids of which `make test` runs one telling case each.
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m "long and $(PLAIN)" $(LONG_ARGS) tests
+	$(PYTEST) -m "long and $(PLAIN)" $(LONG_ARGS) tests
 
 test-all: test test-long
 
@@ -94,15 +97,16 @@ test-browser: $(INSTALLED) can-test-browser
 
 # What reads MNIST, for machines that have it and ran the rest on the digits.
 test-mnist: $(INSTALLED)
-	$(BIN)/python -m pytest -m mnist tests
+	$(PYTEST) -m mnist tests
 	$(MAKE) test-notebooks
 
 # Installs nothing: where root or a package is missing, it says so.
 test-cluster: $(INSTALLED)
 	$(BIN)/python -m pytest -m cluster tests/cluster
 
+test-oldest: BIN := $(OLDEST_BIN)
 test-oldest: $(OLDEST_INSTALLED)
-	$(OLDEST_BIN)/python -m pytest -m "not long and $(PLAIN)" tests
+	$(PYTEST) -m "not long and $(PLAIN)" tests
 
 # The variable says that nothing may be skipped or replaced by a kept record.
 xla: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python
