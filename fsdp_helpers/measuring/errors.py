@@ -1,11 +1,13 @@
 """Predicted against measured, over models, strategies and numbers of ranks: how far the planner can be trusted."""
 
+import gc
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +34,19 @@ VARIANTS = {
 REAL_RANKS, IMAGINED_RANKS = (1, 2, 4), (8, 64, 1024)
 
 
+class Run(NamedTuple):
+    """One row's question: which model, how, on how many ranks."""
+
+    model: str
+    variant: str
+    world_size: int
+    real: bool  # so many processes; else one real rank, the others imagined
+
+
+RANKS = [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]
+RUNS = [Run(model, variant, *ranks) for model, variant, ranks in product(THRESHOLDS, VARIANTS, RANKS)]  # of the table
+
+
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
     """One run: what was predicted for rank 0, what was measured, and what two other tools say."""
@@ -39,7 +54,7 @@ class ErrorRow:
     model: str
     variant: str
     world_size: int
-    real: bool  # so many processes; else one real rank, the others imagined
+    real: bool
     when: str  # the predicted peak comes
     predicted_bytes: int
     peak_bytes: int
@@ -49,6 +64,10 @@ class ErrorRow:
     sent_bytes: int
     accelerate_bytes: int
     deepspeed_bytes: int
+
+    @property
+    def run(self) -> Run:
+        return Run(self.model, self.variant, self.world_size, self.real)
 
     @property
     def error(self) -> float:
@@ -81,34 +100,25 @@ def profile_of(model: str, activation_checkpointing: str, precision: str) -> Ste
     return measure_run(config, 1)
 
 
-def measure_errors(
-    models: Iterable[str],
-    variants: Iterable[str] = tuple(VARIANTS),
-    real_ranks: Sequence[int] = REAL_RANKS,
-    imagined_ranks: Sequence[int] = IMAGINED_RANKS,
-) -> Iterator[ErrorRow]:
-    """A row for each model, variant and number of ranks, one run after the other."""
-    for model in models:
-        for variant in variants:
-            for world_size in real_ranks:
-                config = variant_config(model, variant, world_size)
-                ranks = launch(measure_this_rank, config, world_size=world_size, device="cpu", progress=False)
-                yield error_row(config, variant, ranks[0], real=True)
-            for world_size in imagined_ranks:
-                config = variant_config(model, variant, world_size)
-                yield error_row(config, variant, measure_rank_of_n(config, world_size), real=False)
+def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
+    """A row for each run, one after the other; real ranks are fresh processes each time."""
+    for run in runs:
+        config = variant_config(run.model, run.variant, run.world_size)
+        gc.collect()  # what an earlier run left in this process, whose memory the next ranks need
+        if run.real:
+            measured, *_ = launch(measure_this_rank, config, world_size=run.world_size, device="cpu", progress=False)
+        else:
+            measured = measure_rank_of_n(config, run.world_size)
+        yield error_row(config, run, measured)
 
 
-def error_row(config: TrainConfig, variant: str, measured: RankOfN, *, real: bool) -> ErrorRow:
+def error_row(config: TrainConfig, run: Run, measured: RankOfN) -> ErrorRow:
     """The measurement beside its prediction."""
     profile = profile_of(config.model, config.activation_checkpointing, config.precision)
-    ranks, units = measured.world_size, units_of(config)
-    step = walk_step(profile, config, ranks, units, backend="gloo" if real else "fake")
+    ranks, units = run.world_size, units_of(config)
+    step = walk_step(profile, config, ranks, units, backend="gloo" if run.real else "fake")
     return ErrorRow(
-        model=config.model,
-        variant=variant,
-        world_size=ranks,
-        real=real,
+        **run._asdict(),
         when=step.peak.when,
         predicted_bytes=step.peak.bytes,
         peak_bytes=measured.peak_bytes,
@@ -132,17 +142,10 @@ def write_errors(path: str | Path) -> list[ErrorRow]:
     DeepNet's runs take the most time and memory by far. Remove the file to measure all of it anew.
     """
     path = Path(path)
-    rows = read_errors(path) if path.exists() else []
-    known = {(row.model, row.variant, row.world_size, row.real) for row in rows}
-    for model, variant, (world_size, real) in product(THRESHOLDS, VARIANTS, all_ranks()):
-        if (model, variant, world_size, real) not in known:
-            ranks = {"real_ranks": (world_size,) * real, "imagined_ranks": (world_size,) * (not real)}
-            rows += measure_errors([model], [variant], **ranks)
-            record = {"images_per_rank": IMAGES, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-            path.write_text(json.dumps(record, indent=1) + "\n")
-    return rows
-
-
-def all_ranks() -> list[tuple[int, bool]]:
-    """Every number of ranks of the table, and whether they are real."""
-    return [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]
+    known = {row.run: row for row in read_errors(path)} if path.exists() else {}
+    for row in measure_errors([run for run in RUNS if run not in known]):
+        known[row.run] = row
+        rows = [asdict(known[run]) for run in RUNS if run in known]
+        record = {"images_per_rank": IMAGES, "torch": torch.__version__, "rows": rows}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    return [known[run] for run in RUNS]

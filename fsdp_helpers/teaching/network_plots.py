@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.teaching.style import OP_COLOURS, OP_HATCHES, STRATEGY_COLOURS, TEXT_COLOUR, figure_style
@@ -27,13 +28,16 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
     colour = STRATEGY_COLOURS["ddp"]
     with figure_style():
         fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-        ax.fill_between(between, floor_ms, floor_ms + unlimited_ms, color=colour, alpha=0.15, label=BAND)
         ax.plot(between, floor_ms, "--", color=colour, label="sent bytes / bandwidth")
+        ax.fill_between(between, floor_ms, floor_ms + unlimited_ms, color=colour, alpha=0.15, label=BAND)
         measured = [1000 * row["step_s"] for row in limited]
         ax.plot(bandwidths, measured, "o", color="black", label="measured")
         ax.axhline(unlimited_ms, linestyle=":", color=TEXT_COLOUR, label="measured, unlimited")
         ax.set(xscale="log", yscale="log", xlabel="bandwidth (Mbit/s)", ylabel="step time (ms)")
         ax.set_xticks(bandwidths, [f"{bandwidth:,.0f}" for bandwidth in bandwidths])
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:,.0f}")
+        ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_title("A step of ShallowNet under DDP, between two machines")
         ax.legend(fontsize=8)
     return fig, ax

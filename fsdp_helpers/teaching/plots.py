@@ -57,6 +57,7 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
             look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.4 if depth == 0 and above else 1}
             ax.plot(range(1, len(losses) + 1), losses, label=name, **look)
         ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title="Loss, step by step")
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.legend(handlelength=5)
     return fig, ax
 

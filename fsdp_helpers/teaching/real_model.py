@@ -1,5 +1,6 @@
 """Rank functions about sharding a real model, one idea each: what notebook 08 shows, and then runs."""
 
+import logging
 import os
 import warnings
 from functools import partial
@@ -105,9 +106,12 @@ def seeded_model(config: TrainConfig) -> nn.Module:
 def losses_compiled(rank: int, world_size: int, config: TrainConfig, backend: str | None) -> list[float]:
     """Losses of a model whose blocks are compiled one by one, and then sharded; None leaves them as they are."""
     model = seeded_model(config)
+    # Ranks share the cores: one compiler for each instead of a pool, and no trial of every kind of vector first.
+    sooner = {"compile_threads": 1, "cpp.vec_isa_ok": True} if backend == "inductor" else None
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # else it says that there is no GPU
     if backend is not None:
         for block in model.blocks:
-            block.compile(backend=backend)  # in place; equal blocks share what was compiled for the first
+            block.compile(backend=backend, options=sooner)  # in place; equal blocks share what the first one got
     shard_blocks(model, init_device_mesh(rank_device().type, (world_size,)))
     return sgd_losses(model, first_batches(rank, world_size, config))
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.records import MemoryCurve
-from fsdp_helpers.teaching.style import FRAME_COLOUR, OP_COLOURS, STATE_COLOURS, TEXT_COLOUR, figure_style
+from fsdp_helpers.teaching.style import OP_COLOURS, STATE_COLOURS, TEXT_COLOUR, figure_style
 
 
 def plot_starts(
@@ -23,10 +23,10 @@ def plot_starts(
             ax.axhline(whole_bytes / MB, color=TEXT_COLOUR, linestyle="--", linewidth=1)
             ax.axhline(slices_bytes / MB, color=TEXT_COLOUR, linestyle=":", linewidth=1)
             ax.set_title(name.replace(", ", ",\n"), fontsize=9)
-        first = axes[0][0]
-        place = {"transform": first.get_yaxis_transform(), "va": "bottom", "color": TEXT_COLOUR}
-        first.text(0.02, whole_bytes / MB, "the whole model", **place)
-        first.text(0.02, slices_bytes / MB, "its slices", **place)
+        first, last = axes[0][0], axes[0][-1]
+        beside = {"transform": last.get_yaxis_transform(), "va": "center", "color": TEXT_COLOUR}  # where no curve is
+        last.text(1.04, whole_bytes / MB, "the whole\nmodel", **beside)
+        last.text(1.04, slices_bytes / MB, "its slices", **beside)
         first.set(ylabel="allocated on rank 0 (MB)", ylim=(0, None))
         fig.supxlabel("time in the start, each from its beginning to its end", fontsize=9)
     return fig, axes[0]
@@ -47,13 +47,13 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.55 * len(orders)), layout="constrained")
         for row, order in enumerate(orders.values()):
             for place, entry in enumerate(order):
-                kind, number = entry.split()
-                colour = OP_COLOURS["all_gather"] if kind == "gather" else FRAME_COLOUR
-                hatch = "////" if kind == "gather" else None
+                gathers = entry.startswith("gather")
+                colour, hatch = (OP_COLOURS["all_gather"], "////") if gathers else (TEXT_COLOUR, None)
                 ax.barh(row, 0.9, left=place, height=0.6, color=colour, hatch=hatch, edgecolor="white")
                 box = {"facecolor": colour, "edgecolor": "none", "pad": 1}
-                ax.text(place + 0.45, row, number, ha="center", va="center", color="white", bbox=box)
+                ax.text(place + 0.45, row, entry, ha="center", va="center", color="white", bbox=box)
         ax.set_yticks(range(len(orders)), list(orders))
         ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward; the numbers are the blocks'")
+        ax.margins(x=0.01)
         ax.set_title("all-gathers (green, hatched) and arithmetic (grey)")
     return fig, ax

@@ -1,23 +1,23 @@
 """The model of a step against real runs, real blocks, and one real rank of many."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from statistics import median
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from runs import mostly_long
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers_for_tests import train_each
 
 from fsdp_helpers.config import MODELS, TrainConfig
 from fsdp_helpers.measuring.activations import count_block
 from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.measuring.rank_of_n import fake_group
 from fsdp_helpers.measuring.step_profile import measure_run, measure_step, units_of
 from fsdp_helpers.models import build_model
 from fsdp_helpers.planning.peak import peak_of_step
@@ -208,11 +208,8 @@ def test_the_whole_grid(errors_of):
 @pytest.fixture
 def rank_of():
     """Be rank 0 of so many: collectives return at once, and all that this rank allocates is real."""
-
-    def start(world_size: int) -> None:
-        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-
-    return start
+    with ExitStack() as groups:
+        yield lambda world_size: groups.enter_context(fake_group(world_size))
 
 
 @pytest.mark.parametrize("run", FSDP_RUNS, ids=lambda run: " ".join(run.values()))

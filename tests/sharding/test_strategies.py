@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import workers_for_tests as workers
 from runs import Runs, mostly_long
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.rank_of_n import fake_group
 from fsdp_helpers.models import build_model
 from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
 from fsdp_helpers.ranks.launch import launch
@@ -336,8 +335,8 @@ def test_every_unit_gets_the_offload_policy(strategy, policy, monkeypatch):
         return torch.distributed.fsdp.fully_shard(module, **settings)
 
     monkeypatch.setattr(strategies, "fully_shard", fully_shard)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # one rank is enough to look at
     config = TrainConfig(strategy=strategy, min_num_params=20_000)
-    model = STRATEGIES[strategy](build_model("shallow"), torch.device("cpu"), config)
-    assert strategies.unit_names(model) == ["root", "fc1"]
+    with fake_group(2):  # one rank is enough to look at
+        model = STRATEGIES[strategy](build_model("shallow"), torch.device("cpu"), config)
+        assert strategies.unit_names(model) == ["root", "fc1"]
     assert seen == [policy] * 2

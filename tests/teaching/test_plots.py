@@ -186,6 +186,12 @@ def test_runs_that_coincide_can_all_be_seen():
     assert [line.get_alpha() for line in lines] == [0.4, 1, 1]
 
 
+def test_steps_are_whole_numbers():
+    fig, ax = plots.plot_step_losses({"ddp": [2.0] * 20})
+    fig.canvas.draw()
+    assert all("." not in label.get_text() for label in ax.get_xticklabels())
+
+
 def test_a_rung_says_its_peak_and_the_change():
     memory_ax, time_ax = plots.plot_ladder(RUNGS)[1]
     assert [text.get_text().strip() for text in memory_ax.texts] == ["40.0", "30.0 (-10.0)", "32.0 (+2.0)"]

@@ -1,5 +1,7 @@
 """What notebook 08 shows about a real model holds on small ones."""
 
+import shutil
+
 import pytest
 
 from fsdp_helpers.config import TrainConfig
@@ -15,8 +17,8 @@ def config(digits_dir) -> TrainConfig:
     return TrainConfig(model="vit-mnist", global_batch_size=8, max_steps=3, data_dir=str(digits_dir))
 
 
-def on_ranks(worker, *args, world_size=2):
-    return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=120, progress=False)
+def on_ranks(worker, *args, world_size=2, timeout_s=120):
+    return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=timeout_s, progress=False)
 
 
 @pytest.fixture
@@ -39,8 +41,15 @@ def test_gathers_come_as_early_as_they_are_asked_for(capfd):
 
 
 @pytest.mark.long
-def test_captured_blocks_learn_the_same(config, alone):
-    assert on_ranks(real_model.losses_compiled, config, "eager")[0] == pytest.approx(alone, abs=1e-5)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_blocks_learn_the_same(backend, config, alone, capfd, monkeypatch, tmp_path):
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    found = on_ranks(real_model.losses_compiled, config, backend, timeout_s=280)[0]
+    assert found == pytest.approx(alone, abs=1e-5)
+    assert list(tmp_path.glob("inductor/**/*.so")) != [] or backend == "eager"  # machine code, not a way around it
+    assert capfd.readouterr().err == ""
 
 
 def test_in_two_dimensions_they_learn_the_same(config, alone, capfd):
