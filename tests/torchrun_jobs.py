@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -95,6 +96,12 @@ def wait_for_step(checkpoints: Path, step: int, job: Job) -> None:
     reached = wait_until(
         lambda: (find_steps(checkpoints) or [0])[-1] >= step or job.process.poll() is not None, START_S
     )
+    assert reached and job.process.poll() is None, job.output
+
+
+def wait_for_output(job: Job, pattern: str) -> None:
+    """Until the job has printed something that `pattern` matches."""
+    reached = wait_until(lambda: re.search(pattern, job.output) or job.process.poll() is not None, START_S)
     assert reached and job.process.poll() is None, job.output
 
 

@@ -2,7 +2,6 @@
 
 import network
 import pytest
-from machines import missing_programs
 from needs import need
 from network import SLOW, SLOW_LINK, measure_rate, measure_sharding
 from torchrun_jobs import SMALL
@@ -16,7 +15,7 @@ TOLERANCE = 0.25
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    need(missing_programs(network.PROGRAMS), network.HOW_TO_GET)
+    need(network.missing())
     with network.two_machines(tmp_path_factory.mktemp("network")) as joined:
         yield joined
 

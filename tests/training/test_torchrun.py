@@ -17,6 +17,7 @@ from torchrun_jobs import (
     read_losses,
     run_job,
     torchrun_job,
+    wait_for_output,
     wait_for_step,
 )
 
@@ -149,6 +150,28 @@ def test_the_other_goes_on_alone_when_a_machine_is_lost(undisturbed, tmp_path):
     content = json.loads((tmp_path / "run.json").read_text())
     assert content["world_size"] == 1 and 0 < content["first_step"] < 200
     assert content["step_losses"] == pytest.approx(undisturbed(200)[content["first_step"] :], abs=1e-2)
+
+
+@pytest.mark.long
+def test_a_machine_that_comes_back_joins(undisturbed, tmp_path):
+    """Two ranks, one, and two again; the losses are those of two ranks all along, up to the order of additions."""
+    num_steps = 400
+    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2, "--resume"]
+    arguments = [*SHARDED, "--max-steps", num_steps, "--epochs", 10, *saving, "--json", tmp_path / "run.json"]
+    options = agents("1:2", free_port(), "--max-restarts", "3", "--rdzv-conf")
+    first, other = [*options, SOON + "1"], [*options, SOON + "0"]
+    with torchrun_job(first, arguments, tmp_path, name="stays", **FRESH_STORE) as stays:
+        with torchrun_job(other, arguments, tmp_path, name="lost", **FRESH_STORE) as lost:
+            wait_for_step(tmp_path / "run", 2, stays)
+            lost.end_machine()
+        wait_for_output(stays, r"1 rank\(s\) on cpu.*after the first")
+        with torchrun_job(other, arguments, tmp_path, name="back", **FRESH_STORE) as back:
+            assert [stays.wait(), back.wait()] == [0, 0], stays.output + back.output
+    started = re.findall(r"(\d) rank\(s\) on cpu.*?after the first ([\d,]+)", stays.output + back.output)
+    assert [ranks for ranks, _ in started][-2:] == ["1", "2"], started
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["world_size"] == 2 and 0 < content["first_step"] < num_steps
+    assert content["step_losses"] == pytest.approx(undisturbed(num_steps)[content["first_step"] :], abs=1e-2)
 
 
 @pytest.mark.long
