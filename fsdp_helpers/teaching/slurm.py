@@ -228,7 +228,7 @@ def try_job(script: Path, *arguments: object, folder: Path) -> dict | None:
                 queue, output = cluster.watch_job(script, *arguments, "--json", record, folder=folder)
             return {"queue": queue, "output": output, "step_losses": json.loads(record.read_text())["step_losses"]}
         except SlurmError as error:
-            reason = f"Slurm did not do it here: {error}"
+            reason = f"it was tried, but {error}"
     print(f"No Slurm here: {reason}.")
     return None
 

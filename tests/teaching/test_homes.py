@@ -108,8 +108,11 @@ def test_step_times_are_drawn_as_measured(bandwidth):
 
 
 def test_bars_are_as_long_as_the_bytes(bandwidth):
-    fig, (bytes_ax, time_ax) = network_plots.plot_shardings(bandwidth["shardings"])
+    fig, (bytes_ax, cable_ax, time_ax) = network_plots.plot_shardings(bandwidth["shardings"])
     drawn = sum(patch.get_width() for patch in bytes_ax.patches)
     sent = sum(sum(row["sent_bytes"].values()) for row in bandwidth["shardings"])
     assert drawn == pytest.approx(sent / 1e6)
-    assert [patch.get_width() for patch in time_ax.patches] == [1000 * row["step_s"] for row in bandwidth["shardings"]]
+    for ax, field, factor in ((cable_ax, "cable_bytes_per_step", 1e-6), (time_ax, "step_s", 1000)):
+        assert [patch.get_width() for patch in ax.patches] == [
+            pytest.approx(factor * row[field]) for row in bandwidth["shardings"]
+        ]
