@@ -126,14 +126,15 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tm
 # ---------------------------------------------------------------- a machine is lost
 
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,is_host="
+NOT_LONG = "join_timeout=30," + SOON  # an agent waits so long for the others, also when all start
 
 
-def lose_a_machine(folder, *, holds_store: bool) -> tuple[int, str]:
+def lose_a_machine(folder, *, holds_store: bool, num_nodes: str = "1:2", conf: str = SOON) -> tuple[int, str]:
     """Two agents that train, of which one is lost: exit status and output of the other."""
     saving = ["--checkpoint-dir", folder / "run", "--checkpoint-every", 2, "--resume"]
     arguments = [*SHARDED, "--max-steps", 200, "--epochs", 10, *saving, "--json", folder / "run.json"]
-    options = agents("1:2", free_port(), "--max-restarts", "3", "--rdzv-conf")
-    stays_with, lost_with = [*options, SOON + str(int(not holds_store))], [*options, SOON + str(int(holds_store))]
+    options = agents(num_nodes, free_port(), "--max-restarts", "3", "--rdzv-conf")
+    stays_with, lost_with = [*options, conf + str(int(not holds_store))], [*options, conf + str(int(holds_store))]
     with (
         torchrun_job(stays_with, arguments, folder, name="stays", **FRESH_STORE) as stays,
         torchrun_job(lost_with, arguments, folder, name="lost", **FRESH_STORE) as lost,
@@ -175,10 +176,17 @@ def test_a_machine_that_comes_back_joins(undisturbed, tmp_path):
 
 
 @pytest.mark.long
+def test_where_both_are_needed_the_other_ends_after_the_stated_time(tmp_path):
+    status, output = lose_a_machine(tmp_path, holds_store=False, num_nodes="2", conf=NOT_LONG)
+    assert status == 1 and "RendezvousTimeoutError" in output
+
+
+@pytest.mark.long
 def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
     """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
     status, output = lose_a_machine(tmp_path, holds_store=True)
     assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
+    assert "SilentRanks: rank 0 did not answer within" in output
 
 
 # ---------------------------------------------------------------- an environment that cannot be
