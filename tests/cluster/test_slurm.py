@@ -53,7 +53,9 @@ def undisturbed(digits_dir):
 
 
 def output(folder: Path, job: str) -> str:
-    return (folder / f"train-{job}.out").read_text()
+    """What the job has printed so far; nothing, before it starts."""
+    path = folder / f"train-{job}.out"
+    return path.read_text() if path.exists() else ""
 
 
 def test_two_nodes_learn_what_two_ranks_of_launch_learn(slurm, undisturbed, tmp_path):
