@@ -47,6 +47,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=5,batch_sched_delay=1,sched_interval=5
 SlurmdParameters=config_overrides
 MpiDefault=none
+CommunicationParameters=NoCtldInAddrAny
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=5

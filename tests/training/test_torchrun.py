@@ -196,7 +196,7 @@ def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
     """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
     status, output = lose_a_machine(tmp_path, holds_store=True)
     assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
-    assert "SilentRanks: rank 0 did not answer within" in output
+    assert re.search(r"SilentRanks: rank \d did not answer .*; see its own last lines, and its machine", output), output
 
 
 # ---------------------------------------------------------------- an environment that cannot be
