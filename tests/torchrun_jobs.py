@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -96,6 +97,17 @@ def wait_for_step(checkpoints: Path, step: int, job: Job) -> None:
         lambda: (find_steps(checkpoints) or [0])[-1] >= step or job.process.poll() is not None, START_S
     )
     assert reached and job.process.poll() is None, job.output
+
+
+def wait_for_output(pattern: str, *jobs: Job) -> tuple[str, ...]:
+    """What the groups of `pattern` match, as soon as one of the jobs has printed it: the one with rank 0."""
+
+    def found() -> re.Match | None:
+        return next(filter(None, (re.search(pattern, job.output) for job in jobs)), None)
+
+    wait_until(lambda: found() or any(job.process.poll() is not None for job in jobs), START_S)
+    assert found(), "\n".join(job.output for job in jobs)
+    return found().groups()
 
 
 def read_losses(path: Path) -> tuple[int, list[float]]:

@@ -11,6 +11,7 @@ from fsdp_helpers.planning.held import own_state
 from fsdp_helpers.planning.ledger import Peak
 from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.peak import walk_step
+from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.records import CollectiveCount, StateBytes
 
@@ -140,7 +141,7 @@ class Plan:
         """The shortest and the longest step: all communication hidden behind the arithmetic, or none of it."""
         if self.arithmetic_s is None:
             return None
-        return max(self.arithmetic_s, self.communication_s), self.arithmetic_s + self.communication_s
+        return step_range_s(self.arithmetic_s, self.communication_s)
 
     @property
     def items_per_s(self) -> tuple[float, float] | None:

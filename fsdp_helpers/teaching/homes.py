@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil  # comes with every notebook's kernel
+import psutil
 
 from fsdp_helpers.teaching.show import table
 

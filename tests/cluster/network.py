@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leftovers import PROJECT
-from machines import NODES, alone_on_a_core, core_of, hosts_file
+
+from fsdp_helpers.teaching.two_machines import NODES, alone_on_a_core, core_of, what_is_missing, write_hosts
 
 PROGRAMS = ("ip", "tc", "nsenter", "unshare", "taskset")
 HOW_TO_GET = "apt-get update && apt-get install --no-install-recommends iproute2 util-linux"
 PORT = 29_400  # in namespaces of their own no one else has it
 ADDRESSES = dict(zip(NODES, ("10.77.0.1", "10.77.0.2"), strict=True))
 CABLE = "cable"
+
+
+def missing() -> str | None:
+    """In a clause: why there can be no two machines here; None where there can."""
+    return what_is_missing(PROGRAMS, HOW_TO_GET)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def tc(namespace: str, action: str) -> list[str]:
 def two_machines(folder: Path) -> Iterator[Machines]:
     """Namespaces, cable and files are gone after the block."""
     names = tuple(f"fsdp-{os.getpid()}-{name}" for name in NODES)
-    hosts_file(folder / "hosts", ADDRESSES)
+    write_hosts(folder / "hosts", ADDRESSES)
     made = []
     try:
         for name in names:
@@ -109,12 +115,14 @@ BITS_PER_S = {"1gbit": 1e9, "200mbit": 2e8, "50mbit": 5e7}
 def measure_rate(machines: Machines, rate: str | None) -> dict:
     """A step of ShallowNet under DDP, one rank on each machine: its time, and what its bytes need at this rate."""
     machines.shape(rate)
+    before = machines.sent_bytes()
     record = machines.train([*SHALLOW, "--strategy", "ddp"])
     sent_bytes = sum(sent_by_op(record).values())
     return {
         "bits_per_s": BITS_PER_S.get(rate),
         "step_s": steady_step_s(record),
         "sent_bytes": sent_bytes,
+        "cable_bytes_per_step": (machines.sent_bytes() - before) // NUM_STEPS,
         "predicted_s": 8 * sent_bytes / BITS_PER_S[rate] if rate else 0.0,
     }
 

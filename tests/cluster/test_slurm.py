@@ -3,37 +3,43 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import slurm as cluster
 from leftovers import PROJECT
-from machines import missing_programs
 from needs import need
 from torchrun_jobs import SMALL, read_losses
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.teaching import slurm as cluster
+from fsdp_helpers.teaching.homes import torchrun_command
 from fsdp_helpers.training.run import train
 
 SCRIPT = PROJECT / "notebooks" / "cluster" / "train.sbatch"
 TAKE_HOME = PROJECT / "notebooks" / "take_home"
 SHARDED = [*SMALL, "--strategy", "fsdp-auto-wrap", "--device", "cpu"]
 SETTINGS = {"model": "simple", "train_images": 1_200, "test_images": 101, "global_batch_size": 24}
-# torchrun as it lies beside this interpreter, and this copy of the package.
-VARIABLES = {
-    "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
-    "PYTHONPATH": str(PROJECT),
-    "FSDP_OFFLINE": "1",
-}
+# This copy of the package, and data that are everywhere.
+VARIABLES = {"PYTHONPATH": str(PROJECT), "FSDP_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    need(missing_programs(cluster.PROGRAMS), cluster.HOW_TO_GET)
-    with cluster.running_slurm(tmp_path_factory.mktemp("slurm")) as running:
-        yield running
+def running(tmp_path_factory):
+    """One cluster for the tests that leave its nodes alone."""
+    need(cluster.missing())
+    with cluster.running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(running):
+    """The cluster, as soon as it has nothing to do: also after a test that failed."""
+    jobs = running.run("squeue", "--noheader", "--format=%i").split()
+    if jobs:
+        running.run("scancel", *jobs)
+    running.wait_for_nodes()
+    return running
 
 
 @pytest.fixture
@@ -47,7 +53,9 @@ def undisturbed(digits_dir):
 
 
 def output(folder: Path, job: str) -> str:
-    return (folder / f"train-{job}.out").read_text()
+    """What the job has printed so far; nothing, before it starts."""
+    path = folder / f"train-{job}.out"
+    return path.read_text() if path.exists() else ""
 
 
 def test_two_nodes_learn_what_two_ranks_of_launch_learn(slurm, undisturbed, tmp_path):
@@ -80,12 +88,29 @@ def test_the_time_limit_ends_in_a_checkpoint_and_the_job_goes_on(slurm, tmp_path
     assert {step: steps[step] for step in range(saved + 5)} == expected
 
 
+def test_a_job_that_is_asked_to_end_saves_and_the_next_one_goes_on(slurm, tmp_path):
+    """SIGTERM from `scancel`, which queues nothing again: whoever asked submits the next job."""
+    take_home = [TAKE_HOME / "checkpoint.py", tmp_path / "run"]
+    job = slurm.submit(SCRIPT, *take_home, 10**6, folder=tmp_path, **VARIABLES)
+    losses_by_step(slurm, tmp_path, job, more_than=5)
+    slurm.run("scancel", "--signal=TERM", job)
+    slurm.wait_for(job, "FAILED")  # what torchrun calls a run that was ended early
+    (saved,) = [int(path.parent.name) for path in (tmp_path / "run").glob("*/.metadata")]
+    before = losses_by_step(slurm, tmp_path, job, more_than=0)
+    following = slurm.submit(SCRIPT, *take_home, saved + 5, folder=tmp_path, **VARIABLES)
+    slurm.wait_for(following, "COMPLETED")
+    after = losses_by_step(slurm, tmp_path, following, more_than=0)
+    assert sorted(before) == list(range(saved)) and sorted(after) == list(range(saved, saved + 5))
+    assert before | after == run_undisturbed(tmp_path, saved + 5)
+
+
 def run_undisturbed(folder: Path, num_steps: int) -> dict[int, float]:
     """The same script on two ranks of this machine that nothing happens to, one thread each."""
     logs = ["--log-dir", folder / "undisturbed-logs"]
-    command = ["torchrun", "--standalone", "--nproc-per-node=2", *logs, TAKE_HOME / "checkpoint.py", folder / "other"]
+    script = [TAKE_HOME / "checkpoint.py", folder / "other", num_steps]
+    command = torchrun_command("--standalone", "--nproc-per-node=2", *logs, *script)
     environment = {**os.environ, **VARIABLES}
-    done = subprocess.run([*command, str(num_steps)], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  loss (\d+\.\d{7})\n", done.stdout)}
 
 
@@ -106,16 +131,18 @@ def test_fsdp2_runs_as_it_is(slurm, tmp_path):
     assert sorted(losses_by_step(slurm, tmp_path, job, more_than=5)) == list(range(6))
 
 
-def test_a_lost_node_requeues_the_job_and_it_resumes(slurm, undisturbed, tmp_path):
-    """The last of these tests: a controller that has lost a node once may keep later jobs waiting for it."""
+def test_a_lost_node_requeues_the_job_and_it_resumes(undisturbed, tmp_path):
+    """With a cluster of its own, since the controller may keep later jobs waiting for a node that it has lost once."""
+    need(cluster.missing())
     saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 5, "--resume"]
     arguments = ["-m", "fsdp_helpers", "train", *SHARDED, "--epochs", 100, "--max-steps", 400, *saving]
-    job = slurm.submit(SCRIPT, *arguments, "--json", tmp_path / "run.json", folder=tmp_path, **VARIABLES)
-    assert cluster.wait_until(lambda: find_steps(tmp_path / "run")), slurm.show(job)
-    slurm.lose_node(1)
-    slurm.wait_for(job, "PENDING")
-    slurm.start_node(1)
-    slurm.go_on(job)
-    slurm.wait_for(job, "COMPLETED")
+    with cluster.running_slurm(tmp_path / "cluster") as slurm:
+        job = slurm.submit(SCRIPT, *arguments, "--json", tmp_path / "run.json", folder=tmp_path, **VARIABLES)
+        assert cluster.wait_until(lambda: find_steps(tmp_path / "run")), slurm.show(job)
+        slurm.lose_node(1)
+        slurm.wait_for(job, "PENDING")
+        slurm.start_node(1)
+        slurm.go_on(job)
+        slurm.wait_for(job, "COMPLETED")
     first_step, losses = read_losses(tmp_path / "run.json")
     assert first_step > 0 and losses == undisturbed(400)[first_step:]

@@ -6,6 +6,7 @@ from fsdp_helpers.planning.traffic import (
     collective_sent_bytes,
     padded_params,
     step_copied_bytes,
+    step_range_s,
     step_sent_bytes,
 )
 
@@ -79,3 +80,8 @@ def test_copies_of_a_step_hand_worked():
     # To the device the root's once, the others' twice: 200 + 4 x 400. Gradients to the host once: 200 + 2 x 400.
     assert step_copied_bytes((100, 200, 200), 2) == (1_800, 1_000)
     assert step_copied_bytes((100,), 1) == (400, 400)  # one unit: 8 P / N in all
+
+
+def test_the_shortest_and_the_longest_step():
+    assert step_range_s(0.25, 1.0) == (1.0, 1.25)
+    assert step_range_s(1.0, 0.25) == (1.0, 1.25)

@@ -17,9 +17,11 @@ from torchrun_jobs import (
     read_losses,
     run_job,
     torchrun_job,
+    wait_for_output,
     wait_for_step,
 )
 
+from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks import torchrun as torchrun_environment
 from fsdp_helpers.training.run import train
@@ -125,14 +127,19 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tm
 # ---------------------------------------------------------------- a machine is lost
 
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,is_host="
+# Steps of a larger model, which learns slowly: it is not done, and has not converged, before a machine comes back.
+SLOWLY = ["--model", "shallow", "--no-dropout", "--strategy", "fsdp-auto-wrap", "--learning-rate", "1e-4"]
+SLOWLY += ["--train-images", "1200", "--test-images", "101", "--global-batch-size", "24", "--epochs", "100"]
+AT_ONCE = {**FRESH_STORE, "PYTHONUNBUFFERED": "1"}  # what is printed is there to be read
+NOT_LONG = "join_timeout=30," + SOON  # an agent waits so long for the others, also when all start
 
 
-def lose_a_machine(folder, *, holds_store: bool) -> tuple[int, str]:
+def lose_a_machine(folder, *, holds_store: bool, num_nodes: str = "1:2", conf: str = SOON) -> tuple[int, str]:
     """Two agents that train, of which one is lost: exit status and output of the other."""
     saving = ["--checkpoint-dir", folder / "run", "--checkpoint-every", 2, "--resume"]
     arguments = [*SHARDED, "--max-steps", 200, "--epochs", 10, *saving, "--json", folder / "run.json"]
-    options = agents("1:2", free_port(), "--max-restarts", "3", "--rdzv-conf")
-    stays_with, lost_with = [*options, SOON + str(int(not holds_store))], [*options, SOON + str(int(holds_store))]
+    options = agents(num_nodes, free_port(), "--max-restarts", "3", "--rdzv-conf")
+    stays_with, lost_with = [*options, conf + str(int(not holds_store))], [*options, conf + str(int(holds_store))]
     with (
         torchrun_job(stays_with, arguments, folder, name="stays", **FRESH_STORE) as stays,
         torchrun_job(lost_with, arguments, folder, name="lost", **FRESH_STORE) as lost,
@@ -152,10 +159,44 @@ def test_the_other_goes_on_alone_when_a_machine_is_lost(undisturbed, tmp_path):
 
 
 @pytest.mark.long
+def test_a_machine_that_comes_back_joins(tmp_path):
+    """Two ranks, one, and two again; the losses are those of two ranks all along, up to the order of additions."""
+    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 5, "--keep-last", 3, "--resume"]
+    arguments = [*SLOWLY, *saving]
+    options = agents("1:2", free_port(), "--max-restarts", "3", "--rdzv-conf")
+    first, other = [*options, SOON + "1"], [*options, SOON + "0"]
+    with torchrun_job(first, arguments, tmp_path, name="stays", **AT_ONCE) as stays:
+        with torchrun_job(other, arguments, tmp_path, name="lost", **AT_ONCE) as lost:
+            wait_for_step(tmp_path / "run", 5, stays)
+            lost.end_machine()
+        (step,) = wait_for_output(r"1 rank\(s\) on cpu.*after the first (\d+)", stays)
+        with torchrun_job(other, arguments, tmp_path, name="back", **AT_ONCE) as back:
+            (later,) = wait_for_output(r"2 rank\(s\) on cpu.*after the first (\d+)", stays, back)
+            wait_for_step(tmp_path / "run", int(later) + 5, stays)
+            stays.process.send_signal(signal.SIGTERM)
+            assert [stays.wait(), back.wait()] == [1, 0], stays.output + back.output
+    assert 5 <= int(step) < int(later)
+    last = find_steps(tmp_path / "run")[-1]
+    followed = [*SLOWLY, "--max-steps", last + 5, "--world-size", 2, "--device", "cpu", "--data-dir", tmp_path / "none"]
+    for name, more in (("resumed", saving), ("undisturbed", [])):
+        assert main_in_process("train", *followed, *more, "--json", tmp_path / f"{name}.json") == 0
+    first_step, losses = read_losses(tmp_path / "resumed.json")
+    assert first_step == last and len(losses) == 5
+    assert losses == pytest.approx(read_losses(tmp_path / "undisturbed.json")[1][last:], abs=1e-3)
+
+
+@pytest.mark.long
+def test_where_both_are_needed_the_other_ends_after_the_stated_time(tmp_path):
+    status, output = lose_a_machine(tmp_path, holds_store=False, num_nodes="2", conf=NOT_LONG)
+    assert status == 1 and "RendezvousTimeoutError" in output
+
+
+@pytest.mark.long
 def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
     """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
     status, output = lose_a_machine(tmp_path, holds_store=True)
     assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
+    assert re.search(r"SilentRanks: rank \d did not answer .*; see its own last lines, and its machine", output), output
 
 
 # ---------------------------------------------------------------- an environment that cannot be
