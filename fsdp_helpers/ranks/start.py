@@ -1,5 +1,6 @@
 """How the processes of ranks come to life: forked from a server that has torch loaded, or started from nothing."""
 
+import atexit
 import multiprocessing
 import multiprocessing.util
 import os
@@ -82,7 +83,7 @@ def _start_server() -> None:
 
 
 def _tidy_up_on_sigterm() -> None:
-    """SIGTERM ends this process as before; first the folder goes in which multiprocessing has the server's socket.
+    """SIGTERM ends this process as before; but first its temporary folders go, that of the server's socket among them.
 
     So Jupyter ends every kernel that has launched: a kernel that is asked to leave first waits for all its children,
     and one of them, multiprocessing's resource tracker, waits for the kernel.
@@ -93,7 +94,10 @@ def _tidy_up_on_sigterm() -> None:
 
 
 def _tidy_up_and_end(number: int, frame: object) -> None:
-    shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
+    if _num_launches == 0:
+        atexit._run_exitfuncs()
+    else:  # those of multiprocessing would wait for the ranks, which end when this process has ended
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 

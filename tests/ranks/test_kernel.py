@@ -17,8 +17,10 @@ from programs import TESTS, is_running, wait_until
 
 PATIENCE_S = 200.0  # for a cell, also on a busy machine
 SET_UP = """
+import tempfile
 from fsdp_helpers.ranks.launch import launch
 from workers_for_tests import all_reduce_rank, raise_on, report_until_ended, return_args
+kept = tempfile.TemporaryDirectory()
 """
 HANG = "launch(report_until_ended, {folder!r}, world_size=2, device='cpu')"
 
@@ -77,14 +79,15 @@ class Kernel:
     def shut_down(self) -> None:
         """End the kernel as JupyterLab does, and see that all goes with it: processes and temporary files."""
         processes = self.processes()
-        assert self.temporary_files()  # the fork server's socket
+        assert len(self.temporary_files()) == 2  # for the fork server's socket, and what a cell keeps
         self.client.stop_channels()
         self.manager.shutdown_kernel()
         assert ended(processes)
         assert self.temporary_files() == []
 
     def temporary_files(self) -> list[Path]:
-        return [*self.folder.glob("fsdp_helpers-*"), *self.folder.glob("pymp-*")]
+        """Of launches, of multiprocessing, and of the cells themselves."""
+        return [path for kind in ("fsdp_helpers-*", "pymp-*", "tmp*") for path in self.folder.glob(kind)]
 
 
 def descendants(pid: int) -> set[int]:
@@ -255,5 +258,5 @@ def test_a_restart_leaves_nothing_and_the_kernel_launches_again(kernels):
     assert set(os.listdir("/dev/shm")) <= shared_memory
     assert wait_until(lambda: not list(kernel.folder.glob("fsdp_helpers-*")))
     for folder in kernel.temporary_files():
-        shutil.rmtree(folder)  # of multiprocessing in the kernel, which was killed
+        shutil.rmtree(folder)  # of the kernel, which was killed
     assert text_of(kernel.run(SET_UP + "launch(all_reduce_rank, world_size=2, device='cpu')")[-1]) == "[3.0, 3.0]"
