@@ -59,6 +59,9 @@ test test-% run xla: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 # Threads that wait sleep: on cores that are in use spinning ones make a step take ten times as long.
 lab student test test-% run: export OMP_WAIT_POLICY := PASSIVE
 
+# What torchrun would write into log files is shown in the notebook; left alone, every run of it leaves a folder in /tmp.
+lab student test test-% run: export PET_LOG_DIR := /dev/null
+
 # Terminals and kernels of JupyterLab find the environment first; lab/ holds the kernel's name and JupyterLab's settings.
 lab student: export PATH := $(abspath $(BIN)):$(PATH)
 lab student: export VIRTUAL_ENV := $(abspath $(BIN)/..)

@@ -46,16 +46,20 @@ def report(done: int, total: int, title: str, details: str = "", loss: float | N
         _sink(done, total, title, details, loss)
 
 
-def drawn(items: Iterable[Item], total: int, title: str) -> Iterator[Item]:
-    """`items`, one by one, with a bar for what this very process does with them."""
-    bar, last_s = ProgressBar(), 0.0
+def drawn(
+    items: Iterable[Item], total: int, title: str, details: Callable[[Item], str] = lambda item: ""
+) -> Iterator[Item]:
+    """`items`, one by one, with a bar for what this very process does with them; `details` says which is at hand."""
+    bar, done, last_s = ProgressBar(), 0, 0.0
     try:
-        bar.update(0, total, title)
-        for done, item in enumerate(items, start=1):
-            yield item
-            if done == total or time.monotonic() - last_s > SECONDS_BETWEEN_REPORTS:
+        bar.update(done, total, title)
+        for item in items:
+            if time.monotonic() - last_s > SECONDS_BETWEEN_REPORTS:
                 last_s = time.monotonic()
-                bar.update(done, total, title)
+                bar.update(done, total, title, details(item))
+            yield item
+            done += 1
+        bar.update(done, total, title)
     finally:
         bar.close()
 

@@ -1,7 +1,10 @@
 """How the processes of ranks come to life: forked from a server that has torch loaded, or started from nothing."""
 
+import atexit
 import multiprocessing
+import multiprocessing.util
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -75,7 +78,28 @@ def _start_server() -> None:
     if not _environment:
         _environment.update(os.environ)
     forkserver.set_forkserver_preload(PRELOADED)
+    _tidy_up_on_sigterm()
     forkserver.ensure_running()
+
+
+def _tidy_up_on_sigterm() -> None:
+    """SIGTERM ends this process as before; but first its temporary folders go, that of the server's socket among them.
+
+    So Jupyter ends every kernel that has launched: a kernel that is asked to leave first waits for all its children,
+    and one of them, multiprocessing's resource tracker, waits for the kernel.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _tidy_up_and_end)
+
+
+def _tidy_up_and_end(number: int, frame: object) -> None:
+    if _num_launches == 0:
+        atexit._run_exitfuncs()
+    else:  # those of multiprocessing would wait for the ranks, which end when this process has ended
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 @contextmanager

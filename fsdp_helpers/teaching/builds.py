@@ -10,6 +10,7 @@ from textwrap import shorten
 
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
+from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
 from fsdp_helpers.teaching import build_workers as workers
 from fsdp_helpers.teaching.answers import NotYet, call, exercise, expect, expect_whole
 from fsdp_helpers.teaching.build_plan import check_batch as check_batch
@@ -181,10 +182,11 @@ def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str
 
 def _run(worker: Callable, module: str, world_size: int, *arguments: object) -> object:
     """What `worker` returns on rank 0; NotYet, in one line, where the reader's code fails or never ends."""
+    bar = ProgressBar()
+    bar.start(f"{module}.py, {count_ranks(world_size)} on cpu")
+    settings = {"device": "cpu", "timeout_s": TIMEOUT_S, "progress": bar}
     try:
-        return launch(
-            worker, module, *arguments, world_size=world_size, device="cpu", timeout_s=TIMEOUT_S, progress=False
-        )[0]
+        return launch(worker, module, *arguments, world_size=world_size, **settings)[0]
     except RankError as error:
         where = last_line_in(module, error.details)
         raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {shorten(error.summary, LONGEST)}") from None

@@ -4,6 +4,7 @@ Two kernels start at once and serve all tests, since each needs seconds to load 
 """
 
 import os
+import shutil
 import signal
 import textwrap
 import time
@@ -16,8 +17,10 @@ from programs import TESTS, is_running, wait_until
 
 PATIENCE_S = 200.0  # for a cell, also on a busy machine
 SET_UP = """
+import tempfile
 from fsdp_helpers.ranks.launch import launch
 from workers_for_tests import all_reduce_rank, raise_on, report_until_ended, return_args
+kept = tempfile.TemporaryDirectory()
 """
 HANG = "launch(report_until_ended, {folder!r}, world_size=2, device='cpu')"
 
@@ -74,11 +77,17 @@ class Kernel:
         return descendants(self.pid)
 
     def shut_down(self) -> None:
-        """End the kernel, and see that all that it has started ends with it."""
+        """End the kernel as JupyterLab does, and see that all goes with it: processes and temporary files."""
         processes = self.processes()
+        assert len(self.temporary_files()) == 2  # for the fork server's socket, and what a cell keeps
         self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
+        self.manager.shutdown_kernel()
         assert ended(processes)
+        assert self.temporary_files() == []
+
+    def temporary_files(self) -> list[Path]:
+        """Of launches, of multiprocessing, and of the cells themselves."""
+        return [path for kind in ("fsdp_helpers-*", "pymp-*", "tmp*") for path in self.folder.glob(kind)]
 
 
 def descendants(pid: int) -> set[int]:
@@ -204,6 +213,14 @@ def test_a_function_that_is_added_to_a_module_later(kernel):
     assert [text_of(outputs[-1]) for outputs in (before, after)] == ["[1]", "[[10], [2]]"]
 
 
+def test_a_checker_names_what_it_runs(kernel):
+    kernel.run("%%writefile my_ddp.py\ndef average_gradients(model, bucket_bytes): ...")
+    code = "from fsdp_helpers.teaching import builds\nbuilds.check_average_gradients('my_ddp')"
+    line, verdict = kernel.run(code)
+    assert text_of(line).startswith("my_ddp.py, 2 ranks on cpu: ended after ")  # and from the start on: "starting"
+    assert text_of(verdict).startswith("Not yet: on 2 ranks, ")
+
+
 # ---------------------------------------------------------------- how launches end
 
 
@@ -240,4 +257,6 @@ def test_a_restart_leaves_nothing_and_the_kernel_launches_again(kernels):
     assert ended(processes)
     assert set(os.listdir("/dev/shm")) <= shared_memory
     assert wait_until(lambda: not list(kernel.folder.glob("fsdp_helpers-*")))
+    for folder in kernel.temporary_files():
+        shutil.rmtree(folder)  # of the kernel, which was killed
     assert text_of(kernel.run(SET_UP + "launch(all_reduce_rank, world_size=2, device='cpu')")[-1]) == "[3.0, 3.0]"

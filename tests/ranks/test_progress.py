@@ -109,5 +109,8 @@ def test_items_of_this_very_process_are_drawn(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_REPORTS", -1.0)
-    assert list(progress.drawn("abc", 3, "letters")) == ["a", "b", "c"]
-    assert re.findall(r"(\d)/3", terminal.getvalue())[0] == "0"
+    seen = []
+    for letter in progress.drawn("abc", 3, "letters", "now {}".format):
+        seen.append((letter, *re.findall(r"(\d)/3.*?(now \w)", terminal.getvalue())[-1]))
+    assert seen == [("a", "0", "now a"), ("b", "1", "now b"), ("c", "2", "now c")]  # said before it is begun
+    assert re.findall(r"(\d)/3", terminal.getvalue())[-1] == "3"
