@@ -72,6 +72,13 @@ def test_a_failed_script_is_its_last_line(script, tmp_path):
         xla.run_script("lesson", tmp_path, {})
 
 
+def test_temporary_files_of_an_aborted_script_are_in_its_folder(script, tmp_path):
+    script("import os, tempfile\ntempfile.mkstemp()\nos.abort()")
+    with pytest.raises(xla.XlaError, match="ended with status -6"):
+        xla.run_script("lesson", tmp_path, {})
+    assert len(os.listdir(tmp_path / "tmp")) == 1  # conftest.py fails this test if one is left elsewhere
+
+
 def test_a_script_that_hangs_is_ended_with_all_that_it_started(script, tmp_path):
     sleeper = "import time; time.sleep(100)"
     script(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {sleeper!r}])")
