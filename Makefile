@@ -138,8 +138,10 @@ enough_disk = df -Pk . | awk 'NR == 2 && $$4 < $(1) * 1000000 {print "it needs $
 can-test-oldest:
 	@$(call enough_disk,7)
 
-can-xla:
+can-xla: $(INSTALLED)
 	@$(call enough_disk,8)
+	@$(BIN)/python -m pip index versions torch_xla 2> /dev/null | grep -q 'versions:.* 2\.9\.0' \
+	  || { echo "no package index is at hand that has torch_xla 2.9.0 for this version of Python"; exit 1; }
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)

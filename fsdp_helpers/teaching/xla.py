@@ -73,7 +73,7 @@ def run_script(
     python = find_python()
     (folder / "settings.json").write_text(json.dumps(settings))
     (folder / "result.json").unlink(missing_ok=True)
-    _run([str(python), *starter, str(SCRIPTS / f"{name}.py"), str(folder)], f"{name}.py", timeout_s)
+    _run([str(python), *starter, str(SCRIPTS / f"{name}.py"), str(folder)], f"{name}.py", folder, timeout_s)
     result = folder / "result.json"
     return json.loads(result.read_text()) if result.exists() else None
 
@@ -85,7 +85,7 @@ def consolidate(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> P
     """
     module = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"
     files = ["--ckpt_prefix", str(folder / prefix), "--ckpt_suffix", "_rank-*-of-*.pth"]
-    _run([str(find_python()), "-m", module, *files], module, timeout_s)
+    _run([str(find_python()), "-m", module, *files], module, folder, timeout_s)
     whole = torch.load(folder / f"{prefix}_consolidated.pth", weights_only=True)["model"]
     path = folder / f"{prefix}.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path)
@@ -107,8 +107,11 @@ def settings_of_run(
     return {**given, "steps": (0, None), **more}
 
 
-def _run(command: list[str], name: str, timeout_s: float) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "FSDP_XLA_HELD": "1"}
+def _run(command: list[str], name: str, folder: Path, timeout_s: float) -> None:
+    temporary = folder / "tmp"  # a script that XLA ends does not tidy up; this goes with its folder
+    temporary.mkdir(exist_ok=True)
+    ours = {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "FSDP_XLA_HELD": "1", "TMPDIR": str(temporary)}
+    environment = {**os.environ, **ours}
     with TemporaryFile("w+") as said:
         streams = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said}  # its input closes when this process ends
         process = subprocess.Popen(command, env=environment, **streams, start_new_session=True)

@@ -19,11 +19,11 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.teaching.xla_inputs import read_batches, start_model, start_optimizer
 
-LEARNING_RATE, MOMENTUM = 0.01, 0.9  # of every run, as in notebooks/xla/train.py
 SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's slice has a multiple of so many values
 
-# ---------------------------------------------------------------- the same images, the same first parameters
+# ---------------------------------------------------------------- the same training, here
 
 
 def write_inputs(folder: Path, *, steps: int, batch: int, models: Sequence[str]) -> None:
@@ -38,25 +38,10 @@ def write_inputs(folder: Path, *, steps: int, batch: int, models: Sequence[str])
         np.savez(folder / f"start-{name}.npz", **{key: value.numpy() for key, value in state.items()})
 
 
-def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """The global batch of every step: images (B, 1, 28, 28) and labels (B,)."""
-    with np.load(folder / "batches.npz") as file:
-        images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
-    return list(zip(images, labels, strict=True))
-
-
-def start_model(folder: Path, name: str) -> nn.Module:
-    """The named network with the parameters that everyone begins with."""
-    model = build_model(name, dropout=False)
-    with np.load(folder / f"start-{name}.npz") as file:
-        model.load_state_dict({key: torch.from_numpy(file[key]) for key in file.files})
-    return model
-
-
 def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
     """The loss of each step in one process, without sharding, and the trained network."""
     model = start_model(folder, name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = start_optimizer(model)
     losses = [_step(model, optimizer, images, labels).item() for images, labels in read_batches(folder)]
     return losses, model
 
@@ -64,7 +49,7 @@ def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
 def train_fsdp2(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
     """The same on ranks, with FSDP2: mean losses, what a rank keeps, and the collectives of the last step."""
     model = shard(start_model(folder, name), units, world_size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = start_optimizer(model)
     losses = []
     for batch in read_batches(folder):
         images, labels = (part.chunk(world_size)[rank].to(rank_device()) for part in batch)

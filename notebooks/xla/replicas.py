@@ -1,7 +1,7 @@
 """What the scripts of this folder share: where they read and write, replicas on a CPU, and their lock.
 
 A script is started with a folder that holds settings.json (what to do), batches.npz (images and labels of each step)
-and start.npz (the parameters to begin with, by name), and leaves result.json there.
+and start-MODEL.npz (the parameters to begin with, by name), and leaves result.json there.
 """
 
 import json
@@ -14,11 +14,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp_helpers.models import build_model  # the one part of the package that these scripts use: plain torch
+from fsdp_helpers.teaching import xla_inputs  # what these scripts use of the package: plain torch
 
 LOCK = threading.Lock()
 MEETING = threading.Barrier(int(os.environ.get("CPU_NUM_DEVICES", 1)))  # of all replicas, threads of one process
@@ -29,21 +27,12 @@ def read_settings(folder: Path) -> dict:
     return json.loads((folder / "settings.json").read_text())
 
 
-def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """The global batch of every step: images (B, 1, 28, 28) and labels (B,)."""
-    with np.load(folder / "batches.npz") as file:
-        images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
-    return list(zip(images, labels, strict=True))
-
-
 def start_model(folder: Path, name: str) -> nn.Module:
-    """The named network with the parameters that everyone begins with."""
-    model = build_model(name, dropout=False)
-    with np.load(folder / f"start-{name}.npz") as file:
-        model.load_state_dict({key: torch.from_numpy(file[key]) for key in file.files})
+    """The network that everyone begins with; no ReLU works in place, since FSDPv2 hangs a hook on what comes before."""
+    model = xla_inputs.start_model(folder, name)
     for module in model.modules():
         if isinstance(module, nn.ReLU):
-            module.inplace = False  # FSDPv2 hangs a hook on what comes before, which must not change in place
+            module.inplace = False
     return model
 
 

@@ -18,7 +18,9 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
-from train import COUNTED, start_optimizer
+from train import COUNTED
+
+from fsdp_helpers.teaching import xla_inputs
 
 
 def wrap(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:
@@ -28,7 +30,7 @@ def wrap(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:
 
 def train(model: FSDPv2, batches: list, mesh: spmd.Mesh) -> list[float]:
     """The loss of each step, over the global batch: this process sees it whole, and so does its loss."""
-    optimizer = start_optimizer(model)
+    optimizer = xla_inputs.start_optimizer(model)
     losses = []
     for images, labels in batches:
         images, labels = images.to("xla"), labels.to("xla")
@@ -49,7 +51,7 @@ def main(folder: Path, settings: dict) -> None:
     devices = np.arange(xr.global_runtime_device_count())
     mesh = spmd.Mesh(devices, (len(devices), 1), ("fsdp", "model"))
     model = wrap(replicas.start_model(folder, settings["model"]), mesh)
-    losses = train(model, replicas.read_batches(folder), mesh)
+    losses = train(model, xla_inputs.read_batches(folder), mesh)
     result = {
         "losses": losses,
         "devices": len(devices),

@@ -21,7 +21,8 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 from torch_xla.distributed.fsdp import checkpoint_module
 from torch_xla.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-LEARNING_RATE, MOMENTUM = 0.01, 0.9
+from fsdp_helpers.teaching import xla_inputs
+
 COUNTED = re.compile(r" (all-gather|all-reduce|reduce-scatter|dot)(?:-start)?\(")  # dot: a matrix product
 POLICIES = {
     "size": partial(size_based_auto_wrap_policy, min_num_params=10_000),
@@ -49,15 +50,6 @@ def wrap(model: nn.Module, run: dict, settings: dict) -> FSDP:
             layer = inside(layer)
             setattr(model.layers, name, sharded(layer) if run["cut"] == "nested" else layer)
     return sharded(model)
-
-
-def start_optimizer(model: nn.Module) -> torch.optim.SGD:
-    """SGD over a replica's slices, its momentum begun with zeros, so that it is in memory before the first step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)  # after the wrapping
-    for parameter in model.parameters():
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    torch_xla.sync()
-    return optimizer
 
 
 def my_part(batch: tuple[Tensor, Tensor], rank: int, world_size: int) -> list[Tensor]:
@@ -104,10 +96,10 @@ def one_run(folder: Path, settings: dict, run: dict) -> dict:
     rank, world_size, lock = xr.global_ordinal(), xr.world_size(), replicas.one_at_a_time(settings)
     with lock:
         model = wrap(replicas.start_model(folder, run["model"]), run, settings)
-        optimizer = start_optimizer(model)
+        optimizer = xla_inputs.start_optimizer(model)  # after the wrapping
         if run.get("resume"):
             resume(f"{folder}/{run['resume']}_rank-{rank}-of-{world_size}.pth", model, optimizer)
-    batches = replicas.read_batches(folder)[slice(*run["steps"])]
+    batches = xla_inputs.read_batches(folder)[slice(*run["steps"])]
     losses = train(model, batches, optimizer, run, lock)
     with lock:
         if run.get("save"):

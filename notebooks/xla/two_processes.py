@@ -14,6 +14,8 @@ import torch_xla.distributed.xla_backend  # noqa: F401  registers the backend "x
 import torch_xla.runtime as xr
 import train
 
+from fsdp_helpers.teaching import xla_inputs
+
 
 def main(folder: Path, settings: dict) -> None:
     """The set-up that every torchrun script has, and then the training of train.py on this process's part."""
@@ -22,9 +24,9 @@ def main(folder: Path, settings: dict) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     (run,) = settings["runs"]
     model = train.wrap(replicas.start_model(folder, run["model"]), run, settings)
-    batches = [[part.chunk(world_size)[rank] for part in batch] for batch in replicas.read_batches(folder)]
+    batches = [[part.chunk(world_size)[rank] for part in batch] for batch in xla_inputs.read_batches(folder)]
     result = {
-        "losses": train.train(model, batches, train.start_optimizer(model), run, replicas.LOCK),
+        "losses": train.train(model, batches, xla_inputs.start_optimizer(model), run, replicas.LOCK),
         "world size for torchrun": world_size,
         "world size for XLA": xr.world_size(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

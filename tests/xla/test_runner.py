@@ -72,6 +72,13 @@ def test_a_failed_script_is_its_last_line(script, tmp_path):
         xla.run_script("lesson", tmp_path, {})
 
 
+def test_temporary_files_of_an_aborted_script_are_in_its_folder(script, tmp_path):
+    script("import os, tempfile\ntempfile.mkstemp()\nos.abort()")
+    with pytest.raises(xla.XlaError, match="ended with status -6"):
+        xla.run_script("lesson", tmp_path, {})
+    assert len(os.listdir(tmp_path / "tmp")) == 1  # conftest.py fails this test if one is left elsewhere
+
+
 def test_a_script_that_hangs_is_ended_with_all_that_it_started(script, tmp_path):
     sleeper = "import time; time.sleep(100)"
     script(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {sleeper!r}])")
@@ -162,19 +169,35 @@ def test_every_record_is_one_that_the_notebook_asks_for():
 # ---------------------------------------------------------------- two worlds, kept apart
 
 
-def imports_torch_xla(path: Path) -> bool:
+def imported_by(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return any(name.split(".")[0] == "torch_xla" for name in names)
+    return names
+
+
+def imports_torch_xla(path: Path) -> bool:
+    return "torch_xla" in {name.split(".")[0] for name in imported_by(path)}
 
 
 def test_no_file_of_the_package_imports_torch_xla():
     assert [path for path in (PROJECT / "fsdp_helpers").rglob("*.py") if imports_torch_xla(path)] == []
     assert imports_torch_xla(xla.SCRIPTS / "train.py")  # the look can find one
+
+
+def test_what_both_environments_import_needs_only_what_both_have():
+    allowed = set(sys.stdlib_module_names) | {"torch", "numpy"}
+    waiting, found = ["fsdp_helpers.teaching.xla_inputs"], {}
+    while waiting:
+        module = waiting.pop()
+        found[module] = imported_by(PROJECT / f"{module.replace('.', '/')}.py")
+        waiting += [name for name in found[module] if name.startswith("fsdp_helpers.") and name not in found]
+    others = {name.split(".")[0] for names in found.values() for name in names} - {"fsdp_helpers"}
+    assert others <= allowed, others - allowed
+    assert "fsdp_helpers.models" in found  # it looks further than the first file
 
 
 def test_a_listing_is_the_function_as_it_stands():

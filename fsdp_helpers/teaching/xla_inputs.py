@@ -1,0 +1,34 @@
+"""What both environments begin with: batches and first parameters, read from files, and the optimiser.
+
+The scripts of notebooks/xla import this too, so it needs nothing but NumPy and whichever torch there is.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fsdp_helpers.models import build_model
+
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+
+
+def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """The global batch of every step: images (B, 1, 28, 28) and labels (B,)."""
+    with np.load(folder / "batches.npz") as file:
+        images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
+    return list(zip(images, labels, strict=True))
+
+
+def start_model(folder: Path, name: str) -> nn.Module:
+    """The named network with the parameters that everyone begins with."""
+    model = build_model(name, dropout=False)
+    with np.load(folder / f"start-{name}.npz") as file:
+        model.load_state_dict({key: torch.from_numpy(file[key]) for key in file.files})
+    return model
+
+
+def start_optimizer(model: nn.Module) -> torch.optim.SGD:
+    """SGD with momentum over what `model` has: all of it or, once it is wrapped, the slices."""
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
