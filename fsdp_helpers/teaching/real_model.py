@@ -106,12 +106,14 @@ def seeded_model(config: TrainConfig) -> nn.Module:
 def losses_compiled(rank: int, world_size: int, config: TrainConfig, backend: str | None) -> list[float]:
     """Losses of a model whose blocks are compiled one by one, and then sharded; None leaves them as they are."""
     model = seeded_model(config)
-    # Ranks share the cores: one compiler for each instead of a pool, and no trial of every kind of vector first.
-    sooner = {"compile_threads": 1, "cpp.vec_isa_ok": True} if backend == "inductor" else None
+    # Ranks share the cores: one compiler for each instead of a pool, no trial of every kind of vector first, and no
+    # compiled headers, which would stay in the folder for temporary files.
+    sooner = {"compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # else it says that there is no GPU
     if backend is not None:
         for block in model.blocks:
-            block.compile(backend=backend, options=sooner)  # in place; equal blocks share what the first one got
+            # In place; equal blocks share what was compiled for the first.
+            block.compile(backend=backend, options=sooner if backend == "inductor" else None)
     shard_blocks(model, init_device_mesh(rank_device().type, (world_size,)))
     return sgd_losses(model, first_batches(rank, world_size, config))
 
