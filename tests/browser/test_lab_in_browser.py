@@ -33,6 +33,8 @@ SHOTS = PROJECT / ".pytest_cache" / "browser"
 START_S, CELL_S, NOTEBOOK_S = 300.0, 600.0, 3_000.0  # patience, also on a busy machine
 OURS_FOR_A_WHILE = ("fsdp_helpers-*", "pymp-*", "torchelastic_*", "tmp*")  # temporary files of ranks and of torchrun
 INTERRUPT = ':is([data-command="notebook:interrupt-kernel"], [data-jp-item-name="interrupt"])'
+CLOSE = """path => [...window.jupyterapp.shell.widgets("main")]
+    .filter(panel => panel.context?.path === path).forEach(panel => panel.dispose())"""
 LONG_RUN = """from fsdp_helpers import TrainConfig, launch, train
 from fsdp_helpers.teaching.probes import say_hello
 train(TrainConfig(model="simple", strategy="ddp", epochs=1_000), device="cpu", watch={watch})"""
@@ -47,6 +49,7 @@ class Lab:
     def open(self, name: str) -> None:
         """Show a notebook of the working folder, and wait for its kernel."""
         path = (self.work / name).relative_to(PROJECT).as_posix()
+        self.page.evaluate(CLOSE, path)  # where an earlier test has shut its kernel down, it would stay without one
         self.run("docmanager:open", path=path)
         self.wait(f"app.shell.currentWidget?.context?.path === {path!r} && app.shell.currentWidget.context.isReady")
         self.wait("app.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
