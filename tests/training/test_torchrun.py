@@ -174,7 +174,8 @@ def test_a_machine_that_comes_back_joins(tmp_path):
             (rest,) = wait_for_output(r" 2 ranks on cpu: \d+ of (?!5000)(\d+)", stays, back)  # resumed, of 5,000
             stays.process.send_signal(signal.SIGTERM)
             stays.wait(), back.wait()
-            assert (stays.output + back.output).count("asked to end by SIGTERM: saved after step") == 1
+            saved = (stays.output + back.output).count("asked to end by SIGTERM: saved after step")
+            assert saved == 2  # by the one rank for the machine that came back, and by two at the end
     assert int(rest) < int(rest_alone) < 5000
     last = find_steps(tmp_path / "run")[-1]
     followed = [*SLOWLY, "--max-steps", last + 5, "--world-size", 2, "--device", "cpu", "--data-dir", tmp_path / "none"]
