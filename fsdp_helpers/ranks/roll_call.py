@@ -44,6 +44,8 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     except RuntimeError as error:
         if not any(words in str(error).lower() for words in WAITED_IN_VAIN):
             raise
+        if "GROUP_RANK" in os.environ:  # a torchrun that lost its meeting point ends its ranks: they say why first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
