@@ -195,6 +195,10 @@ class _MetadataUnpickler(pickle._Unpickler):  # the one in Python, whose steps c
             state, dict if type(record) is not TensorProperties else tuple
         ):
             raise pickle.UnpicklingError(f"it sets attributes of {record!r}, which is no record of an index")
-        super().load_build()
+        try:
+            super().load_build()
+        except ValueError as error:  # a newer torch may have given a record one field more
+            name, here = type(record).__name__, torch.__version__
+            raise pickle.UnpicklingError(f"its {name} is not that of torch {here}; a newer one wrote it") from error
 
     dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}

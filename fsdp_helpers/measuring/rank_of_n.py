@@ -28,6 +28,7 @@ from fsdp_helpers.sharding.strategies import STRATEGIES, count_units, shard
 STEPS = 3  # the first is not a steady one
 STEP = "train step"
 ON_CPU = torch.device("cpu")
+LIKE_THIS_ONE = "simulate_uniform_ranks"  # an option of the fake group: the other ranks have what this one has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +65,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def fake_parts() -> tuple[dist.Store, object]:
-    """The only place that knows where torch keeps its fake process group: a private module, which may move.
-
-    DDP waits for the result of a collective, and gets one where the other ranks are imagined to be like this one.
-    """
+    """The only place that knows where torch keeps its fake process group: a private module, which may move."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
     except ImportError as error:
@@ -76,12 +74,25 @@ def fake_parts() -> tuple[dist.Store, object]:
             "Everything else works without it"
         ) from error
     options = FakeProcessGroup.Options()
-    options.simulate_uniform_ranks = True
+    if hasattr(options, LIKE_THIS_ONE):
+        setattr(options, LIKE_THIS_ONE, True)
     return FakeStore(), options
+
+
+def can_imagine(strategy: str) -> bool:
+    """Whether this torch can: DDP waits for what a collective gives, and torch 2.11 imagines no rank that gives it."""
+    return strategy != "ddp" or hasattr(fake_parts()[1], LIKE_THIS_ONE)
+
+
+def check_can_imagine(strategy: str) -> None:
+    """Raises RuntimeError where this torch cannot be one rank of many under `strategy`."""
+    if not can_imagine(strategy):
+        raise RuntimeError(f"torch {torch.__version__} cannot imagine DDP's other ranks, only FSDP's; torch 2.15 can")
 
 
 def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
     """One rank of a run of `config` on `world_size` ranks, measured here, on the CPU, while the others are imagined."""
+    check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
         return measure_this_rank(rank, world_size, config)
 
@@ -116,6 +127,7 @@ def measure_own_rank_of_n(
     Of `config` the strategy, the API and the levers count; `units` names the FSDP units below the root, which are also
     what activation checkpointing recomputes.
     """
+    check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
         return trace_steps(lambda: spread(build(), config, units), loss_of)
 

@@ -64,8 +64,9 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything in a folder: name -> size and time of its last change."""
-    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+    """Everything in a folder but its lock, which some versions of filelock touch: name -> size and last change."""
+    paths = [path for path in folder.rglob("*") if path.name != ".lock"]
+    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
 
 def unfinished(folder: Path) -> list[str]:
@@ -227,9 +228,7 @@ def test_a_finished_run_trains_nothing_and_evaluates(no_mnist, tmp_path, capfd):
     # Step 8 is in the second epoch of 5 steps; evaluated again, nothing trained.
     assert (epoch["epoch"], epoch["train_images"], epoch["train_loss"]) == (2, 0, None)
     assert epoch["test_loss"] == finished.epochs[-1].test_loss
-    assert {name: found for name, found in listing(folder).items() if name != ".lock"} == {
-        name: found for name, found in before.items() if name != ".lock"
-    }
+    assert listing(folder) == before
     output = capfd.readouterr().out
     assert "after the first 8 of an earlier run" in output and "train loss" not in output
 
@@ -613,9 +612,20 @@ def test_refused_in_a_process_of_its_own(run_cli, run_folder, no_mnist):
 # ---------------------------------------------------------------- checkpoints of earlier versions
 
 
+def skip_if_this_torch_is_older(saved: Path) -> None:
+    """torch itself refuses what a newer one wrote, where a record has a field more since."""
+    try:
+        read_index(saved / checkpoint_name(4))
+    except CheckpointError as error:
+        if "a newer one wrote it" not in str(error):
+            raise
+        pytest.skip(str(error).rpartition(": ")[2])
+
+
 @pytest.mark.parametrize("saved", sorted(FIXTURES.glob("saved-by-*")), ids=lambda path: path.name)
 def test_a_checkpoint_of_an_earlier_version_goes_on(saved, digits_dir, tmp_path):
     """Losses of the whole run are kept beside it; another processor may round the last digits differently."""
+    skip_if_this_torch_is_older(saved)
     run = json.loads((saved / "run.json").read_text())
     folder = tmp_path / "run"
     shutil.copytree(saved, folder)
@@ -628,6 +638,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(saved, digits_dir, tmp_path)
 
 def test_a_setting_that_is_newer_than_a_checkpoint_counts_as_its_default(tmp_path):
     saved = FIXTURES / "saved-by-1.0.0"
+    skip_if_this_torch_is_older(saved)
     settings = json.loads((saved / "run.json").read_text())["settings"]
     shutil.copytree(saved / checkpoint_name(4), tmp_path / checkpoint_name(4))
     description = tmp_path / checkpoint_name(4) / "checkpoint.json"

@@ -340,6 +340,14 @@ def test_a_record_is_given_its_attributes_only_as_a_dict(victim):
         read_index(path)
 
 
+def test_a_record_of_a_newer_torch_is_named_as_such(victim):
+    path, _ = victim
+    record = Builds(METADATA, "TensorProperties", (), tuple(range(9))).as_pickle()
+    (path / ".metadata").write_bytes(record)
+    with pytest.raises(CheckpointError, match="its TensorProperties is not that of torch .*; a newer one wrote it"):
+        read_index(path)
+
+
 @pytest.mark.parametrize("elsewhere", ["{outside}/__0_0.distcp", "../outside/__0_0.distcp", "..", "a/b", "a\\b", ""])
 def test_an_index_that_names_a_file_elsewhere_is_refused(elsewhere, victim, tmp_path):
     path, _ = victim

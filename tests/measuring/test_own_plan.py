@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import imagines_ddp
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
@@ -80,7 +81,7 @@ STRANGERS = {
     "tied weights": (TiedNet, lambda: torch.randint(0, 700, (8, 24)), MLPBlock),
 }
 RUNS = [
-    {"strategy": "ddp"},
+    pytest.param({"strategy": "ddp"}, marks=imagines_ddp),
     {"strategy": "fsdp-auto-wrap", "api": "fsdp1"},
     {"strategy": "fsdp-auto-wrap"},
     {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from runs import imagines_ddp
 
 from fsdp_helpers.measuring import errors
 from fsdp_helpers.measuring.errors import RUNS, THRESHOLDS, ErrorRow, Run, measure_errors, read_errors, write_errors
@@ -29,6 +30,7 @@ def test_the_kept_table_is_whole_and_keeps_its_promise(kept):
     expect_within(list(kept.values()))
 
 
+@imagines_ddp
 def test_a_part_of_it_measured_again(kept):
     """One rank of N repeats to the byte, but for what torch allocates differently from release to release."""
     rows = list(measure_errors(Run("vit-mnist", variant, 64, False) for variant in ("DDP", "auto-wrap")))

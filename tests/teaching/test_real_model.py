@@ -41,7 +41,7 @@ def test_gathers_come_as_early_as_they_are_asked_for(capfd):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_blocks_learn_the_same(backend, config, alone, capfd, monkeypatch, tmp_path):
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("there is no C++ compiler")
@@ -61,7 +61,8 @@ def test_in_two_dimensions_they_learn_the_same(config, alone, capfd):
         assert shapes["attention.out.weight"] == ([64, 64], [32, 32])
         # Two in forward and two in backward, in each of four blocks; FSDP has five units
         assert (counts["all_reduce"], counts["_allgather_base_"], counts["_reduce_scatter_base_"]) == (16, 9, 5)
-    assert "Warning" not in capfd.readouterr().err
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "Warning" in line]
+    assert [line for line in warnings if "Full backward hook" not in line] == []  # of torch 2.11's own
 
 
 def test_forward_by_another_door():
