@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -179,10 +180,19 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
+def _member(enumeration: type, name: str) -> Any:
+    """In the place of `getattr`, by which Python before 3.11.4 pickles a member of an enumeration."""
+    if enumeration is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it names builtins.getattr, which has no place in an index")
+    return enumeration[name]
+
+
 class _MetadataUnpickler(pickle._Unpickler):  # the one in Python, whose steps can be replaced
     """Finds the known classes and no others, and changes nothing but the records that it makes itself."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)

@@ -68,15 +68,14 @@ def _wait_for(rank: int, folder: str) -> int:
         send(signal.SIGTERM)
         signal.alarm(TERM_S)
 
-    def parent_ended() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        send(signal.SIGKILL)
-
     signal.signal(signal.SIGTERM, end_rank)
     signal.signal(signal.SIGALRM, lambda *_: send(signal.SIGKILL))
     signal.signal(signal.SIGUSR1, lambda *_: send(signal.SIGUSR1))
-    _on_parents_end(parent_ended)
-    return os.waitpid(rank, 0)[1]
+    _on_parents_end(lambda: send(signal.SIGKILL))
+    status = os.waitpid(rank, 0)[1]
+    if multiprocessing.connection.wait([multiprocessing.parent_process().sentinel], timeout=0):
+        shutil.rmtree(folder, ignore_errors=True)  # not before: a rank that lives may put a file there meanwhile
+    return status
 
 
 def _end_children() -> None:

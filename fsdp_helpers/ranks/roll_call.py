@@ -39,6 +39,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     """
     timeout_s = timeout_s or LONGEST_WAIT_S
     processes = gather_over_ranks((os.environ.get("GROUP_RANK"), os.getpid()))
+    began_s = time.monotonic()
     try:
         yield
     except RuntimeError as error:
@@ -51,7 +52,8 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
             raise
         for rank in silent:
             _end_neighbour(*processes[rank])
-        raise SilentRanks(_describe(silent, timeout_s)) from error
+        time_was_up = time.monotonic() - began_s >= timeout_s
+        raise SilentRanks(_describe(silent, timeout_s if time_was_up else None)) from error
 
 
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
@@ -81,8 +83,11 @@ def _end_neighbour(agent: str | None, pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _describe(silent: list[int], timeout_s: float) -> str:
+def _describe(silent: list[int], timeout_s: float | None) -> str:
+    """`timeout_s` is None where nobody can have waited so long: the connection ended before."""
     who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    if timeout_s is None:
+        return f"{who} did not answer any more: gone, or cut off; see its own last lines, and its machine"
     return (
         f"{who} did not answer within {timeout_s:g} s: stopped, stuck, gone, or cut off; see its own last lines, "
         "and its machine. A step that takes longer needs a larger --timeout"

@@ -1,5 +1,6 @@
 """What one strategy saved on some ranks, any other loads on any number of ranks, to the last bit."""
 
+import enum
 import importlib
 import io
 import json
@@ -337,6 +338,30 @@ def test_a_record_is_given_its_attributes_only_as_a_dict(victim):
     record = Builds(FILES, "_StorageInfo", ("file", 0, 1), (None, {"__class__": 1})).as_pickle()
     (path / ".metadata").write_bytes(record)
     with pytest.raises(CheckpointError, match="no record of an index"):
+        read_index(path)
+
+
+def test_an_index_of_an_older_python_is_read(victim):
+    """Before 3.11.4 Python pickled a member of an enumeration as `getattr` of its class and its name."""
+    path, _ = victim
+
+    class OlderPickler(pickle.Pickler):
+        def reducer_override(self, value):
+            return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+    entries = read_index(path)
+    with open(path / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    with open(path / ".metadata", "wb") as file:
+        OlderPickler(file).dump(metadata)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    assert read_index(path) == entries
+
+
+def test_getattr_is_for_members_alone(victim):
+    path, _ = victim
+    (path / ".metadata").write_bytes(Builds("builtins", "getattr", (METADATA, "__class__"), (None, {})).as_pickle())
+    with pytest.raises(CheckpointError, match="it names builtins.getattr, which has no place in an index"):
         read_index(path)
 
 

@@ -3,6 +3,7 @@ import io
 import os
 import py_compile
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -214,10 +215,11 @@ def test_an_edit_counts_from_the_next_launch(tmp_path, monkeypatch):
 @contextmanager
 def hanging_launches(folder: Path) -> Iterator:
     """A Python that, for each line that it reads, launches ranks that hang, and others once it is interrupted."""
-    (folder / "tmp").mkdir()
+    short = tempfile.mkdtemp()  # the server's socket lies there, and its path has to fit into 107 characters
+    (folder / "tmp").symlink_to(short)
     code = f"""
         import sys, tempfile
-        tempfile.tempdir = {str(folder / "tmp")!r}
+        tempfile.tempdir = {short!r}
         from fsdp_helpers.ranks.launch import launch
         from workers_for_tests import return_rank, leave_processes
         for _ in sys.stdin:
@@ -229,6 +231,7 @@ def hanging_launches(folder: Path) -> Iterator:
     """
     with running_python(code, stdin=subprocess.PIPE) as process:
         yield process
+    shutil.rmtree(short)
 
 
 def start_hanging(process) -> None:
