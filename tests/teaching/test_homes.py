@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from leftovers import PROJECT
+from programs import wait_until
 
 from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.teaching import homes, network_plots
@@ -58,13 +59,11 @@ def test_a_rank_is_found_and_killed(tmp_path):
     child = "import os, subprocess, sys; e = dict(os.environ, RANK='1')"
     waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'], env=e)"
     with homes.started(python(f"{child}; print({waits}.returncode)")) as (process,):
-        while not homes.psutil.Process(process.pid).children():
-            assert process.poll() is None
+        children = homes.psutil.Process(process.pid).children
+        # between fork and exec the child still has its parent's environment
+        assert wait_until(lambda: any(child.environ().get("RANK") == "1" for child in children()))
         (tmp_path / "now").touch()
-        try:
-            assert homes.kill_rank(process, 1, after=tmp_path / "now") == "-9\n"
-        except ValueError:  # between fork and exec the child still has its parent's environment
-            assert homes.kill_rank(process, 1, after=tmp_path / "now") == "-9\n"
+        assert homes.kill_rank(process, 1, after=tmp_path / "now") == "-9\n"
 
 
 def test_lines_with():
