@@ -39,10 +39,19 @@ def _marked_processes():
     mark = f"{SESSION_VARIABLE}={SESSION_MARK}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+            if mark in _environment_of(folder) and int(folder.name) != os.getpid():
                 yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
         except (OSError, ValueError):
             continue  # it ended meanwhile, or is not ours to read
+
+
+def _environment_of(process: Path) -> bytes:
+    """While a program is being loaded it has none, for a moment; kernel threads, without a program, never have."""
+    for _ in range(10):
+        if (environment := (process / "environ").read_bytes()) or not (process / "exe").exists():
+            return environment
+        time.sleep(0.01)
+    return b""
 
 
 def _is_own_helper(pid: int, command: str) -> bool:
