@@ -73,7 +73,9 @@ def _wait_for(rank: int, folder: str) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: send(signal.SIGUSR1))
     _on_parents_end(lambda: send(signal.SIGKILL))
     status = os.waitpid(rank, 0)[1]
-    if multiprocessing.connection.wait([multiprocessing.parent_process().sentinel], timeout=0):
+    # A parent that is killed closes one pipe after the other: a rank may fail of it before the keeper can see it.
+    patience_s = 0.5 if status else 0
+    if multiprocessing.connection.wait([multiprocessing.parent_process().sentinel], timeout=patience_s):
         shutil.rmtree(folder, ignore_errors=True)  # not before: a rank that lives may put a file there meanwhile
     return status
 
