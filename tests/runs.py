@@ -8,7 +8,6 @@ from workers_for_tests import train_each
 
 from fsdp_helpers import __main__ as command_line
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.rank_of_n import can_imagine
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import (
     Collective,
@@ -48,10 +47,6 @@ RANK_KEYS = {
     "num_units",
     "collectives",
 }
-
-
-# Where DDP runs as one rank of many.
-imagines_ddp = pytest.mark.skipif(not can_imagine("ddp"), reason="this torch cannot imagine DDP's other ranks")
 
 
 def mostly_long(cases: Iterable, *, telling: Container[int] = (0,)) -> list:

@@ -64,9 +64,9 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything in a folder but its lock, which some versions of filelock touch: name -> size and last change."""
-    paths = [path for path in folder.rglob("*") if path.name != ".lock"]
-    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+    """All in a folder: name -> size and time of its last change, but for the lock, which filelock 3.13 touches."""
+    changed_ns = {path: 0 if path.name == ".lock" else path.stat().st_mtime_ns for path in folder.rglob("*")}
+    return {str(path.relative_to(folder)): (path.stat().st_size, time_ns) for path, time_ns in changed_ns.items()}
 
 
 def unfinished(folder: Path) -> list[str]:

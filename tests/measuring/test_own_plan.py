@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import imagines_ddp
+from imagined import imagines_ddp
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig

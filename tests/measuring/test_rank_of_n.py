@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from runs import imagines_ddp
+from imagined import imagines_ddp
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring import rank_of_n

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from runs import imagines_ddp
+from imagined import imagines_ddp
 
 from fsdp_helpers.measuring import errors
 from fsdp_helpers.measuring.errors import RUNS, THRESHOLDS, ErrorRow, Run, measure_errors, read_errors, write_errors

@@ -107,6 +107,8 @@ def test_step_times_are_drawn_as_measured(bandwidth):
     floor = dict(zip(*lines["sent bytes / bandwidth"].get_data(), strict=True))
     assert floor[1000.0] == pytest.approx(1000 * bandwidth["rates"][1]["predicted_s"])
     assert "Mbit/s" in ax.get_xlabel() and "ms" in ax.get_ylabel()
+    key = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert key == ["measured", network_plots.BAND, "sent bytes / bandwidth", "measured, unlimited"]
     fig.canvas.draw()  # times are numbers, not powers of ten
     assert {"100", "200", "500"} <= {label.get_text() for label in ax.get_yticklabels()}
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
@@ -62,7 +63,9 @@ def test_in_two_dimensions_they_learn_the_same(config, alone, capfd):
         # Two in forward and two in backward, in each of four blocks; FSDP has five units
         assert (counts["all_reduce"], counts["_allgather_base_"], counts["_reduce_scatter_base_"]) == (16, 9, 5)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "Warning" in line]
-    assert [line for line in warnings if "Full backward hook" not in line] == []  # of torch 2.11's own
+    if torch.__version__.startswith("2.11"):  # which says this of its own hooks
+        warnings = [line for line in warnings if "Full backward hook" not in line]
+    assert warnings == []
 
 
 def test_forward_by_another_door():
