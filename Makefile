@@ -8,6 +8,7 @@
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make run          install, then run every notebook and keep its outputs
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
+# make xla-all      the same, and its long evidence
 # make clean        remove the environments
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-oldest xla run clean
+.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-oldest xla xla-all run clean
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -49,18 +50,19 @@ $(XLA_INSTALLED): Makefile
 	$(XLA_BIN)/python $(PIP_INSTALL) $(XLA_PACKAGES)
 	touch $@
 
+RUNS := test test-% run xla xla-all
 # Nothing is written to the home folder, which may be read-only.
-test test-% run xla: export MPLCONFIGDIR := $(CACHE)/matplotlib
-test test-% run xla: export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
-test test-% run xla: export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
-test test-% run xla: export IPYTHONDIR := $(CACHE)/ipython
-test test-% run xla: export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
+$(RUNS): export MPLCONFIGDIR := $(CACHE)/matplotlib
+$(RUNS): export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
+$(RUNS): export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
+$(RUNS): export IPYTHONDIR := $(CACHE)/ipython
+$(RUNS): export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 
 # Threads that wait sleep: on cores that are in use spinning ones make a step take ten times as long.
-lab student test test-% run: export OMP_WAIT_POLICY := PASSIVE
+lab student $(RUNS): export OMP_WAIT_POLICY := PASSIVE
 
 # What torchrun would write into log files is shown in the notebook; left alone, every run of it leaves a folder in /tmp.
-lab student test test-% run: export PET_LOG_DIR := /dev/null
+lab student $(RUNS): export PET_LOG_DIR := /dev/null
 
 # Terminals and kernels of JupyterLab find the environment first; lab/ holds the kernel's name and JupyterLab's settings.
 lab student: export PATH := $(abspath $(BIN)):$(PATH)
@@ -112,11 +114,14 @@ test-oldest: $(OLDEST_INSTALLED)
 	$(PYTEST) -m "not long and $(PLAIN)" tests
 
 # The variable says that nothing may be skipped or replaced by a kept record.
-xla: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python
+xla xla-all: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python
 xla: $(INSTALLED) $(XLA_INSTALLED)
 	@mkdir -p $(CACHE)
-	$(BIN)/python -m pytest -m "xla and not long" tests
+	$(BIN)/python -m pytest -m "xla and not long" tests/xla
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=600 --timeout=1200 notebooks/12_xla.ipynb
+
+xla-all: xla
+	$(BIN)/python -m pytest -m "xla and long" tests/xla
 
 # Root and namespaces are needed for a part of it; what needs Slurm is skipped where there is none.
 can-test-cluster:

@@ -21,6 +21,7 @@ from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.xla_inputs import read_batches, start_model, start_optimizer
 
+TOLERANCE = 1e-5  # of a loss over some twenty steps, whose sums are made in another order
 SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's slice has a multiple of so many values
 
 # ---------------------------------------------------------------- the same training, here
@@ -146,10 +147,10 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> floa
     return float(np.abs(pairs[:, 0] - pairs[:, 1]).max())  # not a number if one of them is none
 
 
-def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float], tolerance: float = 1e-5) -> str:
+def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
     """All of `runs` have the losses of `plain` training. Raises ValueError for one that has not."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
-    if not differences[worst] <= tolerance:
-        raise ValueError(f"{worst}: a loss differs from plain training by {differences[worst]:.2g}, over {tolerance:g}")
+    if not differences[worst] <= TOLERANCE:
+        raise ValueError(f"{worst}: a loss differs from plain training by {differences[worst]:.2g}, over {TOLERANCE:g}")
     return f"{len(runs)} runs; largest difference from plain training {differences[worst]:.1e}, in {worst}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_helpers.models import build_model
@@ -22,8 +23,15 @@ def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def start_model(folder: Path, name: str) -> nn.Module:
-    """The named network with the parameters that everyone begins with."""
+    """The named network with the parameters that everyone begins with.
+
+    A transformer has GELU here. With ReLU, an input as small as rounding falls on this or that side of zero, which
+    makes two correct trainings part by more than rounding.
+    """
     model = build_model(name, dropout=False)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation = F.gelu
     with np.load(folder / f"start-{name}.npz") as file:
         model.load_state_dict({key: torch.from_numpy(file[key]) for key in file.files})
     return model

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_helpers.teaching import xla_inputs  # what these scripts use of the package: plain torch
 
 LOCK = threading.Lock()
-MEETING = threading.Barrier(int(os.environ.get("CPU_NUM_DEVICES", 1)))  # of all replicas, threads of one process
+MEETING = threading.Barrier(1)  # of all replicas, threads of one process; prepare_cpu knows how many
 MEETING_S = 60  # by then something else has gone wrong
 
 
@@ -38,6 +38,8 @@ def start_model(folder: Path, name: str) -> nn.Module:
 
 def prepare_cpu(folder: Path, settings: dict) -> None:
     """Tell XLA, before it starts: CPU replicas, no aliased parameters, and that compiled graphs are to be kept."""
+    global MEETING
+    MEETING = threading.Barrier(settings["replicas"])
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["CPU_NUM_DEVICES"] = str(settings["replicas"])
     if settings.get("without") != "aliasing":

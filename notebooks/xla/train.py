@@ -125,7 +125,8 @@ def replica(rank: int, folder: Path, settings: dict) -> None:
 
 def main(folder: Path, settings: dict) -> None:
     replicas.prepare_cpu(folder, settings)
-    torch_xla.launch(replica, args=(folder, settings))  # starts a process, and in it a thread per replica
+    # Forks a process, which has the imports and the meeting already, and in it starts a thread per replica.
+    torch_xla.launch(replica, args=(folder, settings), start_method="fork")
     files = [folder / f"replica-{rank}.json" for rank in range(settings["replicas"])]
     replicas.write_result(folder, [json.loads(file.read_text()) for file in files])
 

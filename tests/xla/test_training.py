@@ -1,4 +1,7 @@
-"""The scripts of notebooks/xla under torch_xla: the training that this package does, to rounding, or not at all."""
+"""The scripts of notebooks/xla under torch_xla: the training that this package does, to rounding, or not at all.
+
+`make xla` runs notebook 12, which asserts most of it, and what is not marked `long` here; `make xla-all` runs all.
+"""
 
 import json
 import math
@@ -6,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_helpers.teaching import xla
 from fsdp_helpers.teaching import xla_compare as beside
@@ -45,6 +49,7 @@ def plain(folder) -> dict[str, list[float]]:
 
 
 @pytest.mark.xla
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_losses_slices_and_collectives(replicas, folder, plain):
@@ -53,8 +58,7 @@ def test_losses_slices_and_collectives(replicas, folder, plain):
     assert len(results) == replicas
     for one in runs:
         name, tensors = one["name"], beside.tensors_by_unit(beside.build_model(one["model"]), UNITS[one["cut"]])
-        tolerance = 1e-4 if one["model"] == "vit" else 1e-5  # rounding grows faster through attention and norms
-        beside.check_losses({name: beside.mean_losses(results, name)}, plain[one["model"]], tolerance)
+        beside.check_losses({name: beside.mean_losses(results, name)}, plain[one["model"]])
         kept = {result[name]["parameters"] for result in results}
         assert kept == {beside.kept_values(tensors, replicas, flatten=one["flatten"])}, name
         expected = beside.expected_ops(tensors, flatten=one["flatten"], reshard=one["reshard"])
@@ -86,6 +90,7 @@ def test_each_measure_is_needed(measure, folder):
 
 
 @pytest.mark.xla
+@pytest.mark.long
 def test_torchruns_processes_are_two_models(folder):
     starter = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     xla.run_script("two_processes", folder, {"runs": [run("one unit")]}, starter=starter)
@@ -97,7 +102,7 @@ def test_torchruns_processes_are_two_models(folder):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_saved_resumed_and_consolidated(replicas, folder, plain):
     halves = {
         "first": run("first", cut="nested", steps=(0, STEPS // 2), save="half"),
@@ -113,6 +118,7 @@ def test_saved_resumed_and_consolidated(replicas, folder, plain):
 
 
 @pytest.mark.xla
+@pytest.mark.long
 def test_spmd_is_the_same_training(folder, plain):
     result = xla.run_script("spmd", folder, {"replicas": 4, "model": "simple"})
     assert (result["devices"], result["processes"]) == (4, 1)
@@ -131,6 +137,7 @@ def test_ten_times_without_a_failure(time, replicas, folder, plain):
 
 
 @pytest.mark.xla
+@pytest.mark.long
 def test_optimizer_step_of_xm_is_another_training(folder, plain):
     settings = {"replicas": 2, "runs": [run("xm", cut="nested", xm_step=True)]}
     losses = beside.mean_losses(xla.run_script("train", folder, settings), "xm")
@@ -172,6 +179,15 @@ def test_other_losses_are_refused():
             beside.check_losses({"a": wrong}, [1.0, 0.5])
     with pytest.raises(ValueError):
         beside.check_losses({"a": [1.0]}, [1.0, 0.5])  # a step is missing
+
+
+def test_a_transformers_rounding_stays_rounding(tmp_path):
+    """Attention in another order of sums parts the losses by 2e-07 here, and by 3e-05 with ReLU for GELU."""
+    beside.write_inputs(tmp_path, steps=STEPS, batch=BATCH, models=["vit"])
+    fused, _ = beside.train_plain(tmp_path, "vit")
+    with sdpa_kernel(SDPBackend.MATH):
+        step_by_step, _ = beside.train_plain(tmp_path, "vit")
+    assert beside.largest_difference(fused, step_by_step) < 1e-6
 
 
 def test_both_sides_begin_alike(tmp_path):
