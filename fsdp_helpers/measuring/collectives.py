@@ -1,8 +1,10 @@
 """Every collective of a rank: which, how many bytes, how many of them the rank sends, when."""
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ OP_NAMES = {
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
-SETTLE_S = 0.005
+SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
 class CollectiveTrace(TorchDispatchMode):
@@ -59,7 +61,7 @@ class CollectiveTrace(TorchDispatchMode):
             _wait_for(result)
             self.events.append(_collective(func, args, kwargs or {}, (start_s, time.perf_counter())))
             if any(tensor.device.type == "cpu" for tensor in _tensors(args)):
-                time.sleep(SETTLE_S)
+                _settle()
         return result
 
 
@@ -106,6 +108,24 @@ def _full_bytes(op: str, arguments: Iterable[object], num_ranks: int) -> int:
 
 def _tensors(arg: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)]
+
+
+def _settle() -> None:
+    """Give gloo's thread time to drop its last references; on a busy machine it may have to wait for a core."""
+    end_s = time.perf_counter() + BUSY_SETTLE_S
+    time.sleep(SETTLE_S)
+    while _another_thread_runs() and time.perf_counter() < end_s:
+        time.sleep(SETTLE_S)
+
+
+def _another_thread_runs() -> bool:
+    """Whether a thread of this process, other than the calling one, runs or waits for a core. Linux alone knows."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            if state == "R" and int(thread.name) != threading.get_native_id():
+                return True
+    return False
 
 
 def _wait_for(result: object) -> None:

@@ -1,9 +1,14 @@
+import sys
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 import workers_for_tests as workers
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring import collectives
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.launch import launch
@@ -85,3 +90,22 @@ def test_counts_keep_the_order_of_first_appearance():
         CollectiveCount(op="b", count=2, bytes=5, sent_bytes=50),
         CollectiveCount(op="a", count=1, bytes=2, sent_bytes=20),
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says which threads run")
+def test_a_thread_that_still_runs_is_waited_for(monkeypatch):
+    """On a busy machine gloo's thread is late to free a buffer, which then stood at the peak of what came next."""
+    monkeypatch.setattr(collectives, "BUSY_SETTLE_S", 100)
+    freed = threading.Event()
+
+    def free_late():
+        end_s = time.monotonic() + 0.2
+        while time.monotonic() < end_s:
+            pass
+        freed.set()
+
+    thread = threading.Thread(target=free_late)
+    thread.start()
+    collectives._settle()
+    assert freed.is_set()
+    thread.join()
