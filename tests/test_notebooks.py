@@ -20,6 +20,7 @@ NOT_PROSE = (
 )
 BOLD = re.compile(r"\*\*([^*]+)\*\*")
 MAX_CODE_LINES, MAX_WORDS, MAX_FILE_BYTES = 25, 130, 1_500_000
+MAX_PIXELS = 1_008  # what JupyterLab shows without shrinking it, at 1440 x 900 with the side bar open
 
 
 def problems(notebook) -> list[str]:
@@ -84,6 +85,8 @@ def output_problems(cell) -> list[str]:
             found.append(f"an error is kept: {output.ename}")
         if output.get("name") == "stderr" and not may_fail:
             found.append(f"standard error is kept: {output.text[:60]!r}")
+        if (width := output.get("metadata", {}).get("image/png", {}).get("width", 0)) > MAX_PIXELS:
+            found.append(f"a figure is {width} pixels wide, the limit is {MAX_PIXELS}")
         text = output_text(output)
         if path := MACHINE_PATH.search(text):
             found.append(f"an output names a path of one machine: {text[path.start() : path.end() + 30]!r}")

@@ -16,8 +16,7 @@ def plot_starts(
 ) -> tuple[Figure, Sequence[Axes]]:
     """Bytes allocated on a rank while a model starts, one panel per way, beside the whole model and the slices."""
     with figure_style():
-        size = (2.1 * len(curves), 2.8)
-        fig, axes = plt.subplots(1, len(curves), figsize=size, sharey=True, layout="constrained", squeeze=False)
+        fig, axes = plt.subplots(1, len(curves), figsize=(9, 2.8), sharey=True, layout="constrained", squeeze=False)
         for ax, (name, curve) in zip(axes[0], curves.items(), strict=True):
             _draw_start(ax, curve)
             ax.axhline(whole_bytes / MB, color=TEXT_COLOUR, linestyle="--", linewidth=1)
