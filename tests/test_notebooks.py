@@ -186,6 +186,11 @@ def set_output(notebook, text, name="stdout"):
     notebook.cells[2].outputs = [nbformat.v4.new_output("stream", name=name, text=text)]
 
 
+def set_figure(notebook, width):
+    shown = {"image/png": {"width": width}}
+    notebook.cells[2].outputs = [nbformat.v4.new_output("display_data", {"image/png": ""}, metadata=shown)]
+
+
 @pytest.mark.parametrize(
     "spoil, problem",
     [
@@ -205,6 +210,7 @@ def set_output(notebook, text, name="stdout"):
         (lambda book: set_output(book, ".venv/lib/python3.11/site-packages/torch"), "path of one machine"),
         (lambda book: set_output(book, "x.py:1: UserWarning: old\n  f()"), "a warning is kept"),
         (lambda book: set_output(book, "anything", name="stderr"), "standard error is kept"),
+        (lambda book: set_figure(book, 1_009), "a figure is 1009 pixels wide"),
         (
             lambda book: book.cells[2].update(
                 outputs=[nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])]
