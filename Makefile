@@ -88,7 +88,7 @@ test: $(INSTALLED)
 
 test-notebooks: $(INSTALLED)
 	@mkdir -p $(CACHE)
-	$(PYTEST) --nbmake --nbmake-timeout=600 --timeout=1200 notebooks
+	$(PYTEST) --nbmake --timeout=1200 notebooks
 
 # The long evidence alone: the whole grids of which `make test` runs one telling case each.
 test-long: $(INSTALLED)
@@ -118,7 +118,7 @@ xla xla-all: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python
 xla: $(INSTALLED) $(XLA_INSTALLED)
 	@mkdir -p $(CACHE)
 	$(BIN)/python -m pytest -m "xla and not long" tests/xla
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=600 --timeout=1200 notebooks/12_xla.ipynb
+	$(BIN)/python -m pytest --nbmake --timeout=1200 notebooks/12_xla.ipynb
 
 xla-all: xla
 	$(BIN)/python -m pytest -m "xla and long" tests/xla
@@ -150,7 +150,7 @@ can-xla: $(INSTALLED)
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --execute --ExecutePreprocessor.timeout=180 --inplace notebooks/*.ipynb
 
 clean:
 	rm -rf .venv .venv-oldest .venv-xla

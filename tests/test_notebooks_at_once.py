@@ -18,11 +18,11 @@ from fsdp_helpers.teaching.machine_memory import private_bytes
 NUMBERS = ("00", "01", "02", "03", "06", "07")
 MEMORY_BYTES = 24 * 1024**3
 OFFLINE = offline()  # asked for once: within a test nothing of it is seen
-START_S, CELL_S = 600, 3_000  # six kernels share the cores
+START_S, CELL_S = 600, 600  # six kernels share the cores: half a minute alone is more than three minutes here
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2 * CELL_S)
+@pytest.mark.timeout(6_000)
 def test_all_finish_and_none_disturbs_another(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 NOTEBOOKS = sorted(path.name for path in (PROJECT / "notebooks").glob("*.ipynb"))
 SHOTS = PROJECT / ".pytest_cache" / "browser"
-START_S, CELL_S, NOTEBOOK_S = 300.0, 600.0, 3_000.0  # patience, also on a busy machine
+START_S, CELL_S, NOTEBOOK_S = 300.0, 180.0, 3_000.0  # patience, also on a busy machine
 OURS_FOR_A_WHILE = ("fsdp_helpers-*", "pymp-*", "torchelastic_*", "tmp*")  # temporary files of ranks and of torchrun
 INTERRUPT = ':is([data-command="notebook:interrupt-kernel"], [data-jp-item-name="interrupt"])'
 CLOSE = """path => [...window.jupyterapp.shell.widgets("main")]
