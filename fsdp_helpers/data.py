@@ -35,10 +35,6 @@ class Split:
     def to(self, device: torch.device) -> "Split":
         return Split(images=self.images.to(device), labels=self.labels.to(device))
 
-    @property
-    def num_bytes(self) -> int:
-        return self.images.nbytes + self.labels.nbytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:

@@ -99,6 +99,7 @@ class StepTrace:
     curve: MemoryCurve
     collectives: tuple[Collective, ...]
     began_s: float = 0.0  # on the clock of `time.perf_counter()`; all other times count from here
+    reserved_bytes: int | None = None  # the most that CUDA's allocator had reserved so far; None on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)

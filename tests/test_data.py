@@ -448,7 +448,7 @@ def test_the_first_images_of_each_split(digits_dir):
     assert torch.equal(part.test.labels, whole.test.labels[:2])
     assert len(load_data(digits_dir, test_images=99_999).test) == 360  # all, where there are fewer
     # 3 images of 784 x 4 bytes, 3 labels of 8 bytes; nothing of the whole is kept alive behind them
-    assert part.train.num_bytes == 3 * 784 * 4 + 3 * 8
+    assert part.train.images.untyped_storage().nbytes() == 3 * 784 * 4
     assert part.train.labels.untyped_storage().nbytes() == 3 * 8
 
 

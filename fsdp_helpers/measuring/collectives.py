@@ -47,7 +47,9 @@ class CollectiveTrace(TorchDispatchMode):
 
     gloo completes a collective in a thread of its own. If the last reference to a buffer dies there, the profiler,
     which follows one thread, never hears that the buffer was freed. Waiting makes byte counts exact and
-    repeatable; it also means that times under a trace show no overlap of communication with computation.
+    repeatable. On a GPU, NCCL's `wait()` only lets later kernels wait, so here the GPU has to catch up before and after
+    each collective, and at both ends of each phase that `record_function` names: else the times would be those of
+    launching. All this means that times under a trace show no overlap of communication with computation.
     """
 
     def __init__(self) -> None:
@@ -55,10 +57,14 @@ class CollectiveTrace(TorchDispatchMode):
         self.events: list[Collective] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_collective = func.namespace == "c10d" and func._schema.name != "c10d::check_for_nan"
+        if is_collective or func.namespace == "profiler":
+            _let_gpu_catch_up()
         start_s = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d" and func._schema.name != "c10d::check_for_nan":
+        if is_collective:
             _wait_for(result)
+            _let_gpu_catch_up()
             self.events.append(_collective(func, args, kwargs or {}, (start_s, time.perf_counter())))
             if any(tensor.device.type == "cpu" for tensor in _tensors(args)):
                 _settle()
@@ -126,6 +132,12 @@ def _another_thread_runs() -> bool:
             if state == "R" and int(thread.name) != threading.get_native_id():
                 return True
     return False
+
+
+def _let_gpu_catch_up() -> None:
+    """Wait until the GPU, where this process uses one, has done all that it was asked to do."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _wait_for(result: object) -> None:

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.measuring.collectives import CollectiveTrace
+from fsdp_helpers.measuring.cuda_memory import requested_points, start_history, stop_history
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve, Phase, StateBytes, StepTrace
 
 STEP_PHASES = ("forward", "backward", "step")
-CHROME_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # how a profiler trace numbers devices
+CPU_IN_TRACE = (0, -1)  # how a profiler's trace names it: type and number of the device
 OPTIMIZER_STEP = "Optimizer.step#"  # how PyTorch names the phase of every optimizer.step()
 DATA_PHASE = "data"
 _CLOCK_MARK = "fsdp_helpers clock"
@@ -54,8 +55,9 @@ def _local_bytes(tensors: list[Tensor]) -> int:
 class MemoryTrace:
     """Notes every allocation on `device`, every named phase and every collective between start() and stop().
 
-    Begin before the model exists: on the CPU, only what is allocated after start() counts. On CUDA the curve is
-    the caching allocator's own count, which is complete from the first event on.
+    Begin before the model exists: only what is allocated after start() counts. On CUDA these are the bytes that
+    tensors asked for, not the blocks that they got. A phase or a collective ends when the GPU has done its work, not
+    when it has been launched, so times under a trace show no overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,6 +65,7 @@ class MemoryTrace:
         self._points: list[tuple[float, int]] = []  # (time in s, bytes allocated from then on)
         self._phases: list[Phase] = []
         self._collectives = CollectiveTrace()
+        self._reserved_bytes: int | None = None  # of CUDA's memory, at most
 
     def start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on standard error otherwise
@@ -77,19 +80,28 @@ class MemoryTrace:
             self._marks_s.append(time.perf_counter())
             with record_function(_CLOCK_MARK):
                 pass
+        if self._device.type == "cuda":
+            start_history(self._device)
 
     def stop(self) -> None:
+        on_cuda = self._device.type == "cuda"
+        noted = stop_history(self._device) if on_cuda else []
+        self._reserved_bytes = torch.cuda.max_memory_reserved(self._device) if on_cuda else None
         self._stack.close()
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
+            trace = json.loads(path.read_text())
+        events = trace["traceEvents"]
         self._phases = _read_phases(events)
         marks_s = [phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK]
         # A mark begins a little after its time was noted: the least delayed one tells how far the clocks are apart.
         offset_s = max(noted_s - mark_s for noted_s, mark_s in zip(self._marks_s, marks_s, strict=True))
         self._phases = [_shifted(phase, offset_s) for phase in self._phases]
-        self._points = [(time_s + offset_s, size) for time_s, size in _read_points(events, self._device)]
+        if on_cuda:  # the allocator tells Unix time, and the profiler's trace says when in it its own time began
+            offset_s -= trace["baseTimeNanoseconds"] / 1e9
+        points = requested_points(noted) if on_cuda else _read_points(events)
+        self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
         """The last stretch called `name`, with times from its start; `uncounted_bytes` are taken off the curve.
@@ -139,6 +151,7 @@ class MemoryTrace:
         points = [(start_s, before[-1] if before else 0), *within]
         return StepTrace(
             began_s=start_s,
+            reserved_bytes=self._reserved_bytes,
             curve=MemoryCurve(
                 times_s=tuple(time_s - start_s for time_s, _ in points),
                 allocated_bytes=tuple(size - uncounted_bytes for _, size in points),
@@ -194,20 +207,18 @@ def _read_phases(events: list[dict]) -> list[Phase]:
     ]
 
 
-def _read_points(events: list[dict], device: torch.device) -> list[tuple[float, int]]:
-    """(time, bytes allocated from then on): the allocator's own count on CUDA, the sum of all events on the CPU."""
-    wanted = (CHROME_DEVICE_TYPES[device.type], device.index or 0 if device.type == "cuda" else -1)
+def _read_points(events: list[dict]) -> list[tuple[float, int]]:
+    """(time, bytes allocated from then on) on the CPU: the sum of all events."""
     seen = sorted(
         (
             event
             for event in events
-            if event.get("name") == "[memory]" and (event["args"]["Device Type"], event["args"]["Device Id"]) == wanted
+            if event.get("name") == "[memory]"
+            and (event["args"]["Device Type"], event["args"]["Device Id"]) == CPU_IN_TRACE
         ),
         key=lambda event: event["ts"],
     )
     times_s = [event["ts"] / 1e6 for event in seen]
-    if device.type == "cuda":
-        return list(zip(times_s, (event["args"]["Total Allocated"] for event in seen), strict=True))
     return list(zip(times_s, accumulate(event["args"]["Bytes"] for event in seen), strict=True))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.profiler import profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
@@ -66,7 +66,8 @@ def order_of_forward(rank: int, world_size: int, shape: ViTShape, ahead: int) ->
     images = torch.zeros(2, shape.channels, shape.image_size, shape.image_size, device=rank_device())
     model(images)  # the first forward also sets up; the second is a usual one
     os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler's library greets on standard error
-    with profile(acc_events=True) as seen:  # of one cycle; torch 2.11 warns of more where this is not said
+    # The program's own order, also where there is a GPU; acc_events, since torch 2.11 warns without it.
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         model(images)
     events = sorted(seen.events(), key=lambda event: event.time_range.start)
     names = [event.name.replace("FSDP::all_gather (blocks.", "gather ").removesuffix(")") for event in events]

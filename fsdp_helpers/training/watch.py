@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import Dataset
 from fsdp_helpers.measuring.collectives import count_collectives
 from fsdp_helpers.measuring.memory import MemoryTrace, state_bytes
 from fsdp_helpers.ranks import progress
@@ -20,16 +19,12 @@ STEADY_STEP = 3  # the first step creates optimiser state, the second may rearra
 class StepWatch:
     """Looks on while a rank trains: times every step, measures a steady one, reports progress.
 
-    Begin before the model is built, so that the memory trace sees all of it.
+    Begin before the model is built and after the images are loaded: the memory trace counts all that comes later.
     """
 
-    def __init__(
-        self, config: TrainConfig, num_steps: int, dataset: Dataset, device: torch.device, world_size: int = 1
-    ) -> None:
+    def __init__(self, config: TrainConfig, num_steps: int, device: torch.device, world_size: int = 1) -> None:
         self._config, self._num_steps, self._device = config, num_steps, device
         self._title, self._last_loss = run_title(config, world_size, device.type), None
-        # On the CPU the images came before the trace; on CUDA the allocator counts them too.
-        self._dataset_bytes = dataset.train.num_bytes + dataset.test.num_bytes if device.type == "cuda" else 0
         self._memory = MemoryTrace(device)
         self._memory.start()
         self.state: StateBytes | None = None
@@ -72,7 +67,7 @@ class StepWatch:
         self._memory.stop()
         self.state = state_bytes(self._model, self._optimizer)
         if self._num_steps > 1:
-            self.trace = self._memory.last("train step", uncounted_bytes=self._dataset_bytes + batch_bytes)
+            self.trace = self._memory.last("train step", uncounted_bytes=batch_bytes)
 
     def rank_record(self, rank: int) -> RankRecord:
         """What this rank kept, held and sent."""

@@ -7,12 +7,8 @@ import torch
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import Dataset, Split
 from fsdp_helpers.ranks import progress
 from fsdp_helpers.training.watch import StepWatch, run_title
-
-NO_IMAGES = Split(images=torch.empty(0, 1, 28, 28), labels=torch.empty(0, dtype=torch.int64))
-DATASET = Dataset(source="digits", train=NO_IMAGES, test=NO_IMAGES)
 
 
 class NoTrace:
@@ -52,7 +48,7 @@ def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock
     monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
     model = nn.Linear(1, 1)
     config = TrainConfig(global_batch_size=64, epochs=2)
-    watch = StepWatch(config, 3, DATASET, torch.device("cpu"))
+    watch = StepWatch(config, 3, torch.device("cpu"))
     watch.watch(model, torch.optim.Adam(model.parameters()))
     watch.begin_epoch(0)
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
@@ -73,7 +69,7 @@ def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock
 def test_an_evaluation_says_how_far_it_is(reports, half_second_clock, monkeypatch):
     monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
     model = nn.Linear(1, 1)
-    watch = StepWatch(TrainConfig(global_batch_size=64), 1, DATASET, torch.device("cpu"))
+    watch = StepWatch(TrainConfig(global_batch_size=64), 1, torch.device("cpu"))
     watch.watch(model, torch.optim.Adam(model.parameters()))
     watch.begin_epoch(0)
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
