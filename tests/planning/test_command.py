@@ -1,12 +1,17 @@
 """The command `plan`: its table and sentence, nonsense, and how little it needs."""
 
+import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from fsdp_helpers.__main__ import main
+from fsdp_helpers.planning.command import add_plan_arguments, plan_lines, read_plan
+from fsdp_helpers.planning.plan import Cluster, Plan, Settings
+from fsdp_helpers.records import CollectiveCount
 
 WHOLE = ("plan", "--model", "vit-10b", "--world-size", "128", "--device-memory-gb", "80")
 WITHOUT_TORCH = """
@@ -43,6 +48,53 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     assert written["state"]["parameter_bytes"] == pytest.approx(4 * 10_077_917_160 / 128, rel=0.02)
     assert written["peak"]["optimizer"] == 2 * written["peak"]["parameters"]
     assert "A rank sends 121 GB in a step: 2.43 s at 50.0 GB/s." in lines
+
+
+def planned(*arguments: str) -> Plan:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    return read_plan(parser.parse_args(arguments))[1]
+
+
+def test_every_argument_counts():
+    plan = planned(
+        *["--model", "vit-b16", "--world-size", "8", "--device-memory-gb", "24", "--images", "3"],
+        *["--strategy", "fsdp", "--api", "fsdp1", "--sharding", "hybrid", "--replicas", "4", "--precision", "bf16"],
+        *["--activation-checkpointing", "units"],
+        *["--bandwidth-gb-s", "10", "--tflops", "2", "--allowance-gb", "1"],
+    )
+    assert plan.settings == Settings(
+        batch=3,
+        strategy="fsdp",
+        api="fsdp1",
+        sharding="hybrid",
+        replicas=4,
+        precision="bf16",
+        activation_checkpointing="units",
+    )
+    assert plan.cluster == Cluster(
+        world_size=8, device_memory_bytes=24e9, bandwidth_bytes_per_s=10e9, flops_per_s=2e12, allowance_bytes=1e9
+    )
+
+
+@pytest.mark.parametrize("model, batch", [("vit-b16", 8), ("llama-8b", 8192)])
+def test_what_is_not_said(model, batch):
+    plan = planned("--model", model, "--world-size", "4", "--device-memory-gb", "80")
+    assert plan.settings == Settings(batch=batch)
+    assert plan.cluster == Cluster(world_size=4, device_memory_bytes=80e9)
+
+
+def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
+    plan = planned("--model", "vit-b16", "--world-size", "2", "--device-memory-gb", "80", "--images", "6")
+    # 3,000 operations at 1,000 a second are 3 s, 1,000 bytes at 1,000 a second are 1 s; 12 images in 3 to 4 s
+    gather = CollectiveCount(op="all_gather", count=1, bytes=2_000, sent_bytes=1_000)
+    slow = replace(plan.cluster, flops_per_s=1e3, bandwidth_bytes_per_s=1e3)
+    plan = replace(plan, step_flops=3_000, collectives=(gather,), cluster=slow)
+    assert list(plan_lines(plan))[-2:] == [
+        "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
+        "Its arithmetic takes 3.00 s; a step takes 3.00 s if all communication hides behind it, 4.00 s if none does: "
+        "4 to 3 images/s over all ranks.",
+    ]
 
 
 @pytest.mark.parametrize("model", ["vit-10b", "llama-70b"])

@@ -10,6 +10,7 @@ from fsdp_helpers.planning.models import (
     llama_head_bytes,
     llama_subject,
     named_subject,
+    vit_head_bytes,
     vit_subject,
 )
 from fsdp_helpers.shapes import ViTShape
@@ -70,10 +71,22 @@ def test_the_loss_of_a_language_model():
     assert llama_head_bytes(LLAMA_SHAPES["llama-8b"], 8192, 2).working_bytes == 2 * 4 * 8192 * 128_256
 
 
+def test_the_head_of_a_vision_transformer():
+    # 2 images of 4 tokens, h = 2: the norm keeps 2 values and 2 statistics a token, backward has 2 x 2 values in flight
+    shape = ViTShape(image_size=2, channels=3, patch_size=1, width=2, depth=1, num_heads=1, mlp_width=4, num_classes=3)
+    in_fp32, in_bf16 = (vit_head_bytes(shape, 2, value_bytes) for value_bytes in (4, 2))
+    assert (in_fp32.kept_bytes, in_fp32.working_bytes) == (8 * (4 * 2 + 4 * 2), 4 * 8 * 4)
+    # bf16: half of the values, not of the statistics; and the images, 2 x 3 x 4 values, are kept as they were cast
+    assert (in_bf16.kept_bytes, in_bf16.working_bytes) == (8 * (2 * 2 + 4 * 2) + 2 * 24, 2 * 8 * 4)
+
+
 def test_operations_hand_worked():
     # Weights of a block: q and out 64 each, k and v 32 each, three of 96: 480; two blocks and the head, 80: 1,040.
     # 2 x 4 x 1,040, and attention over 4 tokens: 4 x 4 x 8 a token and block, 4 x 128 x 2
-    assert llama_subject("tiny", TINY).forward_flops(4) == 8_320 + 1_024
+    llama = llama_subject("tiny", TINY)
+    assert llama.forward_flops(4) == 8_320 + 1_024
+    # Tokens look at those of their own sequence of 4 alone: two sequences are twice the work of one
+    assert llama.forward_flops(8) == 2 * (8_320 + 1_024)
     # 1 image of 2 x 2 patches of 1 value, h = 2, m = 4, one block: qkv 12, out 4, two of 8: 32 weights, 4 tokens: 256;
     # attention 4 x 4 x 2 a token: 128; patches 2 x 4 x 1 x 2 = 16; the head 2 x 2 x 3 = 12
     vit = ViTShape(image_size=2, channels=1, patch_size=1, width=2, depth=1, num_heads=1, mlp_width=4, num_classes=3)

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.ledger import KINDS, Ledger, Term
-from fsdp_helpers.planning.peak import peak_of_step
+from fsdp_helpers.planning.peak import peak_of_step, walk_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
 from fsdp_helpers.planning.units import cut
 
@@ -123,6 +123,29 @@ def test_two_units_on_sixteen_ranks_reducing():
     assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap", api="fsdp1").bytes == 240 + 4 * 640
 
 
+def test_prefetching_after_the_gradients():
+    # FSDP1's "post" gathers a once b's parameters are freed: early in backward b alone is there, with gloo's copy of it
+    post = {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "backward_prefetch": "post"}
+    profile = two_layers(kept=5_000)
+    assert peak(profile, 16, UNITS, **post).bytes == 240 + 2 * 640 + 10_000
+    # Between b and a, 9,000 are in flight: a, 640, is gathered beside b's slice, 40; without prefetching it is not.
+    moments = [
+        replace(moment, highest_bytes=9_000) if (moment.event, moment.name) == ("leave_backward", "b") else moment
+        for moment in two_layers().moments
+    ]
+    between = replace(two_layers(), moments=tuple(moments))
+    assert peak(between, 16, UNITS, **post).bytes == 240 + 640 + 40 + 9_000
+    assert peak(between, 16, UNITS, **post | {"backward_prefetch": "none"}).bytes == 240 + 40 + 9_000
+
+
+def test_slices_are_offloaded_where_there_is_a_host():
+    offload = TrainConfig(strategy="fsdp-offload")
+    # A rank on the CPU has no other memory: as above, 240 of slices and 1,960 early in a's backward.
+    assert walk_step(two_layers(), offload, 16, UNITS).peak.bytes == 240 + 1_960
+    # Beside a device all slices lie in the host's, b's reduced gradient, 40, too: a and its buffer, and what b sent
+    assert walk_step(two_layers(), offload, 16, UNITS, has_host=True).peak.bytes == 3 * 640
+
+
 def test_grad_op_keeps_what_forward_gathered():
     # 16 ranks, early in backward: a and b whole, nothing to gather
     profile = two_layers(kept=5_000)
@@ -200,6 +223,9 @@ def test_micro_batches():
     # for FSDP1 as well; where everything is whole, the gradients of the first part are there early
     assert peak(profile, 16, UNITS, **waiting, api="fsdp1").bytes == 12_160 + 2 * 640
     assert peak(profile, 1, strategy="local", micro_batches=2).bytes == 3_840 + 1_280 + 10_000
+    # Under FSDP2 whole gradients wait in fp32, 2 x 640, also where parameters are gathered in bf16, 320 each
+    in_bf16 = peak(profile, 16, UNITS, **waiting, precision="bf16")
+    assert in_bf16.bytes == 240 + 3 * 320 + 10_000 + 2 * 640
 
 
 # ---------------------------------------------------------------- the sum

@@ -69,10 +69,13 @@ def test_a_plan_hand_worked():
 
 
 def test_recomputing_is_a_fourth_pass_and_keeps_inputs():
-    plan = make_plan(SUBJECT, replace(SHARDED, activation_checkpointing="units"), cluster(flops_per_s=1e3))
+    at_a_rate = cluster(flops_per_s=1e3)
+    plan = make_plan(SUBJECT, replace(SHARDED, activation_checkpointing="units"), at_a_rate)
     assert plan.arithmetic_s == 80.0
     # Backward is in a: what is kept of it is computed again, 10,000, beside what b sent
     assert (plan.by_category()["activations"], plan.peak.bytes) == (10_000, 21_588)
+    # What selective checkpointing computes again is all but the products.
+    assert make_plan(SUBJECT, replace(SHARDED, activation_checkpointing="selective"), at_a_rate).arithmetic_s == 60.0
     without_rate = make_plan(SUBJECT, SHARDED, cluster())
     assert (without_rate.arithmetic_s, without_rate.step_s, without_rate.items_per_s) == (None, None, None)
 
@@ -93,6 +96,9 @@ def test_copies_across_groups():
     assert sent["all_reduce"] == (4_032, 4_032 * 6 // 4)
     whole = make_plan(SUBJECT, replace(SHARDED, api="fsdp1", sharding="none"), cluster())
     assert [(seen.op, seen.bytes) for seen in whole.collectives] == [("all_reduce", 8_064)]
+    # 3 ranks do not divide it: the flat gradients of 1,000, 1,000 and 16 values are filled up by 2 each
+    filled = make_plan(SUBJECT, replace(SHARDED, api="fsdp1", sharding="none"), cluster(3))
+    assert [(seen.op, seen.bytes) for seen in filled.collectives] == [("all_reduce", 4 * (1_002 + 1_002 + 18))]
 
 
 def test_slices_in_host_memory():
@@ -184,6 +190,20 @@ def test_what_is_left_to_change(settings, first):
     assert next(possible_changes(plan, SUBJECT))[0].startswith(first)
 
 
+def test_nothing_is_offered_that_is_there_already_or_cannot_be():
+    def offered(settings: Settings, ranks: int) -> list[str]:
+        plan = make_plan(SUBJECT, settings, cluster(ranks))
+        return [text.partition(" (--")[0] for text, _ in possible_changes(plan, SUBJECT)]
+
+    recompute, halve = "recompute each block in backward", "halve a rank's batch to 10 image(s)"
+    everything = ["gather and compute in bf16", recompute, halve, "take 4,096 ranks", "keep slices in host memory"]
+    assert offered(SHARDED, 2048) == everything
+    offloads = replace(SHARDED, strategy="fsdp-offload", precision="bf16")
+    assert offered(offloads, 4096) == [recompute, halve]  # no more ranks than that
+    # One process cannot shard.
+    assert offered(Settings(batch=20, strategy="ddp"), 1) == [recompute, halve]
+
+
 def test_a_plan_as_json():
     plan = make_plan(SUBJECT, SHARDED, cluster())
     read = json.loads(json.dumps(plan.to_json()))
@@ -216,5 +236,7 @@ def test_ranks_that_do_not_go_with_the_settings():
         make_plan(SUBJECT, Settings(batch=1, strategy="local"), cluster())
     with pytest.raises(ValueError, match="use a multiple of 3, 6 or more"):
         make_plan(SUBJECT, Settings(batch=1, sharding="hybrid", replicas=3), cluster())
+    with pytest.raises(ValueError, match="into 8 groups of two or more, world_size is 8; use a multiple of 8, 16 or"):
+        make_plan(SUBJECT, Settings(batch=1, sharding="hybrid", replicas=8), cluster())
     with pytest.raises(ValueError, match="precision 'bf16' is FSDP's mixed precision"):
         Settings(batch=1, strategy="ddp", precision="bf16")

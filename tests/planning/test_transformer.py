@@ -2,7 +2,7 @@
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.peak import peak_of_step
-from fsdp_helpers.planning.transformer import BlockBytes, stack_profile, transformer_block_bytes
+from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile, transformer_block_bytes
 
 # Autograd keeps 100 bytes of a block, 8 of them its input; backward has 60 more in flight. 10 parameters each.
 BLOCK = BlockBytes(kept_bytes=100, input_bytes=8, products_bytes=40, working_bytes=60)
@@ -47,3 +47,15 @@ def test_a_stack_of_units():
     # Four ranks, rows filled up to 12 and 12, the root's 4: slices 12 x 28 / 4 = 84; gathered: the root 16, b 48, the
     # buffer for a 48, and gloo's copy, 48; two blocks kept 200. With b's 60 in flight gloo's copy is gone: 12 more.
     assert peak("none", 4, strategy="fsdp-auto-wrap") == 84 + 16 + 48 + 48 + 260
+
+
+def test_a_head_at_the_beginning_of_backward():
+    # Two blocks keep 100 each, the head 30, and backward begins with 500 more in flight; nothing has a gradient yet.
+    head = HeadBytes(kept_bytes=30, working_bytes=500, parameters=("head.weight",))
+    profile = stack_profile(["a", "b"], {"weight": (10,)}, {"root.weight": (4,), "head.weight": (2,)}, BLOCK, head=head)
+    found = peak_of_step(profile, TrainConfig(strategy="local"), 1)
+    assert (found.bytes, found.when) == (12 * 26 + 2 * 100 + 30 + 500, "backward, in the root")
+    # The head's gradient is the first that is finished: before backward enters a block.
+    events = [(moment.event, moment.name) for moment in profile.moments]
+    assert events.index(("gradient", "head.weight")) < events.index(("enter_backward", "b"))
+    assert events[-1] == ("gradient", "root.weight")
