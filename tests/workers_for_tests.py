@@ -195,9 +195,13 @@ def start_processes():
         os.write(write_end, str(daemon).encode())
         os._exit(0)
     in_background = subprocess.run(["sh", "-c", "sleep 600 >&2 & echo $!"], stdout=subprocess.PIPE, check=True)
+    shell = ["sh", "-c", "sleep 600 & echo $!; wait"]  # its child is nobody else's until the shell has ended
+    family = subprocess.Popen(shell, stdout=subprocess.PIPE, start_new_session=True)
     return [
         int(os.read(read_end, 20)),
         int(in_background.stdout),
+        family.pid,
+        int(family.stdout.readline()),
         subprocess.Popen(SLEEPER).pid,
         subprocess.Popen(SLEEPER, start_new_session=True, env={}).pid,
         start_forked_child().pid,

@@ -1,5 +1,6 @@
 import contextlib
 import io
+import multiprocessing
 import os
 import py_compile
 import re
@@ -18,7 +19,8 @@ import torch
 import workers_for_tests as workers
 from programs import is_running, running_python, wait_until
 
-from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
+from fsdp_helpers.ranks.launch import RankError, RankTimeout, _collect, _Rank, launch
+from fsdp_helpers.ranks.process import Failure, Job
 
 # ---------------------------------------------------------------- results
 
@@ -99,6 +101,23 @@ def test_the_next_launch_works():
 def test_a_rank_that_is_killed():
     with pytest.raises(RankError, match="rank 1 of 2 failed: the process was ended by SIGKILL .*out of memory"):
         launch(workers.kill_itself, 1, world_size=2, device="cpu")
+
+
+def failed_at(when_s: float, rank: int) -> _Rank:
+    """A rank that has said so, and is gone."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send(("failure", Failure(rank, when_s, f"failed at {when_s} s")))
+    sender.close()
+    return _Rank(rank, None, receiver)
+
+
+@pytest.mark.parametrize("times_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (3.0, 2.0, 1.0)])
+def test_of_several_failures_the_first_is_told(times_s):
+    """Whichever message is read first: the others fail because of it."""
+    job = Job(b"", 3, "cpu", "", {}, None)
+    with pytest.raises(RankError) as caught:
+        _collect([failed_at(when_s, rank) for rank, when_s in enumerate(times_s)], job, None, None)
+    assert str(caught.value) == f"rank {times_s.index(1.0)} of 3 failed: failed at 1.0 s"
 
 
 def test_a_rank_that_leaves():
@@ -247,7 +266,7 @@ def written_pids(folder: Path) -> list[int]:
     pids = [int(pid) for file in files for pid in file.read_text().split()]
     for file in files:
         file.unlink()
-    assert len(pids) == 12 and all(is_running(pid) for pid in pids)
+    assert len(pids) == 16 and all(is_running(pid) for pid in pids)
     return pids
 
 
