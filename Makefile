@@ -7,6 +7,9 @@
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make run          install, then run every notebook and keep its outputs
+# make lint         check the style of the code; `make format` mends what a program can mend
+# make relock       take the newest versions that the registry serves into requirements.lock
+# make outdated     say in one line how many of them the lock lacks
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
 # make xla-all      the same, and its long evidence
 # make clean        remove the environments
@@ -27,20 +30,28 @@ PLAIN := not xla and not browser and not cluster
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Everything comes from the lock, and so does what builds the project itself.
+define install_lock
+$(1)/python $(PIP_INSTALL) --requirement $(2)
+$(1)/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+endef
+# One version of each package for every Python and system; without hashes, so that another build of the same version
+# (PyTorch for the CPU alone, a company's mirror) will do.
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --custom-compile-command 'make relock' pyproject.toml
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-oldest xla xla-all run clean
+.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-oldest xla xla-all lint format relock outdated run clean
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP_INSTALL) --editable '.[tested]'
+	$(call install_lock,$(BIN),requirements.lock)
 	touch $@
 
-$(OLDEST_INSTALLED): pyproject.toml
+$(OLDEST_INSTALLED): oldest.lock pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
-	$(OLDEST_BIN)/python $(PIP_INSTALL) --editable '.[oldest]'
+	$(call install_lock,$(OLDEST_BIN),oldest.lock)
 	touch $@
 
 # The last torch_xla fits one version of torch, so it has an environment of its own.
@@ -50,12 +61,13 @@ $(XLA_INSTALLED): Makefile
 	$(XLA_BIN)/python $(PIP_INSTALL) $(XLA_PACKAGES)
 	touch $@
 
-RUNS := test test-% run xla xla-all
+RUNS := test test-% run xla xla-all relock outdated
 # Nothing is written to the home folder, which may be read-only.
 $(RUNS): export MPLCONFIGDIR := $(CACHE)/matplotlib
 $(RUNS): export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
 $(RUNS): export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
 $(RUNS): export IPYTHONDIR := $(CACHE)/ipython
+$(RUNS): export UV_CACHE_DIR := $(CACHE)/uv
 $(RUNS): export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 
 # Threads that wait sleep: on cores that are in use spinning ones make a step take ten times as long.
@@ -147,6 +159,25 @@ can-xla: $(INSTALLED)
 	@$(call enough_disk,8)
 	@$(BIN)/python -m pip index versions torch_xla 2> /dev/null | grep -q 'versions:.* 2\.9\.0' \
 	  || { echo "no package index is at hand that has torch_xla 2.9.0 for this version of Python"; exit 1; }
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check --no-cache .
+	$(BIN)/ruff format --no-cache --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --no-cache --fix .
+	$(BIN)/ruff format --no-cache .
+
+relock: $(INSTALLED)
+	$(LOCK) --upgrade --group dev --output-file requirements.lock
+	$(LOCK) --upgrade --resolution lowest-direct --output-file oldest.lock
+
+# Fails for nothing: an old lock is no fault of a push.
+outdated: $(INSTALLED)
+	@mkdir -p $(CACHE)
+	@cp requirements.lock $(CACHE)/newest.lock
+	@$(LOCK) --upgrade --group dev --output-file $(CACHE)/newest.lock > /dev/null || echo "no package index answers"
+	@$(BIN)/python .ci/lock_age.py requirements.lock $(CACHE)/newest.lock
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)

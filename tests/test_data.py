@@ -140,7 +140,7 @@ def left_over(folder: Path) -> list[str]:
 def test_downloaded_once(mirror, tmp_path):
     assert prepare_data(tmp_path) == "mnist"
     assert prepare_data(tmp_path) == "mnist"  # found, not fetched again
-    assert mirror.gets == {name: 1 for name in NAMES}
+    assert mirror.gets == dict.fromkeys(NAMES, 1)
     assert left_over(tmp_path) == ["MNIST"]
     dataset = load_data(tmp_path)
     assert (dataset.source, len(dataset.train), dataset.test.labels.tolist()) == ("mnist", 8, [0, 1, 2, 3])
@@ -151,7 +151,7 @@ def test_two_processes_starting_together_download_once(mirror, tmp_path):
         workers.prepare_together, tmp_path, mirror.url, MNIST.resources, mnist.MNIST_FILES, world_size=2, device="cpu"
     )
     assert sources == ["mnist", "mnist"]
-    assert mirror.gets == {name: 1 for name in NAMES}
+    assert mirror.gets == dict.fromkeys(NAMES, 1)
     assert left_over(tmp_path) == ["MNIST"]
 
 

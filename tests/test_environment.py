@@ -1,64 +1,117 @@
-"""environment.yml and pyproject.toml name one tested set."""
+"""The ranges of pyproject.toml, the two locks made of them, and environment.yml belong together."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
-from pathlib import Path
+from importlib.metadata import distributions
 
 import pytest
+from leftovers import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent
-
-
-def pinned_versions(extra: str) -> dict[str, str]:
-    """What `pip install .[extra]` brings: name -> version."""
-    extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return dict(requirement.split("==") for requirement in extras[extra])
-
-
-def versions_of_the_tested_set() -> dict[str, str]:
-    return pinned_versions("tested")
+PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+RANGES = PYPROJECT["project"]["dependencies"]
+TOOLS = PYPROJECT["dependency-groups"]["dev"]
+LOCK, OLDEST = ((PROJECT / name).read_text() for name in ("requirements.lock", "oldest.lock"))
+PINNED = re.compile(r"^([\w.-]+)==([\w.]+)", re.MULTILINE)
 
 
-def lowest_versions() -> dict[str, str]:
-    """The lower end of every range: name -> version."""
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    return dict(requirement.split(">=") for requirement in project["dependencies"])
+def plain_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.fixture(scope="module")
-def dependency_lines() -> list[str]:
-    """The lines of environment.yml that name a dependency."""
+def pinned(lock: str) -> dict[str, set[str]]:
+    """The versions that a lock allows: name -> one, or one per Python."""
+    found = {}
+    for name, version in PINNED.findall(lock):
+        found.setdefault(plain_name(name), set()).add(version)
+    return found
+
+
+def lower_ends(ranges: list[str]) -> dict[str, str]:
+    return dict(one.split(">=") for one in ranges)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """As numbers, without zeros at the end: 2.11.0 is 2.11."""
+    return tuple(int(part) for part in re.sub(r"(\.0)+$", "", version).split("."))
+
+
+def test_the_lock_is_within_every_range():
+    locked = pinned(LOCK)
+    for name, lowest in lower_ends(RANGES + TOOLS).items():
+        (version,) = locked[name]
+        assert numbers(version) >= numbers(lowest), name
+
+
+def test_the_oldest_lock_is_the_lower_end_of_every_range():
+    locked = pinned(OLDEST)
+    for name, lowest in lower_ends(RANGES).items():
+        (version,) = locked[name]
+        assert numbers(version) == numbers(lowest), name
+
+
+@pytest.mark.parametrize("lock", [LOCK, OLDEST], ids=["lock", "oldest"])
+def test_a_lock_pins_all_and_names_no_registry(lock):
+    lines = [line for line in lock.splitlines() if line and not line.lstrip().startswith("#")]
+    assert len(lines) > 100, "the packages behind the direct ones, too"
+    assert [line for line in lines if not PINNED.match(line)] == []
+    assert "://" not in lock
+
+
+@pytest.mark.skipif("CI" not in os.environ, reason="only CI's environment must hold nothing else; yours may")
+def test_what_is_installed_is_the_lock():
+    """Whatever the registry has received since, `pip freeze` in a fresh environment is the lock, name by name."""
+    here = {plain_name(one.name): one.version for one in distributions()}
+    lock = pinned(LOCK if here["torch"] in pinned(LOCK)["torch"] else OLDEST)
+    brought_along = {"fsdp-helpers", "pip"}  # the project itself, and what a virtual environment begins with
+    for_the_browser = {"playwright", "greenlet", "pyee"}  # `make test-browser` adds them
+    assert here.keys() - lock.keys() - brought_along - for_the_browser == set(), "installed, and in no lock"
+    assert {name: version for name, version in here.items() if version not in lock.get(name, {version})} == {}
+
+
+def test_conda_takes_the_lock():
     text = (PROJECT / "environment.yml").read_text()
-    lines = text.partition("dependencies:")[2].splitlines()
-    return [line.strip().removeprefix("- ") for line in lines if re.match(r"\s*- (?!pip:)", line)]
+    lines = re.findall(r"^\s*- (?!pip:)(.*)$", text.partition("dependencies:")[2], re.MULTILINE)
+    assert [line.partition("#")[0].strip() for line in lines] == [
+        "python=3.11",
+        "pip",
+        "make",
+        "--requirement requirements.lock",
+        "--editable .",
+    ]
 
 
-def test_environment_pins_the_tested_set(dependency_lines):
-    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", "\n".join(dependency_lines), re.MULTILINE))
-    wanted = versions_of_the_tested_set()
-    assert {name: pinned.get(name) for name in wanted} == wanted
-
-
-def test_environment_pins_nothing_else(dependency_lines):
-    names = {re.match(r"[\w-]+", line).group() for line in dependency_lines if line[0].isalpha()}
-    project_itself = {"fsdp-helpers"}
-    assert names - project_itself - {"python", "pip", "make"} == set(versions_of_the_tested_set())
-
-
-def test_every_dependency_says_what_it_is_for(dependency_lines):
-    without = [line for line in dependency_lines if not re.search(r"#\s*\w+", line)]
+def test_every_dependency_says_what_it_is_for():
+    text = (PROJECT / "pyproject.toml").read_text()
+    without = [one for one in RANGES + TOOLS if not re.search(rf'^    "{re.escape(one)}",  # \S', text, re.MULTILINE)]
     assert without == []
 
 
-def test_the_oldest_set_is_the_lower_end_of_every_range():
-    assert pinned_versions("oldest") == lowest_versions()
+# ---------------------------------------------------------------- how old the lock is
+
+NEWEST = "# made\nnumpy==2.4.7\n    # via torch\nscipy==1.17.1 ; python_full_version < '3.12'\nscipy==1.18.1\n"
 
 
-def test_the_tested_set_is_within_the_range():
-    lowest, tested = lowest_versions(), versions_of_the_tested_set()
-    assert set(lowest) == set(tested)
-
-    def numbers(version):
-        return tuple(int(part) for part in version.split("."))
-
-    assert all(numbers(tested[name]) >= numbers(lowest[name]) for name in tested)
+@pytest.mark.parametrize(
+    "lock, said",
+    [
+        (NEWEST, "holds what the registry serves"),
+        (
+            NEWEST.replace("2.4.7", "2.4.6"),
+            "is behind the registry in 1 of 2 packages (`make relock`): numpy 2.4.6 -> 2.4.7",
+        ),
+        (
+            "numpy==2.4.7\nscipy==1.17.1\nsix==1.17.0 ; sys_platform == 'linux'",
+            "in 2 of 3 packages (`make relock`): scipy 1.17.1 -> 1.17.1 and 1.18.1, six 1.17.0 -> none",
+        ),
+    ],
+)
+def test_the_age_of_a_lock_is_one_line(tmp_path, lock, said):
+    files = {"requirements.lock": lock, "newest.lock": NEWEST}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, str(PROJECT / ".ci" / "lock_age.py"), *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.count("\n") == 1 and said in done.stdout

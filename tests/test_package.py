@@ -124,7 +124,7 @@ def test_what_the_package_hands_out(name):
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="hands out .*launch.*train"):
-        fsdp_helpers.lunch
+        _ = fsdp_helpers.lunch
 
 
 def function_lengths() -> dict[str, int]:

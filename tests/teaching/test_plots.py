@@ -215,7 +215,7 @@ def test_notes_stand_above_the_curve_at_their_moments():
     trace = step_trace(*PHASES)
     ax = plots.plot_memory_curve(trace.curve, "One step", plots.moments_of_one_unit(trace))[1]
     # The gather ends at 50 ms, forward at 100; the reduce-scatter takes from 100 to 150; memory rises from 16 to 40 MB
-    lines = {text: line for text, line in zip(texts(ax)[-4:], ax.lines[2:], strict=True)}
+    lines = dict(zip(texts(ax)[-4:], ax.lines[2:], strict=True))
     moments = {text.split()[0]: (round(line.get_xdata()[0]), line.get_ydata()[0]) for text, line in lines.items()}
     assert moments == {
         "all-gather:": (50, 16),

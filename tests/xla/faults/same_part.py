@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "notebooks" / "xla"))
 
-import replicas  # noqa: E402
-import train  # noqa: E402
+import replicas
+import train
 
 take_part = train.my_part
 train.my_part = lambda batch, rank, world_size: take_part(batch, 0, world_size)
