@@ -53,8 +53,8 @@ class TrainConfig:
     min_num_params: int = _setting(20_000, "parameters that make a module a unit, for auto-wrap and for recomputing")
     sharding: str = _setting(
         "full",
-        "what ranks share out: all (ZeRO-3), not the parameters between forward and backward (ZeRO-2), "
-        "all within each of two groups, or nothing (fsdp1)",
+        "what is sharded: everything (full, ZeRO-3), the same but gathered parameters stay until backward has used them "
+        "(grad-op), everything within each of two groups (hybrid), or nothing (none, fsdp1)",
         choices=SHARDING,
     )
     reshard_after_forward: bool = _setting(

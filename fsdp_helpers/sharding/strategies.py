@@ -32,7 +32,7 @@ from fsdp_helpers.sharding.wrapping import Policy, choose_units, size_policy
 
 SHARDING_STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,  # ZeRO-3: parameters freed after forward
-    "grad-op": ShardingStrategy.SHARD_GRAD_OP,  # ZeRO-2: parameters kept from forward to backward
+    "grad-op": ShardingStrategy.SHARD_GRAD_OP,  # parameters kept from forward to the end of backward
     "hybrid": ShardingStrategy.HYBRID_SHARD,  # shards within a group of ranks, copies across groups
     "none": ShardingStrategy.NO_SHARD,  # whole copies, as DDP
 }

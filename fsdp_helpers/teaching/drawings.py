@@ -106,38 +106,43 @@ def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
-    """One rank, one step, one row per FSDP unit (the root first): when its parameters and its gradients are whole.
+    """One rank, one step of FSDP2, one row per unit (the root first): when its parameters and its gradients are whole.
 
     Time runs to the right: forward through the units, then backward through them in reverse. The root stays whole
-    from its first gather to the end of backward; every other unit is gathered twice.
+    from its first gather to the end of backward. Each other unit is gathered twice, the second time while backward
+    is still busy with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
     """
     root, *below = units
-    forward, backward = len(below) + 0.25, 2 * len(below) + 0.5
+    turn = len(below) + 0.25  # forward ends
+    end = turn + len(below) + 0.5
     with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.42 * len(units)), layout="constrained")
-        _draw_stretch(ax, 0, 0, backward, "whole from forward to backward")
-        _draw_stretch(ax, 0, backward, backward + 1, "gradients", gradients=True)
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.5 * len(units)), layout="constrained")
+        _draw_stretch(ax, 0, 0, end, "parameters, whole from forward to backward")
+        _draw_stretch(ax, 0, end - 0.5, end, "gradients", gradients=True)
         for row, _ in enumerate(below, start=1):
-            _draw_stretch(ax, row, row - 1, row, "whole")
-            again = backward - row
-            _draw_stretch(ax, row, again, again + 0.5, "whole")
-            _draw_stretch(ax, row, again + 0.5, again + 1, "grad.", gradients=True)
-        ax.axvline(forward, color=TEXT_COLOUR, linestyle=":", linewidth=1)
-        for middle, label in ((forward / 2, "forward"), ((forward + backward) / 2, "backward")):
+            backward = turn + len(below) - row  # the last unit first
+            _draw_stretch(ax, row, row - 1, row, "parameters")
+            ahead = min(1, backward - turn)  # backward begins with the last unit, which nothing precedes
+            label = "parameters, gathered ahead" if ahead else "parameters"
+            _draw_stretch(ax, row, backward - ahead, backward + 1, label)
+            _draw_stretch(ax, row, backward, backward + 1, "gradients", gradients=True)
+        ax.axvline(turn, color=TEXT_COLOUR, linestyle=":", linewidth=1)
+        for middle, label in ((turn / 2, "forward"), ((turn + end) / 2, "backward")):
             ax.text(middle, -0.62, label, ha="center", va="bottom", weight="bold")
         ax.set_yticks(range(len(units)), [f"{root} (root)", *below])
         ax.set_xticks([])
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
-        ax.set(xlim=(-0.05, backward + 1.05), ylim=(len(units) - 0.4, -0.7), xlabel="time in the step →")
+        ax.set(xlim=(-0.05, end + 0.05), ylim=(len(units) - 0.4, -0.7), xlabel="time in the step →")
     return fig, ax
 
 
 def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, gradients: bool = False) -> None:
     colour = STATE_COLOURS["gradients" if gradients else "parameters"]
-    ax.barh(row, end - start, left=start, height=0.62, color=colour, edgecolor="white")
+    lane = row + 0.17 if gradients else row - 0.17
+    ax.barh(lane, end - start, left=start, height=0.32, color=colour, edgecolor="white")
     ax.text(
-        (start + end) / 2, row, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white"
+        (start + end) / 2, lane, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white"
     )
 
 

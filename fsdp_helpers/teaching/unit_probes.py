@@ -1,11 +1,14 @@
 """Small rank functions that look at units: who makes them, when they are whole, what they hold and copy."""
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
@@ -88,6 +91,49 @@ def around_an_evaluation(rank: int, world_size: int, root: bool | None) -> dict[
     found["after an evaluation"] = own_bytes(model)
     model.reshard()
     return found | {"after model.reshard()": own_bytes(model)}
+
+
+def doubled_after_evaluation(rank: int, world_size: int, reshard_first: bool) -> dict[str, float]:
+    """The output of one layer, a root, around a change of its parameters that follows an evaluation."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 1).to(rank_device()))
+    inputs = torch.ones(1, 8, device=rank_device())
+    found = {}
+    with torch.no_grad():
+        found["evaluated"] = model(inputs).item()  # the root stays unsharded now: its parameters are a gathered copy
+        if reshard_first:
+            model.reshard()
+        for parameter in model.parameters():
+            parameter.mul_(2)  # as an EMA does when it swaps its averages in
+        found["parameters doubled"] = model(inputs).item()
+        model.reshard()
+        found["after the next reshard"] = model(inputs).item()
+    return found
+
+
+def copies_apart(rank: int, world_size: int, seed_per_rank: bool) -> dict[str, float]:
+    """Hybrid sharding, two copies, started from meta: the largest difference between them, before and after 5 steps."""
+    warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws its own values
+    mesh = init_device_mesh(rank_device().type, (2, world_size // 2), mesh_dim_names=("copies", "slices"))
+    with torch.device("meta"):
+        layer = nn.Linear(8, 8)
+    model = fully_shard(layer, mesh=mesh).to_empty(device=rank_device())
+    torch.manual_seed(rank if seed_per_rank else 0)
+    model.reset_parameters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {"at the start": largest_difference(model.weight.to_local(), mesh["copies"].get_group())}
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8, device=rank_device())).square().mean().backward()
+        optimizer.step()
+    return found | {"after 5 steps": largest_difference(model.weight.to_local(), mesh["copies"].get_group())}
+
+
+def largest_difference(tensor: Tensor, group: dist.ProcessGroup) -> float:
+    """Return the largest difference between what two ranks of `group` have."""
+    both = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(both, tensor.detach().clone(), group=group)
+    return (both[0] - both[1]).abs().max().item()
 
 
 class SmallLanguageModel(nn.Module):

@@ -25,6 +25,7 @@ class StepWatch:
     def __init__(self, config: TrainConfig, num_steps: int, device: torch.device, world_size: int = 1) -> None:
         self._config, self._num_steps, self._device = config, num_steps, device
         self._title, self._last_loss = run_title(config, world_size, device.type), None
+        self._whose_loss = "loss" if world_size == 1 else "rank 0's loss"  # the mean would cost a collective per step
         self._memory = MemoryTrace(device)
         self._memory.start()
         self.state: StateBytes | None = None
@@ -102,7 +103,7 @@ class StepWatch:
 
     def _details(self, loss: float) -> str:
         num_images = (len(self.step_seconds) - self._first_step) * self._config.global_batch_size
-        return f"{self._epoch_text}{num_images / self.epoch_seconds:,.0f} images/s, loss {loss:.4f}"
+        return f"{self._epoch_text}{num_images / self.epoch_seconds:,.0f} images/s, {self._whose_loss} {loss:.4f}"
 
     @property
     def _epoch_text(self) -> str:

@@ -81,12 +81,29 @@ def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
     assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimiser")] == [36, 27, 36]
 
 
+def stretches(ax: Axes, kind: str) -> dict[int, list[tuple[float, float]]]:
+    """From when to when one kind of state is whole, for each row of the drawing of units."""
+    found = {}
+    for bar in ax.patches:
+        if to_hex(bar.get_facecolor()) == STATE_COLOURS[kind]:
+            row = round(bar.get_y() + bar.get_height() / 2)
+            found.setdefault(row, []).append((bar.get_x(), bar.get_x() + bar.get_width()))
+    return found
+
+
 def test_units_are_whole_twice_and_the_root_once():
     ax = drawings.draw_units(["net", "first", "second"])[1]
-    rows = [round(bar.get_y() + bar.get_height() / 2) for bar in ax.patches]
-    whole = [to_hex(bar.get_facecolor()) == STATE_COLOURS["parameters"] for bar in ax.patches]
-    counts = [sum(is_whole for row, is_whole in zip(rows, whole, strict=True) if row == unit) for unit in range(3)]
-    assert counts == [1, 2, 2]
+    assert [len(stretches(ax, "parameters")[row]) for row in range(3)] == [1, 2, 2]
+
+
+def test_parameters_and_gradients_of_a_unit_coexist_and_backward_gathers_ahead():
+    ax = drawings.draw_units(["net", "first", "second"])[1]
+    parameters, gradients = stretches(ax, "parameters"), stretches(ax, "gradients")
+    # Forward ends at 2.25. Backward: the second unit from there to 3.25, the first one after it, to 4.25.
+    assert gradients[2] == [(2.25, 3.25)] and gradients[1] == [(3.25, 4.25)]
+    assert parameters[2][1] == (2.25, 3.25), "whole beside its gradients"
+    assert parameters[1][1] == (2.25, 4.25), "gathered while backward is busy with the second unit"
+    assert parameters[0][0][0] == 0 and parameters[0][0][1] > 4.25, "the root outlasts them all"
 
 
 def test_slices_lie_where_their_rows_are():

@@ -1,5 +1,7 @@
 """What the rank functions about units find; each number is counted by hand."""
 
+import pytest
+
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
 from fsdp_helpers.models import VisionTransformer
@@ -29,6 +31,22 @@ def test_what_is_kept_between_forward_and_backward():
         assert freed == {"kept bytes": whole // 4, "gathers in backward": 4, "sent bytes": whole * 3 // 4}
         assert halved == {"kept bytes": whole // 2, "gathers in backward": 4, "sent bytes": whole // 2}
         assert kept == {"kept bytes": whole, "gathers in backward": 0, "sent bytes": 0}
+
+
+@pytest.mark.parametrize("reshard_first", [False, True])
+def test_a_change_after_an_evaluation_is_lost_unless_the_root_is_resharded_first(reshard_first):
+    for found in on_ranks(2, unit_probes.doubled_after_evaluation, reshard_first):
+        evaluated, doubled, later = found.values()
+        assert doubled == 2 * evaluated, "one linear layer: twice the parameters, twice the output"
+        assert later == (doubled if reshard_first else evaluated)
+
+
+def test_copies_that_start_apart_stay_apart():
+    for apart in on_ranks(4, unit_probes.copies_apart, True):
+        # The copies' gradients are averaged, so both take the same steps (rounding aside).
+        assert apart["at the start"] > 0.1 and apart["after 5 steps"] == pytest.approx(apart["at the start"], rel=1e-4)
+    for alike in on_ranks(4, unit_probes.copies_apart, False):
+        assert set(alike.values()) == {0.0}
 
 
 def test_the_root_stays_whole_after_an_evaluation():
