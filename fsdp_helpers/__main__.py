@@ -24,7 +24,7 @@ CALL_FLAGS = (
         kind=str,
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        meaning="auto is cuda where there are as many devices as ranks",
+        meaning="auto is cuda if each rank gets a GPU that torch can use, else cpu",
     ),
     Flag(setting="timeout", kind=float, meaning="seconds that a rank waits for the others, at most (default: 1800)"),
     Flag(setting="json", kind=Path, meaning="write the record of the run to this file"),

@@ -84,14 +84,19 @@ def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> s
     return f"Data: scikit-learn's 1,797 bundled digits, because MNIST could not be downloaded. {remedy}"
 
 
-def num_train_images(source: str) -> int:
-    """How many training images a source holds."""
-    return 60_000 if source == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
+def source_at_hand(data_dir: str | os.PathLike | None = None) -> str:
+    """Say which data the folder holds now: "mnist" or "digits"; nothing is downloaded."""
+    return "mnist" if not offline() and mnist_is_there(find_data_dir(data_dir)) else "digits"
 
 
-def num_test_images(source: str) -> int:
-    """How many test images a source holds."""
-    return 10_000 if source == "mnist" else NUM_DIGITS_FOR_TEST
+def num_train_images(source: str | None = None) -> int:
+    """Return how many training images `source` holds, or else the data at hand."""
+    return 60_000 if (source or source_at_hand()) == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
+
+
+def num_test_images(source: str | None = None) -> int:
+    """Return how many test images `source` holds, or else the data at hand."""
+    return 10_000 if (source or source_at_hand()) == "mnist" else NUM_DIGITS_FOR_TEST
 
 
 def load_data(
@@ -103,7 +108,7 @@ def load_data(
     by `prepare_data`.
     """
     folder = find_data_dir(data_dir)
-    source = "mnist" if not offline() and mnist_is_there(folder) else "digits"
+    source = source_at_hand(data_dir)
     train, test = _read_mnist(folder) if source == "mnist" else _read_digits()
     return Dataset(source=source, train=_split(*train, train_images), test=_split(*test, test_images))
 

@@ -1,6 +1,8 @@
 """Hygiene of the notebooks as they are kept. Quick: nothing is run here, `pytest --nbmake notebooks` does that."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -19,6 +21,8 @@ NOT_PROSE = (
     )
 )
 BOLD = re.compile(r"\*\*([^*]+)\*\*")
+OWN_ENVIRONMENT = ("12_xla",)  # no GPU is asked for there
+START_RANKS = ("launch", "train", "compare")  # each of them takes a device
 MAX_CODE_LINES, MAX_WORDS, MAX_FILE_BYTES = 25, 130, 1_500_000
 MAX_PIXELS = 1_008  # what JupyterLab shows without shrinking it, at 1440 x 900 with the side bar open
 
@@ -112,6 +116,36 @@ def test_notebook(path):
     assert problems(notebook) == []
     assert direct_launches(notebook) == LAUNCHES_BY_HAND.get(path.stem, 0)
     assert path.stat().st_size < MAX_FILE_BYTES
+
+
+def calls(notebook) -> Iterator[ast.Call]:
+    """Yield all calls in code cells that are Python throughout."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and not re.search(r"^[!%]", cell.source, re.MULTILINE):
+            yield from (node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call))
+
+
+def device_problems(notebook) -> list[str]:
+    """Say where the reader does not choose the device: no setting, a different set-up, a call that ignores it."""
+    settings = [cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    found = [] if re.search(r'^DEVICE = "cpu"  # "cuda"', settings[0], re.MULTILINE) else ["no DEVICE in its settings"]
+    called = {ast.unparse(call.func) for call in calls(notebook)}
+    found += [f"{name} is called, show.machine does that" for name in ("prepare_data", "describe_source") if name in called]
+    if not any(ast.unparse(call).startswith("show.machine(DEVICE, ") for call in calls(notebook)):
+        found.append("show.machine is not told the DEVICE")
+    for call in calls(notebook):
+        if ast.unparse(call.func) in START_RANKS:
+            devices = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "device"]
+            if len(devices) != 1 or devices == ["'cuda'"]:
+                found.append(f"{ast.unparse(call)} does not pass the device on")
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_reader_chooses_the_device(path):
+    if path.stem in OWN_ENVIRONMENT:
+        pytest.skip("it has an environment of its own")
+    assert device_problems(nbformat.read(path, as_version=4)) == []
 
 
 def read_glossary(text: str) -> dict[str, str]:
@@ -240,6 +274,22 @@ def test_launches_by_hand_are_counted():
     assert direct_launches(notebook) == 0
     notebook.cells[2].source = "run = launch(\n    train_worker, config, world_size=2\n)[0]"
     assert direct_launches(notebook) == 1
+
+
+@pytest.mark.parametrize(
+    "settings, code, problem",
+    [
+        ("NUM_RANKS = 2", "DEVICE = show.machine(DEVICE, NUM_RANKS)", "no DEVICE in its settings"),
+        (None, "show.machine('cpu', 2)", "show.machine is not told the DEVICE"),
+        (None, "DEVICE = show.machine(DEVICE, 2)\nprepare_data()", "prepare_data is called, show.machine does that"),
+        (None, "DEVICE = show.machine(DEVICE, 2)\ntrain(config)", "train(config) does not pass the device on"),
+        (None, "DEVICE = show.machine(DEVICE, 2)\nlaunch(f, device='cuda')", "launch(f, device='cuda') does not pass"),
+    ],
+)
+def test_a_device_that_is_not_the_readers_is_found(settings, code, problem):
+    notebook = small_notebook()
+    notebook.cells[1].source, notebook.cells[2].source = settings or 'DEVICE = "cpu"  # "cuda": one GPU', code
+    assert [found[: len(problem)] for found in device_problems(notebook)] == [problem]
 
 
 def test_an_error_that_is_meant_to_be_seen_may_stay():

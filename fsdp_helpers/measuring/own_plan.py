@@ -39,7 +39,7 @@ def plan_model(
     `factory()` makes the model on the CPU; `batch` is what one rank has in one forward, a tensor or any nest of them,
     with samples along their first dimension. `loss_of(model, batch)` is its loss, the mean of all outputs if it is left
     out. Modules of `unit_class` are FSDP units, and what activation checkpointing recomputes. `settings` are those of
-    `planning.plan.Settings`. Activations are those of this machine's kernels; a GPU's may keep a little more or less.
+    `planning.plan.Settings`. Activations are those of the device on which `batch` lies.
     Buffers, which DDP broadcasts before each forward, are left out.
     Raises ValueError for a cluster or settings that cannot be.
     """
@@ -61,12 +61,13 @@ def measured_subject(
     unit_class: type[nn.Module] | tuple[type[nn.Module], ...] = (),
 ) -> Subject:
     """The model as a planner sees it; what a plan asks for is measured then, and only once."""
-    model = factory()
+    device = next((leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    model = factory().to(device)
     units = tuple(name for name, module in model.named_modules() if name and isinstance(module, unit_class))
 
     @cache
     def profile_of(samples: int, precision: str, activation_checkpointing: str) -> StepProfile:
-        model = factory().to(DTYPES[precision]).train()
+        model = factory().to(device, DTYPES[precision]).train()
         if activation_checkpointing != "none":
             model = checkpoint_activations(model, units, activation_checkpointing)
         part = first_samples(batch, samples, DTYPES[precision])

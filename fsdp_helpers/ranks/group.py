@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_helpers.ranks.allocator import keep_freed_memory
+from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
 from fsdp_helpers.ranks.roll_call import LONGEST_WAIT_S, roll_call_s
 
 _device: torch.device | None = None  # this rank's, while it is in a group
@@ -21,28 +22,34 @@ _collective_timeout: timedelta | None = None  # of a single collective, while it
 
 
 def choose_device(device: str, ranks_on_this_machine: int) -> str:
-    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA where every rank gets a device of its own.
+    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if every rank gets a GPU that torch can use.
 
-    Raises ValueError for any other word, and for more ranks than CUDA devices.
+    This process does not touch a GPU here. Raises ValueError for any other word, and for "cuda" if there are more ranks
+    than CUDA devices or torch cannot use them.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"unknown device {device!r}; choose one of auto, cpu, cuda")
-    num_devices = torch.cuda.device_count()
-    if device == "cuda" and ranks_on_this_machine > num_devices:
-        raise ValueError(
-            f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, this machine has {num_devices}; "
-            "use device 'cpu', or fewer ranks"
-        )
+    if device == "cpu":
+        return device
+    gpus = find_gpus(ranks_on_this_machine)
     if device == "auto":
-        return "cuda" if 1 <= ranks_on_this_machine <= num_devices else "cpu"
+        return "cuda" if 1 <= ranks_on_this_machine <= gpus.count and not gpus.problem else "cpu"
+    if ranks_on_this_machine > gpus.count:
+        hidden = f" that {VISIBLE} does not hide" if are_hidden() else ""
+        raise ValueError(
+            f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, this machine has {gpus.count}"
+            f"{hidden}; use device 'cpu', or fewer ranks"
+        )
+    if gpus.problem:
+        raise ValueError(f"torch cannot use the GPU of this machine ({gpus.problem}); use device 'cpu'")
     return device
 
 
 def rank_device() -> torch.device:
-    """The device of this rank; outside a group, the first CUDA device or the CPU."""
+    """The device of this rank; outside a group, the first CUDA device or, if there is none or it is hidden, the CPU."""
     if _device is not None:
         return _device
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", 0) if not are_hidden() and torch.cuda.is_available() else torch.device("cpu")
 
 
 def check_timeout(timeout_s: float | None) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp_helpers.ranks.gpus import hide_gpus
 from fsdp_helpers.ranks.group import process_group
 from fsdp_helpers.ranks.keeper import start_keeper
 from fsdp_helpers.ranks.pickling import pickle_result
@@ -79,6 +80,8 @@ def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection)
 
 def _work(rank: int, job: Job, send: "_Sender") -> None:
     _take_environment(job.environment)
+    if job.device == "cpu":
+        hide_gpus()  # before the worker's module is imported, which may look
     _set_rank_variables(rank, job.world_size)
     with loading_worker():
         worker, args = pickle.loads(job.payload)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden
 from fsdp_helpers.teaching.show import table
 
 # What a rank has to know, and where torchrun and Slurm say it.
@@ -67,9 +68,12 @@ def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subproc
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
         "text": True,
-        "env": {**os.environ, **variables},
     }
-    processes = [subprocess.Popen(command, **settings) for command in commands]
+    own = [own_gpu(number) if len(commands) > 1 else {} for number in range(len(commands))]
+    processes = [
+        subprocess.Popen(command, **settings, env={**os.environ, **gpu, **variables})
+        for command, gpu in zip(commands, own, strict=True)
+    ]
     try:
         yield processes
     finally:
@@ -81,6 +85,15 @@ def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subproc
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+def own_gpu(number: int) -> dict[str, str]:
+    """Return what lets command `number` see a GPU that the others do not: each stands for a machine of its own."""
+    if are_hidden():
+        return {}
+    chosen = os.environ.get(VISIBLE, "")
+    names = chosen.split(",") if chosen else [str(number)]
+    return {VISIBLE: names[number % len(names)]}
 
 
 def run_together(*commands: Sequence[str], **variables: str) -> list[str]:

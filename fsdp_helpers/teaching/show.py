@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from IPython.display import Markdown
+from IPython.display import Markdown, display
 
 from fsdp_helpers.teaching.listings import Listing, SideBySide
 from fsdp_helpers.teaching.machine_memory import describe_memory
@@ -152,17 +152,30 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
     return Markdown("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines))
 
 
-def machine(device: str, num_ranks: int, source_text: str, needs_bytes: int | None = None) -> Markdown:
-    """Versions, device, ranks and data source: what the numbers below were measured with. And the memory that is free,
-    beside what the notebook `needs_bytes` of it.
+def machine(
+    device: str, num_ranks: int, *, data: str | None = None, needs_bytes: int | None = None, fixed: bool = False
+) -> str:
+    """Set a notebook up on `device` and show what its numbers are measured with; returns the device, "cpu" or "cuda".
+
+    The variable FSDP_DEVICE overrides `device`, unless that is `fixed`. On the CPU, GPUs are hidden from this kernel and from all that it
+    starts. The data are prepared, unless `data` says why none are needed. Shown are versions, device, ranks, data,
+    the memory that is free beside what the notebook `needs_bytes` of it, and GPUs that stay idle.
+    Raises ValueError for "cuda" if there are too few GPUs or torch cannot use them.
     """
     import torch
 
+    from fsdp_helpers.data import describe_source, prepare_data
+    from fsdp_helpers.ranks.errors import shown_by_message
     from fsdp_helpers.ranks.group import device_name
+    from fsdp_helpers.teaching.machine_gpus import settle_device
 
+    with shown_by_message(ValueError):
+        device, about_gpus = settle_device(device, num_ranks, fixed=fixed)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}."
     ranks = f"{num_ranks} rank(s) on {device_name(torch.device(device))}."
-    return Markdown(" ".join([versions, ranks, source_text, describe_memory(needs_bytes)]).strip())
+    data = data or describe_source(prepare_data())
+    display(Markdown(" ".join(filter(None, [versions, ranks, data, describe_memory(needs_bytes), about_gpus]))))
+    return device
 
 
 def script(path: str) -> Listing:

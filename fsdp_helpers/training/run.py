@@ -12,6 +12,7 @@ from fsdp_helpers.data import num_test_images, num_train_images, prepare_data
 from fsdp_helpers.mnist import DataError
 from fsdp_helpers.ranks.errors import shown_by_message
 from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.gpus import hide_gpus
 from fsdp_helpers.ranks.group import check_timeout, choose_device, process_group
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.ranks.process import describe_error
@@ -98,6 +99,8 @@ def train_as_rank_of_torchrun(
     check_timeout(group_timeout_s)
     device = choose_device(device, place.local_world_size)
     config.check_device(device)
+    if device == "cpu":
+        hide_gpus()
     bar = ProgressBar()
     if place.rank == 0:
         send_reports_to(bar.update)

@@ -10,9 +10,11 @@ import workers_for_tests as workers
 
 from fsdp_helpers import models
 from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers.ranks import group
+from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
-from fsdp_helpers.teaching import by_hand, saving, show, starts
+from fsdp_helpers.teaching import by_hand, machine_gpus, saving, show, starts
 from fsdp_helpers.teaching.by_hand import FlatUnit
 from fsdp_helpers.teaching.probes import say_hello, show_all_reduce
 from fsdp_helpers.training import loop, worker
@@ -160,10 +162,76 @@ def test_table():
     ]
 
 
-def test_machine():
-    shown = show.machine("cpu", 2, "Data: the digits.").data
-    assert f"torch {torch.__version__}. 2 rank(s) on CPU with " in shown
-    assert "Data: the digits." in shown
+@pytest.fixture
+def machine(monkeypatch):
+    """`show.machine` beside imagined GPUs: the device that it returns, and what it shows."""
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.delenv("FSDP_DEVICE", raising=False)
+
+    def set_up(device, num_ranks, found=Gpus(0), **settings):
+        for module in (group, machine_gpus):
+            monkeypatch.setattr(module, "find_gpus", lambda wanted=1: Gpus(0) if are_hidden() else found)
+        shown = []
+        monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
+        monkeypatch.setattr(group, "device_name", lambda device: f"a {device}")
+        return show.machine(device, num_ranks, **{"data": "Data: the digits."} | settings), shown[0]
+
+    yield set_up
+    unhide_gpus()
+
+
+def test_machine(machine):
+    device, shown = machine("cpu", 2)
+    assert device == "cpu" and are_hidden()
+    assert f"torch {torch.__version__}. 2 rank(s) on a cpu. Data: the digits." in shown
+    assert "GPU" not in shown
+
+
+def test_the_data_are_prepared(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "none"))
+    assert "1,797 bundled digits, because MNIST could not be downloaded" in machine("cpu", 2, data=None)[1]
+
+
+@pytest.mark.parametrize(
+    "found, num_ranks, said",
+    [
+        (Gpus(1), 2, "This machine has 1 GPU, idle here: 2 ranks need 2, one for each. Notebook 01, with one process,"),
+        (Gpus(2), 2, 'This machine has 2 GPUs, idle here: to use one for each rank, set `DEVICE = "cuda"` in the cell'),
+        (Gpus(1), 1, 'This machine has 1 GPU, idle here: to use one, set `DEVICE = "cuda"` in the cell of settings and'),
+        (Gpus(1, "The driver is too old."), 2, "stays idle, because torch cannot use it: The driver is too old."),
+    ],
+)
+def test_idle_gpus_are_mentioned(found, num_ranks, said, machine):
+    device, shown = machine("cpu", num_ranks, found)
+    assert device == "cpu" and said in shown
+
+
+def test_a_variable_overrides_the_device(machine, monkeypatch):
+    monkeypatch.setenv("FSDP_DEVICE", "cuda")
+    assert machine("cpu", 2, Gpus(2))[0] == "cuda" and not are_hidden()
+    assert machine("cpu", 2, Gpus(2), fixed=True)[0] == "cpu"
+    monkeypatch.setenv("FSDP_DEVICE", "cpu")
+    device, shown = machine("cuda", 2, Gpus(2))
+    assert device == "cpu" and "unset FSDP_DEVICE and run the notebook again" in shown
+
+
+def test_a_device_that_is_chosen_anew(machine):
+    assert machine("cpu", 2, Gpus(2))[0] == "cpu" and are_hidden()
+    device, shown = machine("cuda", 2, Gpus(2))
+    assert device == "cuda" and not are_hidden()
+    assert "2 rank(s) on a cuda" in shown and "idle" not in shown
+
+
+@pytest.mark.parametrize(
+    "found, problem",
+    [
+        (Gpus(1), "2 ranks need 2 CUDA devices, this machine has 1; use device 'cpu', or fewer ranks"),
+        (Gpus(2, "the driver is too old"), r"torch cannot use the GPU of this machine \(the driver is too old\)"),
+    ],
+)
+def test_cuda_without_the_gpus_for_it_is_refused(found, problem, machine):
+    with pytest.raises(ValueError, match=problem):
+        machine("cuda", 2, found)
 
 
 def test_side_by_side():

@@ -1,0 +1,93 @@
+"""The GPUs of this machine: counted and tried in a process of its own, hidden from everything that runs on the CPU.
+
+Torch turns to a GPU that it sees even when all tensors are on the CPU: `fully_shard` without a mesh, the group of a mesh,
+every step of an optimiser. Hiding works only before torch has looked, since torch and the driver remember what they
+found; so nothing here looks from a process that may still run on the CPU.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NONE = "-1" if sys.platform == "win32" else ""  # Windows has no empty variables
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+TRIAL_S = 60.0
+# Counting takes no memory on a GPU. The trial does, and it runs only if there are as many GPUs as are wanted.
+TRIAL = """
+import sys, torch
+count = torch.cuda.device_count()
+print(count)
+if count >= int(sys.argv[1]):
+    try:
+        torch.ones(1, device="cuda").add(1).item()
+    except Exception as error:
+        print(str(error).strip().partition("\\n")[0])
+"""
+
+_hidden: list[str | None] = []  # what the variable was before this process hid its GPUs
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs that this process and its children may use."""
+
+    count: int
+    problem: str = ""  # why torch cannot use them, in torch's words
+
+
+def find_gpus(wanted: int = 1) -> Gpus:
+    """Count the GPUs and, if there are `wanted` of them, try the first; without a driver this costs nothing."""
+    return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
+
+
+def hide_gpus() -> None:
+    """Let torch, which must not have looked yet, and all processes started from here find no GPU."""
+    if os.environ.get(VISIBLE) != NONE:
+        _hidden.append(os.environ.get(VISIBLE))
+        os.environ[VISIBLE] = NONE
+
+
+def unhide_gpus() -> None:
+    """Take back `hide_gpus`, for processes that start from now on; a choice of the reader's own stays."""
+    if _hidden:
+        before = _hidden.pop()
+        os.environ.pop(VISIBLE) if before is None else os.environ.update({VISIBLE: before})
+
+
+def are_hidden() -> bool:
+    """Return whether the environment hides every GPU."""
+    return os.environ.get(VISIBLE) == NONE
+
+
+def _may_have_gpus() -> bool:
+    """Return False if there can be none; this asks no driver."""
+    import torch
+
+    if are_hidden() or not torch.backends.cuda.is_built():
+        return False
+    if torch.version.hip:
+        return True
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _ask_a_child(wanted: int, visible: str | None) -> Gpus:
+    """Run the trial, once for each number and each choice of visible devices."""
+    command = [sys.executable, "-c", TRIAL, str(wanted)]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # it is not one of them
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRIAL_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Gpus(1, f"it did not answer within {TRIAL_S:.0f} s")
+    count, problem = (*done.stdout.splitlines(), "", "")[:2]
+    if done.returncode and not problem:
+        problem = f"the process that tried it left with exit status {done.returncode}"
+    return Gpus(int(count or 1), problem)
