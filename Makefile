@@ -5,6 +5,7 @@
 # make test-all     the same, and the long evidence
 # make test-browser every notebook in JupyterLab, in a browser
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
+# make test-imagined the notebooks and every strategy beside GPUs that do not exist: needs gcc
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make run          install, then run every notebook and keep its outputs
 # make lint         check the style of the code; `make format` mends what a program can mend
@@ -25,7 +26,7 @@ XLA_PACKAGES := torch==2.9.1 torch_xla==2.9.0 numpy
 WORK ?= work
 CACHE := $(CURDIR)/.venv/cache
 # Markers of tests that need more than the installation.
-PLAIN := not xla and not browser and not cluster
+PLAIN := not xla and not browser and not cluster and not imagined
 # So many test files at a time, since tests wait a lot: `make test WORKERS=1` where memory is short.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
@@ -41,7 +42,7 @@ LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-st
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-oldest xla xla-all lint format relock outdated run clean
+.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-imagined test-oldest xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -121,6 +122,11 @@ test-mnist: $(INSTALLED)
 test-cluster: $(INSTALLED)
 	$(BIN)/python -m pytest -m cluster tests/cluster
 
+# A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs. One notebook at a
+# time on each worker, whatever its file.
+test-imagined: $(INSTALLED)
+	$(PYTEST) --dist load -m imagined tests/imagined_gpu
+
 test-oldest: BIN := $(OLDEST_BIN)
 test-oldest: $(OLDEST_INSTALLED)
 	$(PYTEST) -m "not long and $(PLAIN)" tests
@@ -151,6 +157,9 @@ can-test-browser:
 	  || { echo "no Chromium on the search path; \`apt-get install chromium\` brings it"; exit 1; }
 
 enough_disk = df -Pk . | awk 'NR == 2 && $$4 < $(1) * 1000000 {print "it needs $(1) GB of disk"; exit 1}'
+
+can-test-imagined:
+	@command -v gcc > /dev/null || { echo "no gcc on the search path; \`apt-get install gcc libc6-dev\` brings it"; exit 1; }
 
 can-test-oldest:
 	@$(call enough_disk,7)

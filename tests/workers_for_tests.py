@@ -53,11 +53,12 @@ def describe_itself(rank, world_size):
 
 
 def stop_rank_1(rank, world_size, sharding):
-    """A rank that is there and does nothing any more, in a group of all ranks or of the two of a hybrid mesh."""
+    """A rank that is there and does nothing any more, in the group of all ranks, of a mesh, or of half a hybrid one."""
     if sharding is None:
         group = None
     else:
-        group = make_mesh(rank_device(), TrainConfig(strategy="fsdp", sharding=sharding)).get_group("shard")
+        mesh = make_mesh(rank_device(), TrainConfig(strategy="fsdp", sharding=sharding))
+        group = mesh.get_group(mesh.ndim - 1)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,0 +1,74 @@
+"""Everything in here runs beside imagined GPUs: marked `imagined`, and skipped where they cannot be built."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gpu_driver import ImaginedGpus, build, cuda_headers
+from leftovers import PROJECT
+
+TESTS = PROJECT / "tests"
+LIMIT_S = 850.0  # of a child process, such as a whole notebook
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "/imagined_gpu/" in item.path.as_posix():
+            item.add_marker(pytest.mark.imagined)
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory) -> Path:
+    """The folder of the driver's libraries, built once."""
+    if sys.platform != "linux" or shutil.which("gcc") is None:
+        pytest.skip("imagined GPUs need Linux and gcc")
+    if cuda_headers() is None:
+        pytest.skip("imagined GPUs need the CUDA headers that come with torch's CUDA packages; this torch is for the CPU")
+    folder = tmp_path_factory.mktemp("imagined-gpu")
+    build(folder)
+    return folder
+
+
+@pytest.fixture
+def gpus(libraries, tmp_path) -> ImaginedGpus:
+    """The imagined GPUs, with a log of this test's own."""
+    return ImaginedGpus(libraries, tmp_path / "uses.log")
+
+
+@pytest.fixture
+def run_beside(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run a command with some variables more, in an empty folder; it must end well, unless `status` says otherwise."""
+
+    def run(command: list, variables: dict[str, str], *, status: int = 0) -> subprocess.CompletedProcess:
+        folder = tmp_path / "beside"
+        folder.mkdir(exist_ok=True)
+        paths = {"PYTHONPATH": f"{TESTS}{os.pathsep}{PROJECT}", "FSDP_OFFLINE": "1"}
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=folder,
+            env={**os.environ, **paths, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture
+def run_python(run_beside) -> Callable[..., str]:
+    """Run Python code beside imagined GPUs; what it prints."""
+
+    def run(code: str, variables: dict[str, str]) -> str:
+        return run_beside([sys.executable, "-c", textwrap.dedent(code)], variables).stdout
+
+    return run

@@ -1,0 +1,100 @@
+"""CPU ranks beside a GPU leave it alone: every strategy and API, torchrun, checkpoints, and a rank that stops."""
+
+import json
+import sys
+
+import pytest
+
+from fsdp_helpers.checkpointing.folder import checkpoint_name, find_steps
+from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.config import APIS
+
+SMALL = "model='simple', global_batch_size=24, max_steps=3, train_images=240, test_images=24, dropout=False"
+GRID = f"""
+import json
+import torch
+from workers_for_tests import train_each
+from fsdp_helpers.config import APIS, TrainConfig
+from fsdp_helpers.data import prepare_data
+from fsdp_helpers.ranks.launch import launch
+
+if __name__ == "__main__":
+    prepare_data()
+    runs = [("ddp", "fsdp2")] + [(name, api) for name in ("fsdp", "fsdp-auto-wrap") for api in APIS]
+    runs.append(("fsdp-offload", "fsdp2"))  # FSDP1's pins host memory, which needs an accelerator
+    configs = [TrainConfig(strategy=name, api=api, {SMALL}, checkpoint_dir="saved/" + name + api) for name, api in runs]
+    found = launch(train_each, configs, world_size=NUM_RANKS, device="DEVICE", progress=False)
+    print(json.dumps([[record.device, record.step_losses] for record in found[0]]))
+    assert not torch.cuda.is_initialized()
+"""
+STOPPED = """
+from workers_for_tests import stop_rank_1
+from fsdp_helpers.ranks.launch import launch
+
+if __name__ == "__main__":
+    try:
+        launch(stop_rank_1, "full", world_size=2, device="cpu", group_timeout_s=6.0, timeout_s=60, progress=False)
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+"""
+LESSONS = """
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.teaching import probes, unit_probes
+
+if __name__ == "__main__":
+    for worker in (probes.train_your_own, probes.start_on_meta, unit_probes.units_by_class):
+        launch(worker, world_size=4, device="cpu", progress=False)
+"""
+
+
+def run_grid(run_python, variables, *, num_ranks=2, device="cpu") -> list:
+    """Each run's device and losses."""
+    return json.loads(run_python(GRID.replace("NUM_RANKS", str(num_ranks)).replace("DEVICE", device), variables))
+
+
+def test_every_strategy_and_api_and_no_rank_looks(gpus, run_python, tmp_path):
+    found = run_grid(run_python, gpus.environment())
+    assert len(found) == 6 and {device for device, _ in found} == {"cpu"}
+    assert all(losses == pytest.approx(found[0][1], abs=1e-5) for _, losses in found)
+    assert gpus.uses() == []
+    saved = sorted((tmp_path / "beside" / "saved").iterdir())
+    assert len(saved) == 6
+    for run in saved:
+        names = [entry.name for entry in read_index(run / checkpoint_name(max(find_steps(run))))]
+        assert not [name for name in names if "cuda" in name]
+
+
+def test_auto_with_more_ranks_than_gpus_is_the_cpu(gpus, run_python):
+    assert {device for device, _ in run_grid(run_python, gpus.environment(2), num_ranks=3, device="auto")} == {"cpu"}
+    assert gpus.uses() == []
+
+
+def test_a_driver_that_torch_cannot_use_is_no_gpu(gpus, run_python):
+    """One device is counted and one rank is wanted: `auto` would take it."""
+    found = run_grid(run_python, gpus.environment(too_old=True), num_ranks=1, device="auto")
+    assert {device for device, _ in found} == {"cpu"}
+    assert gpus.uses() == []
+
+
+def test_lessons_on_more_ranks_than_gpus(gpus, run_python):
+    """Beside two GPUs a third rank that took "its own" would ask for one that is not there."""
+    run_python(LESSONS, gpus.environment(2))
+    assert gpus.uses() == []
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_under_torchrun(gpus, run_beside, api, tmp_path):
+    train = ["-m", "fsdp_helpers", "train", "--strategy", "fsdp-auto-wrap", "--api", api, "--device", "cpu"]
+    train += ["--model", "simple", "--train-images", 240, "--test-images", 24, "--global-batch-size", 24]
+    train += ["--max-steps", 3, "--json", tmp_path / "run.json"]
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    run_beside([*starter, *train], gpus.environment() | {"PET_LOG_DIR": "/dev/null"})
+    assert json.loads((tmp_path / "run.json").read_text())["device"] == "cpu"
+    assert gpus.uses() == []
+
+
+def test_a_stopped_rank_is_named_within_the_time_out(gpus, run_python):
+    """In a group of a mesh of its own: beside a visible GPU it would be a new group, with a time-out of half an hour."""
+    line = run_python(STOPPED, gpus.environment()).strip()
+    assert line.startswith("RankError") and "rank 1 did not answer within 6 s" in line
+    assert gpus.uses() == []
