@@ -144,6 +144,23 @@ def hang_on(rank, world_size, bad_rank):
     dist.all_reduce(torch.ones(1))
 
 
+def keep_others_waiting(rank, world_size, way, seconds):
+    """Rank 0 lets the others wait in a collective, and computes, reports or prints meanwhile."""
+    end_s = time.monotonic() + seconds
+    while rank == 0 and time.monotonic() < end_s:
+        if way == "compute":
+            torch.ones(100, 100) @ torch.ones(100, 100)
+            continue
+        time.sleep(0.3)
+        if way == "print":
+            print("still here")
+        else:
+            progress.report(0, 1, "waiting")
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    return found.item()
+
+
 def sleep_for_ever():
     while True:
         time.sleep(60)

@@ -22,7 +22,11 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(TimeoutError):
-    """Ranks were still running when the time was up; the message says where each one stood."""
+    """Ranks were still running when the time was up; the message says where each one stood, as `places` does."""
+
+    def __init__(self, summary: str, places: list[str]) -> None:
+        self.places = places
+        super().__init__("\n".join([summary, *places]))
 
     def _render_traceback_(self) -> list[str]:
         return [f"RankTimeout: {self}"]

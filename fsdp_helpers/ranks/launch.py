@@ -24,6 +24,7 @@ from fsdp_helpers.ranks.keeper import TERM_S, end_group
 from fsdp_helpers.ranks.pickling import check_worker, pickle_job
 from fsdp_helpers.ranks.process import Failure, Job, run_rank
 from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
+from fsdp_helpers.ranks.standstill import Standstill
 from fsdp_helpers.ranks.start import (
     NO_MAIN_GUARD,
     RANK_NAME,
@@ -48,6 +49,7 @@ def launch(
     world_size: int,
     device: str = "auto",
     timeout_s: float | None = None,
+    stall_s: float | None = None,
     group_timeout_s: float | None = None,
     progress: bool | ProgressBar = True,
     start_method: str | None = None,
@@ -63,15 +65,16 @@ def launch(
     "forkserver" where the system has it, else "spawn", which loads torch anew in every rank.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
-    ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds,
-    Interrupted, a KeyboardInterrupt, after ^C or the stop button, RuntimeError in a script without a main guard. No
-    process outlives the call, nor does one that a worker started.
+    ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds, or once
+    all ranks are in the group and none of them has computed or reported anything for `stall_s` seconds, Interrupted, a
+    KeyboardInterrupt, after ^C or the stop button, RuntimeError in a script without a main guard. No process outlives
+    the call, nor does one that a worker started.
     """
     check_not_imported()
     follow_edits()
     with shown_by_message(ValueError):
         check_worker(worker)
-        _check_numbers(world_size, timeout_s)
+        _check_numbers(world_size, timeout_s=timeout_s, stall_s=stall_s)
         check_timeout(group_timeout_s)
         device = choose_device(device, world_size)
         start_method = choose_start_method(start_method)
@@ -84,33 +87,34 @@ def launch(
         job = Job(payload, world_size, device, folder, environment_changes(), group_timeout_s, **reports)
         try:
             with server_in_use():
-                return _run(job, start_method, output, timeout_s)
+                return _run(job, start_method, output, timeout_s, stall_s)
         except KeyboardInterrupt:
             raise Interrupted(output.where) from None
 
 
-def _run(job: Job, start_method: str, output: "_Output", timeout_s: float | None) -> list:
+def _run(
+    job: Job, start_method: str, output: "_Output", timeout_s: float | None, stall_s: float | None
+) -> list:
     """Start the ranks, wait for their results, and stop whatever still runs, however this ends."""
     ranks: list[_Rank] = []
     try:
         with interrupts_wait(), ready_to_start(start_method) as context:
             for rank in range(job.world_size):
                 ranks.append(_start_rank(rank, job, context))
-        return _collect(ranks, job, output, timeout_s)
+        return _collect(ranks, job, output, timeout_s, Standstill(stall_s))
     finally:
         output.bar.close()
         with interrupts_wait():
             _stop(ranks)
 
 
-def _check_numbers(world_size: int, timeout_s: float | None) -> None:
+def _check_numbers(world_size: int, **limits_s: float | None) -> None:
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
-        raise ValueError(
-            f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0, or None to wait for ever"
-        )
+    for name, limit_s in limits_s.items():
+        is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool)
+        if limit_s is not None and not (is_number and 0 < limit_s < math.inf):
+            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0, or None to wait for ever")
 
 
 @dataclass
@@ -148,6 +152,7 @@ class _Rank:
     rank: int
     process: Any
     connection: multiprocessing.connection.Connection
+    in_group: bool = False
     result: bytes | None = None
     failure: Failure | None = None
 
@@ -164,11 +169,13 @@ def _start_rank(rank: int, job: Job, context: Any) -> _Rank:
     return _Rank(rank, process, receiver)
 
 
-def _collect(ranks: list[_Rank], job: Job, output: _Output, timeout_s: float | None) -> list:
+def _collect(
+    ranks: list[_Rank], job: Job, output: _Output, timeout_s: float | None, standstill: Standstill
+) -> list:
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while waiting := [rank for rank in ranks if not rank.ended]:
         left_s = None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), LONGEST_WAIT_S)
-        ready = multiprocessing.connection.wait([rank.connection for rank in waiting], left_s)
+        ready = multiprocessing.connection.wait([rank.connection for rank in waiting], standstill.shorten(left_s))
         failed_before = any(rank.failure for rank in ranks)
         for rank in waiting:
             if rank.connection in ready:
@@ -179,7 +186,11 @@ def _collect(ranks: list[_Rank], job: Job, output: _Output, timeout_s: float | N
             if failed_before:
                 break
             if running := [rank for rank in waiting if not rank.ended]:
-                raise RankTimeout(_where_ranks_stand(running, job, timeout_s))
+                raise _timeout(f"after {timeout_s} s", running, job)
+        elif ready or not all(rank.in_group for rank in ranks):
+            standstill.moved()
+        elif not failed_before and standstill.lasts([rank.process.pid for rank in waiting]):
+            raise _timeout(f"after {standstill.stall_s} s in which no rank computed or reported anything", waiting, job)
     failures = [rank.failure for rank in ranks if rank.failure]
     if failures:
         first = min(failures, key=lambda failure: failure.when_s)
@@ -207,6 +218,8 @@ def _receive(rank: _Rank, output: _Output) -> None:
         rank.result = content
     elif kind == "failure":
         rank.failure = rank.failure or content
+    elif kind == "in group":
+        rank.in_group = True
     elif kind == "line":
         output.line(rank.rank, *content)
     else:
@@ -226,13 +239,12 @@ def _death(rank: _Rank) -> Failure:
     return Failure(rank.rank, float("-inf"), f"the process left with exit status {code} before its worker returned")
 
 
-def _where_ranks_stand(waiting: list[_Rank], job: Job, timeout_s: float) -> str:
+def _timeout(why: str, waiting: list[_Rank], job: Job) -> RankTimeout:
+    """The error that says where each rank stood. Those that still run are asked."""
     stacks.ask([rank.process.pid for rank in waiting if rank.process.is_alive()])
-    lines = [f"rank {rank.rank} {stacks.describe(job.stack_file(rank.rank))}" for rank in waiting]
+    places = [f"rank {rank.rank} {stacks.describe(job.stack_file(rank.rank))}" for rank in waiting]
     done = job.world_size - len(waiting)
-    return f"after {timeout_s} s, {len(waiting)} of {job.world_size} ranks had not finished ({done} had)\n" + "\n".join(
-        lines
-    )
+    return RankTimeout(f"{why}, {len(waiting)} of {job.world_size} ranks had not finished ({done} had)", places)
 
 
 def _stop(ranks: list[_Rank]) -> None:

@@ -92,6 +92,7 @@ def _work(rank: int, job: Job, send: "_Sender") -> None:
         _failures_sent(send, rank),  # at once: when the group ends, the other ranks fail too
         silent_ranks_named(job.group_timeout_s),
     ):
+        send("in group", None)
         result = worker(rank, job.world_size, *args)
     send("result", pickle_result(worker, result))
 

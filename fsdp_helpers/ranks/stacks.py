@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 BODY_OF_A_RANK = str(Path(__file__).with_name("process.py"))
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 ANSWER_S = 0.5  # the ranks get this long to write
 CAN_ASK = hasattr(signal, "SIGUSR1") and hasattr(faulthandler, "register")  # not on Windows
 
@@ -38,17 +39,25 @@ def ask(pids: list[int]) -> None:
 
 
 def describe(stack_file: Path) -> str:
-    """The innermost line outside the libraries, and the library function it was waiting in."""
+    """Return the innermost line outside the libraries, and the library function it was waiting in.
+
+    A line outside this package counts before one inside it: a reader's module before the exercise that called it.
+    """
     if not CAN_ASK:
         return "was running; this system cannot ask it where"
     text = stack_file.read_text() if stack_file.exists() else ""
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen", BODY_OF_A_RANK)
-    called = None
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+    called = in_package = None
     for path, line, function in frames:  # innermost first
+        if path == BODY_OF_A_RANK:
+            break
         if not path.startswith(libraries):
             where = f"{os.path.basename(path)} line {line}, in {function}"
-            return f"was waiting in {called}(), called from {where}" if called else f"was at {where}"
+            place = f"was waiting in {called}(), called from {where}" if called else f"was at {where}"
+            if not path.startswith(PACKAGE):
+                return place
+            in_package = in_package or place
         if function != "wrapper":
             called = function
-    return "was still starting" if not called else f"was waiting in {called}()"
+    return in_package or ("was still starting" if not called else f"was waiting in {called}()")

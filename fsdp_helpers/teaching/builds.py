@@ -18,7 +18,7 @@ from fsdp_helpers.teaching.build_start import UNITS, start_by_reader
 from fsdp_helpers.teaching.own_module import last_line_in, read_module
 
 RANKS = (2, 3)
-TIMEOUT_S = 120.0
+STALL_S, TIMEOUT_S = 15.0, 120.0  # ranks that wait for one another, and ranks that compute for ever
 LONGEST = 200  # characters of an error's message; some print a whole model
 TOLERANCE = 1e-4  # fp32 sums in another order differ by less
 SLACK_BYTES = 4_000  # step counters, a loss, a batch
@@ -184,16 +184,16 @@ def _run(worker: Callable, module: str, world_size: int, *arguments: object) -> 
     """What `worker` returns on rank 0; NotYet, in one line, where the reader's code fails or never ends."""
     bar = ProgressBar()
     bar.start(f"{module}.py, {count_ranks(world_size)} on cpu")
-    settings = {"device": "cpu", "timeout_s": TIMEOUT_S, "progress": bar}
+    settings = {"device": "cpu", "stall_s": STALL_S, "timeout_s": TIMEOUT_S, "progress": bar}
     try:
         return launch(worker, module, *arguments, world_size=world_size, **settings)[0]
     except RankError as error:
         where = last_line_in(module, error.details)
         raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {shorten(error.summary, LONGEST)}") from None
-    except RankTimeout:
+    except RankTimeout as error:
         raise NotYet(
-            f"on {world_size} ranks, {module}.py has not ended after {TIMEOUT_S:.0f} s; a collective waits until every"
-            " rank takes part in it"
+            f"on {world_size} ranks, {module}.py does not end: {'; '.join(error.places)}. A collective waits until"
+            " every rank takes part in it"
         ) from None
 
 

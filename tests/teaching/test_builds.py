@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -295,6 +296,26 @@ def test_wrong_builds_are_refused_in_one_line(write, name, changes, message):
     with pytest.raises(NotYet, match=message) as refused:
         check(write(name, changed(name, *changes)))
     assert len(str(refused.value).splitlines()) == 1
+
+
+STUCK = """
+import torch.distributed as dist
+
+def average_gradients(model, bucket_bytes):
+    if dist.get_rank() == 0:
+        dist.barrier()
+"""
+
+
+def test_ranks_that_wait_for_one_another_are_refused_with_the_place(write, monkeypatch):
+    monkeypatch.setattr(builds, "STALL_S", 2.0)
+    start_s = time.monotonic()
+    with pytest.raises(NotYet) as caught:
+        builds.check_average_gradients(write("my_ddp", STUCK))
+    assert time.monotonic() - start_s < 40 < builds.TIMEOUT_S
+    assert "rank 0 was waiting in barrier(), called from my_ddp.py line 6, in average_gradients;" in str(caught.value)
+    assert "rank 1 was waiting in all_reduce(), called from exchange.py" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", CHECKERS)

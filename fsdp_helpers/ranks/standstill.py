@@ -1,0 +1,58 @@
+"""Ranks that wait for one another for ever: no message comes from any of them, and none of them computes.
+
+Seconds alone do not tell. On a machine that others keep busy a right program takes long, but it takes its share of the
+cores; ranks that wait in a collective take none, or a hundredth of a core where they wait at the store.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+LOOK_S = 0.5  # between two looks
+WAITING_SHARE = 0.03  # of a core: a rank that takes less only waits
+
+
+class Standstill:
+    """A clock that runs while nothing moves. Without a limit, `stall_s`, it never runs out."""
+
+    def __init__(self, stall_s: float | None) -> None:
+        self.stall_s = stall_s
+        self._since_s = self._looked_s = time.monotonic()
+        self._cpu_s: dict[int, float] = {}
+
+    def shorten(self, wait_s: float | None) -> float | None:
+        """Return how long to wait for messages before the next look, and no longer than `wait_s`."""
+        if self.stall_s is None:
+            return wait_s
+        return LOOK_S if wait_s is None else min(wait_s, LOOK_S)
+
+    def moved(self) -> None:
+        """Begin anew: something was heard of a rank."""
+        self._since_s = time.monotonic()
+        self._cpu_s = {}
+
+    def lasts(self, pids: Sequence[int]) -> bool:
+        """Return True once none of these processes, with all that they started, has moved for `stall_s` seconds."""
+        now_s = time.monotonic()
+        if self.stall_s is None or now_s - self._looked_s < LOOK_S:
+            return False
+        self._looked_s = now_s
+        spent_s = {pid: cpu_seconds(pid) for pid in pids}
+        most_s = max((spent_s[pid] - self._cpu_s.setdefault(pid, spent_s[pid]) for pid in pids), default=0.0)
+        if most_s > WAITING_SHARE * self.stall_s:
+            self.moved()
+        return time.monotonic() - self._since_s >= self.stall_s
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process and of its children, theirs included; of those that have ended, nothing."""
+    import psutil  # not at the top: every rank would read it anew
+
+    seconds = 0.0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for member in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                times = member.cpu_times()
+                seconds += times.user + times.system
+    return seconds
