@@ -83,15 +83,23 @@ def expect_whole(given: object) -> None:
     expect(given == int(given), f"the answer is {given}; only whole numbers count here")
 
 
-def call(function: Callable | None, *arguments: object) -> object:
-    """What the reader's function returns. NotYet where it is none, fails, or still returns the dots."""
+def call(function: Callable | None, *arguments: object, **named: object) -> object:
+    """Return what the reader's function returns. NotYet if it is none, fails, or still returns the dots."""
+    given = call_or_none(function, *arguments, **named)
+    expect_answered(given)
+    return given
+
+
+def call_or_none(function: Callable | None, *arguments: object, **named: object) -> object:
+    """The same where None is an answer."""
     expect_answered(function)
     expect(callable(function), f"the answer is {in_short(function)}; a function is asked for")
     try:
-        given = function(*arguments)
+        given = function(*arguments, **named)
     except Exception as error:
-        raise NotYet(f"called with {arguments}, your function fails: {error_line(error)}") from None
-    expect_answered(given)
+        shown = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in named.items())])
+        raise NotYet(f"called with ({shown}), your function fails: {error_line(error)}") from None
+    expect(given is not ..., "replace the ... with your answer")
     return given
 
 

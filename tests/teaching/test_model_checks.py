@@ -1,5 +1,7 @@
 """The small exercises of notebook 08: right answers pass, plausible wrong ones do not."""
 
+import math
+
 import pytest
 
 from fsdp_helpers.teaching import model_checks
@@ -15,13 +17,27 @@ def vit_parameters(image_size, channels, patch_size, width, depth, num_heads, ml
     return patches + depth * (4 * width + attention + hidden) + rest
 
 
-def start_peak_bytes(layers, world_size):
-    return 4 * (sum(layers) // world_size + max(layers) + max(layers) // world_size)
+def fewest_ranks(layers, device_bytes):
+    spare = device_bytes - 4 * max(layers)
+    return max(1, math.ceil(4 * (sum(layers) + max(layers)) / spare)) if spare > 0 else None
+
+
+def counted_up(layers, device_bytes):
+    """The same, rank by rank."""
+    needs = (4 * ((sum(layers) + max(layers)) / n + max(layers)) for n in range(1, 1_000))
+    return next((n for n, size in enumerate(needs, start=1) if size <= device_bytes), None)
 
 
 def test_right_answers():
     assert model_checks.check_vit_parameters(vit_parameters).startswith("Right")
-    assert model_checks.check_start_peak(start_peak_bytes).startswith("Right")
+    assert model_checks.check_fewest_ranks(fewest_ranks).startswith("Right")
+    assert model_checks.check_fewest_ranks(counted_up).startswith("Right")
+
+
+def test_an_error_is_told_with_the_shape_it_was_called_with():
+    with pytest.raises(NotYet, match=r"called with \(image_size=28, channels=1, .*\), your .* fails: TypeError") as refused:
+        model_checks.check_vit_parameters(lambda image_size: 1)
+    assert "called with ()" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +62,17 @@ def test_wrong_counts(answer):
     "answer",
     [
         None,
-        lambda layers, world_size: ...,
-        lambda layers, world_size: 4 * sum(layers) // world_size,  # the slices alone
-        lambda layers, world_size: 4 * (sum(layers) // world_size + max(layers)),  # without the copy
-        lambda layers, world_size: 4 * sum(layers),  # whole
-        lambda layers, world_size: start_peak_bytes(layers, world_size) // 4,  # parameters, no bytes
+        lambda layers, device_bytes: ...,
+        lambda layers, device_bytes: math.ceil(4 * sum(layers) / device_bytes),  # the slices alone
+        lambda layers, device_bytes: fewest_ranks(layers, device_bytes) or 10**6,  # where no number does
+        lambda layers, device_bytes: (fewest_ranks(layers, device_bytes) or 0) + 1,
+        lambda layers, device_bytes: fewest_ranks([*layers, 0], device_bytes + max(layers)),
+        lambda layers, device_bytes: counted_up(layers, device_bytes - 1),  # exactly full fits
+        lambda layers, device_bytes: None,
+        lambda layers, device_bytes: 1.5,
     ],
 )
-def test_wrong_peaks(answer):
+def test_wrong_numbers_of_ranks(answer):
     with pytest.raises(NotYet) as refused:
-        model_checks.check_start_peak(answer)
+        model_checks.check_fewest_ranks(answer)
     assert len(str(refused.value).splitlines()) == 1
