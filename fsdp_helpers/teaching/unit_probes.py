@@ -2,15 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.config import TrainConfig
@@ -21,29 +19,9 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import StepTrace
-from fsdp_helpers.sharding.strategies import apply_fsdp_offload, unit_names
+from fsdp_helpers.sharding.strategies import apply_fsdp_offload
 from fsdp_helpers.training.loop import train_step
 from fsdp_helpers.training.worker import first_batches
-
-
-def units_by_class(rank: int, world_size: int) -> dict[str, list[str]]:
-    """The units of a transformer, cut by the class of its blocks: by two policies of FSDP1, and in a loop for FSDP2."""
-    block = nn.TransformerEncoderLayer
-    policies = {
-        "ModuleWrapPolicy": ModuleWrapPolicy({block}),
-        "transformer_auto_wrap_policy": partial(transformer_auto_wrap_policy, transformer_layer_cls={block}),
-    }
-    units = {}
-    for name, policy in policies.items():
-        model = FullyShardedDataParallel(build_model("vit"), auto_wrap_policy=policy, device_id=rank_device())
-        units[name] = unit_names(model)
-
-    model = build_model("vit").to(rank_device())
-    for module in model.modules():
-        if isinstance(module, block):
-            fully_shard(module)
-    fully_shard(model)  # the root, last
-    return units | {"fully_shard in a loop": unit_names(model)}
 
 
 def transformer_in_units(root: bool | None = None, blocks: bool | int = True) -> nn.Module:

@@ -19,11 +19,6 @@ def on_ranks(world_size: int, worker, *args) -> list:
     return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=120, progress=False)
 
 
-def test_three_ways_to_cut_by_class_make_the_same_units():
-    for found in on_ranks(2, unit_probes.units_by_class):
-        assert len(found) == 3 and all(units == ["root", *BLOCKS] for units in found.values())
-
-
 def test_what_is_kept_between_forward_and_backward():
     whole = 4 * BLOCK_BYTES
     for freed, halved, kept in on_ranks(4, unit_probes.between_forward_and_backward, (True, 2, False)):
