@@ -101,7 +101,7 @@ def _run(
         with interrupts_wait(), ready_to_start(start_method) as context:
             for rank in range(job.world_size):
                 ranks.append(_start_rank(rank, job, context))
-        return _collect(ranks, job, output, timeout_s, Standstill(stall_s))
+        return _collect(ranks, job, output, timeout_s, stall_s)
     finally:
         output.bar.close()
         with interrupts_wait():
@@ -170,8 +170,9 @@ def _start_rank(rank: int, job: Job, context: Any) -> _Rank:
 
 
 def _collect(
-    ranks: list[_Rank], job: Job, output: _Output, timeout_s: float | None, standstill: Standstill
+    ranks: list[_Rank], job: Job, output: _Output, timeout_s: float | None, stall_s: float | None = None
 ) -> list:
+    standstill = Standstill(stall_s)
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while waiting := [rank for rank in ranks if not rank.ended]:
         left_s = None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), LONGEST_WAIT_S)
