@@ -30,6 +30,7 @@ PLAIN := not xla and not browser and not cluster and not imagined
 # So many test files at a time, since tests wait a lot: `make test WORKERS=1` where memory is short.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+NOTEBOOKS_TOO = $(PYTEST) --nbmake --timeout=1200 notebooks
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Everything comes from the lock, and so does what builds the project itself.
 define install_lock
@@ -42,7 +43,7 @@ LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-st
 # JupyterLab refuses to run as root, as in a container, unless told that it may.
 ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-imagined test-oldest xla xla-all lint format relock outdated run clean
+.PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -101,7 +102,7 @@ test: $(INSTALLED)
 
 test-notebooks: $(INSTALLED)
 	@mkdir -p $(CACHE)
-	$(PYTEST) --nbmake --timeout=1200 notebooks
+	$(NOTEBOOKS_TOO)
 
 # The long evidence alone: the whole grids of which `make test` runs one telling case each.
 test-long: $(INSTALLED)
@@ -119,8 +120,13 @@ test-mnist: $(INSTALLED)
 	$(MAKE) test-notebooks
 
 # Installs nothing: where root or a package is missing, it says so.
-test-cluster: $(INSTALLED)
-	$(BIN)/python -m pytest -m cluster tests/cluster
+test-cluster: test-network test-slurm
+
+test-network: $(INSTALLED)
+	$(BIN)/python -m pytest -m cluster tests/cluster/test_network.py
+
+test-slurm: $(INSTALLED)
+	$(BIN)/python -m pytest -m cluster tests/cluster/test_slurm.py
 
 # A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs. One notebook at a
 # time on each worker, whatever its file.
@@ -129,7 +135,9 @@ test-imagined: $(INSTALLED)
 
 test-oldest: BIN := $(OLDEST_BIN)
 test-oldest: $(OLDEST_INSTALLED)
+	@mkdir -p $(CACHE)
 	$(PYTEST) -m "not long and $(PLAIN)" tests
+	$(NOTEBOOKS_TOO)
 
 # The variable says that nothing may be skipped or replaced by a kept record.
 xla xla-all: export FSDP_XLA_PYTHON := $(CURDIR)/$(XLA_BIN)/python
@@ -141,12 +149,6 @@ xla: $(INSTALLED) $(XLA_INSTALLED)
 xla-all: xla
 	$(BIN)/python -m pytest -m "xla and long" tests/xla
 
-# Root and namespaces are needed for a part of it; what needs Slurm is skipped where there is none.
-can-test-cluster:
-	@[ "$$(id -u)" = 0 ] || { echo "root is needed, for network namespaces and for Slurm's daemons"; exit 1; }
-	@for program in ip tc nsenter unshare taskset; do command -v $$program > /dev/null || \
-		{ echo "$$program is missing: apt-get install --no-install-recommends iproute2 util-linux"; exit 1; }; done
-
 # Whether a target can run on this machine, as .ci/run asks: `can-TARGET` of one that needs more than Python prints in
 # one line what is missing, and fails.
 can-%:
@@ -155,6 +157,17 @@ can-%:
 can-test-browser:
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
 	  || { echo "no Chromium on the search path; \`apt-get install chromium\` brings it"; exit 1; }
+
+missing_for = $(BIN)/python -c 'import sys; from $(1) import missing; sys.exit(missing())'
+
+can-test-network: $(INSTALLED)
+	@PYTHONPATH=tests/cluster $(call missing_for,network)
+
+can-test-slurm: $(INSTALLED)
+	@$(call missing_for,fsdp_helpers.teaching.slurm)
+
+can-test-mnist:
+	@ls data/MNIST/raw/*.gz > /dev/null 2>&1 || { echo "no MNIST: its four .gz files are not in data/MNIST/raw"; exit 1; }
 
 enough_disk = df -Pk . | awk 'NR == 2 && $$4 < $(1) * 1000000 {print "it needs $(1) GB of disk"; exit 1}'
 

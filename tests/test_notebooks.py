@@ -130,7 +130,9 @@ def device_problems(notebook) -> list[str]:
     settings = [cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     found = [] if re.search(r'^DEVICE = "cpu"  # "cuda"', settings[0], re.MULTILINE) else ["no DEVICE in its settings"]
     called = {ast.unparse(call.func) for call in calls(notebook)}
-    found += [f"{name} is called, show.machine does that" for name in ("prepare_data", "describe_source") if name in called]
+    found += [
+        f"{name} is called, show.machine does that" for name in ("prepare_data", "describe_source") if name in called
+    ]
     if not any(ast.unparse(call).startswith("show.machine(DEVICE, ") for call in calls(notebook)):
         found.append("show.machine is not told the DEVICE")
     for call in calls(notebook):

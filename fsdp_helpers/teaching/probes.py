@@ -147,7 +147,9 @@ def start_on_meta(rank: int, world_size: int) -> dict[str, int]:
     model.to_empty(device=rank_device())  # room for this rank's slices; what is in it is garbage
     stages |= {"then on meta": sum(own.is_meta for own in slices()), "bytes": sum(own.nbytes for own in slices())}
     torch.manual_seed(rank)  # every rank draws its own slices
-    warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws its own values, as intended
+    warnings.filterwarnings(
+        "ignore", message="DTensor random operators"
+    )  # on CPUs each rank draws its own values, as intended
     for layer in (model[0], model[2]):
         layer.reset_parameters()  # a module of your own needs this method, and fills its buffers there, too
     return stages | {"values that are not finite": sum(int((~own.isfinite()).sum()) for own in slices())}

@@ -73,7 +73,9 @@ def draw_own_slices(build: Build, mesh: DeviceMesh) -> nn.Module:
     """Every rank draws the values of its own slices."""
     model = start_on_meta(build, mesh)
     torch.manual_seed(SEED + dist.get_rank())  # with one seed for all, every rank would draw the same rows
-    warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws its own values, as intended
+    warnings.filterwarnings(
+        "ignore", message="DTensor random operators"
+    )  # on CPUs each rank draws its own values, as intended
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

@@ -29,7 +29,9 @@ def libraries(tmp_path_factory) -> Path:
     if sys.platform != "linux" or shutil.which("gcc") is None:
         pytest.skip("imagined GPUs need Linux and gcc")
     if cuda_headers() is None:
-        pytest.skip("imagined GPUs need the CUDA headers that come with torch's CUDA packages; this torch is for the CPU")
+        pytest.skip(
+            "imagined GPUs need the CUDA headers that come with torch's CUDA packages; this torch is for the CPU"
+        )
     folder = tmp_path_factory.mktemp("imagined-gpu")
     build(folder)
     return folder

@@ -99,9 +99,7 @@ def imagined_gpu(monkeypatch):
     """torch.cuda as a memory trace sees it, with a clock that tells Unix time; returns the allocator."""
     gpu = CachingAllocator()
     monkeypatch.setattr("fsdp_helpers.measuring.cuda_memory.take_work_spaces", lambda device: gpu.malloc(8 * MIB))
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda enabled, **_: enabled and gpu.noted.clear()
-    )
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: enabled and gpu.noted.clear())
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [gpu.noted]})
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: gpu.reserved_bytes)
     return gpu

@@ -197,7 +197,11 @@ def test_the_data_are_prepared(machine, tmp_path, monkeypatch):
     [
         (Gpus(1), 2, "This machine has 1 GPU, idle here: 2 ranks need 2, one for each. Notebook 01, with one process,"),
         (Gpus(2), 2, 'This machine has 2 GPUs, idle here: to use one for each rank, set `DEVICE = "cuda"` in the cell'),
-        (Gpus(1), 1, 'This machine has 1 GPU, idle here: to use one, set `DEVICE = "cuda"` in the cell of settings and'),
+        (
+            Gpus(1),
+            1,
+            'This machine has 1 GPU, idle here: to use one, set `DEVICE = "cuda"` in the cell of settings and',
+        ),
         (Gpus(1, "The driver is too old."), 2, "stays idle, because torch cannot use it: The driver is too old."),
     ],
 )
