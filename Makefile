@@ -161,7 +161,7 @@ can-test-browser:
 missing_for = $(BIN)/python -c 'import sys; from $(1) import missing; sys.exit(missing())'
 
 can-test-network: $(INSTALLED)
-	@PYTHONPATH=tests/cluster $(call missing_for,network)
+	@PYTHONPATH=tests:tests/cluster $(call missing_for,network)
 
 can-test-slurm: $(INSTALLED)
 	@$(call missing_for,fsdp_helpers.teaching.slurm)
