@@ -13,6 +13,7 @@ from typing import NoReturn
 from fsdp_helpers.config import MODELS, Flag, TrainConfig, flags
 from fsdp_helpers.planning.command import add_plan_arguments, plan_command
 from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.ranks.torchrun import end_with_agent
 from fsdp_helpers.training.summary import print_summary
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -131,6 +132,7 @@ def run() -> NoReturn:
     A rank of torchrun leaves without Python's clean-up, as those of `launch` do: gloo's threads outlive their group,
     and one that lets go of a tensor while Python is ending aborts the process.
     """
+    end_with_agent()  # before torch is loaded, which takes seconds
     try:
         status = main()
     except KeyboardInterrupt:  # in the first seconds, while torch is being loaded

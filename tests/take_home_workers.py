@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -33,11 +34,28 @@ def run_main(rank, world_size, name, port, arguments) -> str:
 
     The store of the meeting point is the agent's there, and the test's here.
     """
+    return main_on_cpu(load_script(name), port, arguments)
+
+
+def ask_one_rank_to_end(rank, world_size, port, arguments, asked: int, at_step: int) -> str:
+    """checkpoint.py, in which rank `asked` alone receives SIGTERM, while it does step `at_step`."""
+    script = load_script("checkpoint.py")
+    load_batch = script.load_batch
+
+    def interrupted(step: int):
+        if (rank, step) == (asked, at_step):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return load_batch(step)
+
+    script.load_batch = interrupted
+    return main_on_cpu(script, port, arguments)
+
+
+def main_on_cpu(script: ModuleType, port: int, arguments) -> str:
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    torch.cuda.device_count = lambda: 0
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        load_script(name).main(*arguments)
+        script.main(torch.device("cpu"), *arguments)
     return printed.getvalue()
 
 

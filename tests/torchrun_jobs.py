@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from fsdp_helpers.checkpointing.folder import find_steps
 START_S = 120.0  # a job has this long to begin, on a busy machine
 END_S = 200.0  # and this long to end
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TRAIN = ("-m", "fsdp_helpers", "train", "--device", "cpu")
 SMALL = ["--model", "simple", "--train-images", "1200", "--test-images", "101", "--global-batch-size", "24"]
 
 
@@ -38,6 +39,11 @@ class Job:
             int(environment["RANK"]): pid for pid, environment in _children(self.process.pid) if "RANK" in environment
         }
 
+    def kill_agent(self) -> None:
+        """Kill torchrun alone; what becomes of its ranks is up to them."""
+        self.process.kill()
+        self.process.wait(timeout=END_S)
+
     def wait(self) -> int:
         """Its exit status; fails where it does not end."""
         return self.process.wait(timeout=END_S)
@@ -52,10 +58,12 @@ class Job:
 
 
 @contextmanager
-def torchrun_job(options: list[str], arguments: list, folder: Path, *, name: str = "job", **variables) -> Iterator[Job]:
-    """`torchrun OPTIONS -m fsdp_helpers train ARGUMENTS` on the bundled digits; nothing of it outlives the block."""
+def torchrun_job(
+    options: list[str], arguments: list, folder: Path, *, name: str = "job", program: Sequence = TRAIN, **variables
+) -> Iterator[Job]:
+    """`torchrun OPTIONS PROGRAM ARGUMENTS`: by default our training, on bundled digits. Nothing outlives the block."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--log-dir", str(folder / f"{name}-logs"), *options]
-    command = [*torchrun, "-m", "fsdp_helpers", "train", "--device", "cpu", *map(str, arguments)]
+    command = [*torchrun, *map(str, [*program, *arguments])]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "FSDP_OFFLINE": "1", **variables}
     with open(folder / f"{name}.out", "wb") as output:
         process = subprocess.Popen(

@@ -35,13 +35,18 @@ def start_keeper(folder: str) -> None:
     keeper = os.getpid()
     rank = os.fork()
     if rank == 0:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
-            os._exit(1)  # the keeper was killed before it could be asked to take the rank along
+        if not end_with(keeper):
+            os._exit(1)
         return
     status = _wait_for(rank, folder)
     _end_children()
     _leave_as(os.waitstatus_to_exitcode(status))
+
+
+def end_with(parent: int) -> bool:
+    """Let Linux kill this process when `parent` ends, in any way; False if it has ended before it could be asked."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def end_group(rank: int) -> None:

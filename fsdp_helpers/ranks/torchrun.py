@@ -1,8 +1,11 @@
 """What torchrun tells a rank, in its environment; and what is wrong with it, in one line. No torch import."""
 
 import os
+import sys
 import time
 from dataclasses import dataclass
+
+from fsdp_helpers.ranks.keeper import end_with
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # one of these, and the process is meant to be a rank
@@ -22,6 +25,16 @@ class Place:
 def started_as_rank() -> bool:
     """True in a process that torchrun started, or whose environment says so in part: `read_place` finds what lacks."""
     return any(name in os.environ for name in TELLING)
+
+
+def end_with_agent() -> None:
+    """Let Linux kill this rank if its torchrun is killed: it would train on, beside the ranks of the next start.
+
+    An agent that was killed before this call, while Python began, stays unnoticed. Then the lock on the folder of
+    checkpoints keeps the next start from writing beside this one.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and not end_with(os.getppid()):
+        sys.exit("torchrun was killed")
 
 
 def read_place() -> Place:

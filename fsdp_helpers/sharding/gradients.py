@@ -54,28 +54,36 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     then over the ranks that share them. Clipping each slice by a norm of its own would turn the gradient another way.
     `clip_grad_norm_`, of FSDP1 and of `torch.nn.utils`, does the same in fp32; on a CPU that loses digits with size,
     1e-5 of the norm for a million values, 1e-2 for a hundred million, so here the squares are summed in fp64.
+    A parameter that FSDP2 ignores counts as this rank has it: average its gradient over the ranks first.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in own]
-    squares = sum((norm.square() for norm in norms), start=torch.zeros((), dtype=torch.float64))
-    if (sharing := ranks_that_share(model)) is not None:
-        group, device = sharing
-        squares = squares.to(device)  # offloaded gradients lie on the host, and the ranks meet on the device
-        dist.all_reduce(squares, group=group)
-    norm = squares.sqrt().float()
+    own = []
+    squares = {}  # the groups that share a gradient -> the squares of what this rank keeps of such gradients
+    for parameter in model.parameters():
+        groups, device = ranks_that_share(model, parameter)
+        squares.setdefault(groups, torch.zeros((), dtype=torch.float64, device=device))
+        if parameter.grad is not None:
+            own.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
+            norm = torch.linalg.vector_norm(own[-1], dtype=torch.float64)
+            squares[groups] += norm.square().to(device)  # offloaded gradients lie on the host, ranks meet elsewhere
+    for groups, kept in squares.items():
+        for group in groups:
+            dist.all_reduce(kept, group=group)
+    norm = sum(squares.values()).sqrt().float()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in own:
         gradient.mul_(scale.to(gradient.device))
     return norm
 
 
-def ranks_that_share(model: nn.Module) -> tuple[dist.ProcessGroup, torch.device] | None:
-    """The ranks whose slices make one whole gradient, and where they meet; None where each rank has all of it."""
-    if isinstance(model, FSDPModule):
-        parameter = next(model.parameters())
-        sharded = next(dim for dim, placement in enumerate(parameter.placements) if placement.is_shard())
-        return parameter.device_mesh.get_group(sharded), torch.device(parameter.device_mesh.device_type)
+def ranks_that_share(model: nn.Module, parameter: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
+    """The groups of ranks whose slices make the whole `parameter`, one per sharded dimension, and where they meet.
+
+    There is no group if each rank has all of it.
+    """
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        return tuple(mesh.get_group(dim) for dim in sharded), torch.device(mesh.device_type)
     if isinstance(model, FullyShardedDataParallel) and model.sharding_strategy != ShardingStrategy.NO_SHARD:
-        return model.process_group, model.compute_device
-    return None
+        return (model.process_group,), model.compute_device
+    return (), parameter.device

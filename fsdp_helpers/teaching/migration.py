@@ -122,7 +122,7 @@ ARGUMENTS = [
     ("ignored_modules", "`ignored_params`", "a set of parameters"),
     ("ignored_states", "`ignored_params`", "a set of parameters"),
     ("param_init_fn", "`to_empty`, then `reset_parameters`", "after sharding; buffers are yours to fill"),
-    ("device_id", "`mesh`", "move the model first, or start on meta"),
+    ("device_id", "`mesh`", "it moves each unit there itself; or start on meta"),
     ("sync_module_states", "`set_model_state_dict`", "with `broadcast_from_rank0=True`"),
     ("limit_all_gathers", "nothing", "memory is freed in a fixed order, so no limit is needed"),
     ("use_orig_params", "nothing", "always the original parameters"),

@@ -1,6 +1,6 @@
 """DDP: every rank has the whole model and its own part of the batch, and gradients are averaged.
 
-Run it with `torchrun --nproc-per-node 2 ddp.py`, on GPUs or, where there are too few, on the CPU.
+Run it with `torchrun --nproc-per-node 2 ddp.py`, on GPUs or, if there are too few, on the CPU.
 """
 
 import os
@@ -10,42 +10,70 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-LAYERS, WIDTH, CLASSES = 4, 64, 10
-STEPS, BATCH, LENGTH = 6, 24, 16  # BATCH sequences per step over all ranks: it divides by 2, 3 and 6
+LAYERS = 4
+WIDTH = 64
+CLASSES = 10
+STEPS = 6
+BATCH = 24  # sequences per step, over all ranks: it divides by 2, 3 and 6
+LENGTH = 16  # tokens per sequence
 
 
 def build_model() -> nn.Sequential:
+    """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
     torch.manual_seed(0)  # every rank begins with the same weights
-    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.0, batch_first=True) for _ in range(LAYERS)]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))  # (B, LENGTH, WIDTH) -> (B, LENGTH, CLASSES)
+    model = nn.Sequential()
+    for _ in range(LAYERS):
+        model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
+    model.append(nn.Linear(WIDTH, CLASSES))
+    return model
 
 
-def load_batch(step: int) -> tuple[Tensor, Tensor]:  # of all ranks together; put your own data here
-    inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
-    return inputs, inputs[..., :CLASSES].argmax(dim=-1)  # labels (BATCH, LENGTH)
+def load_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch of all ranks together. Put your own data here."""
+    random = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
+    labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
+    return inputs, labels
 
 
-def main() -> None:
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank; else the CPU
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def choose_device() -> torch.device:
+    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def main(device: torch.device) -> None:
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model = DistributedDataParallel(build_model().to(device))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    # Every rank takes the same step. Fused: one pass without temporary copies, faster (above all on
+    # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
+
     for step in range(STEPS):
-        inputs, labels = (part.chunk(world_size)[rank].to(device) for part in load_batch(step))
-        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        inputs, labels = load_batch(step)
+        inputs = inputs.chunk(world_size)[rank].to(device)  # this rank's sequences
+        labels = labels.chunk(world_size)[rank].to(device)
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        dist.all_reduce(mean_loss := loss.detach() / world_size)
+
+        mean_loss = loss.detach() / world_size
+        dist.all_reduce(mean_loss)
         if rank == 0:
             print(f"step {step}  loss {mean_loss.item():.7f}", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # without Python's clean-up and flush, in which a late thread of gloo can abort the process
+    chosen = choose_device()
+    main(chosen)
+    if chosen.type == "cpu":
+        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import workers_for_tests as workers
+from clipping_workers import clip_beside_an_ignored_parameter
 from runs import Runs, mostly_long
 from torch import nn
 
@@ -176,6 +177,12 @@ def test_the_norm_of_large_tensors(strategy, api, run):
 def test_the_norm_takes_one_number_over_the_ranks(strategy, api, run):
     seen = {count.op: (count.count, count.bytes) for count in run(strategy, api, clip_norm=0.5).ranks[0].collectives}
     assert seen["all_reduce"] == (1, 8)  # one fp64 value
+
+
+def test_an_ignored_parameter_counts_once():
+    """Also as the first of the model; more on meshes of two dimensions in test_real_model.py."""
+    for plain, sharded in launch(clip_beside_an_ignored_parameter, world_size=2, device="cpu"):
+        assert sharded == pytest.approx(plain, rel=1e-6)
 
 
 def test_no_norms_where_nothing_is_clipped(run):

@@ -1,14 +1,17 @@
 """What notebook 08 shows about a real model holds on small ones."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from clipping_workers import clip_by_the_package
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.shapes import VIT_SHAPES
 from fsdp_helpers.teaching import real_model
+from fsdp_helpers.teaching.probes import norms_of_a_gradient
 
 SHAPE = VIT_SHAPES["vit-mnist"]
 
@@ -66,6 +69,20 @@ def test_in_two_dimensions_they_learn_the_same(config, alone, capfd):
     if torch.__version__.startswith("2.11"):  # which says this of its own hooks
         warnings = [line for line in warnings if "Full backward hook" not in line]
     assert warnings == []
+
+
+def test_clipping_in_two_dimensions_finds_the_norm_of_one_process(config, capfd):
+    """Both by hand and by the package; torch's function cannot."""
+    ((_, one),) = on_ranks(norms_of_a_gradient, replace(config, strategy="local"), world_size=1)
+    for found in on_ranks(real_model.clip_in_two_dimensions, config, 0.1, world_size=4):
+        assert found["clip_grad_norm_"] == "All operands in aten.stack.default must have the same mesh"
+        assert float(found["clip_by_mesh"]) == pytest.approx(one, rel=1e-5)
+        assert float(found["afterwards"]) == pytest.approx(0.1, rel=1e-4)
+    for norm, afterwards in on_ranks(clip_by_the_package, config, 0.1, world_size=4):
+        assert norm == pytest.approx(one, rel=1e-5)
+        assert afterwards == pytest.approx(0.1, rel=1e-4)
+    said = capfd.readouterr().err
+    assert "Warning" not in said and "suboptimal" not in said
 
 
 def test_forward_by_another_door():

@@ -5,8 +5,10 @@ import os
 import random
 import re
 import signal
+import sys
 
 import pytest
+from programs import is_running, wait_until
 from runs import check_json, main_in_process, mostly_long
 from torchrun_jobs import (
     FRESH_STORE,
@@ -108,6 +110,18 @@ def test_ten_kills_at_random_steps(undisturbed, tmp_path):
     for number in range(10):
         first_step, losses = kill_a_rank(tmp_path / str(number), rank=draw(0, 1), after_step=draw(1, 30))
         assert losses == expected[first_step:]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can end a process with its parent")
+def test_ranks_end_with_an_agent_that_is_killed(tmp_path):
+    """They would train on, and write checkpoints beside the ranks of the next start."""
+    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
+    with torchrun_job(one_agent(2), [*SHARDED, "--epochs", 100, *saving], tmp_path) as job:
+        wait_for_step(tmp_path / "run", 2, job)
+        ranks = job.workers().values()
+        assert len(ranks) == 2
+        job.kill_agent()
+        assert wait_until(lambda: not any(map(is_running, ranks)), timeout_s=5)
 
 
 @pytest.mark.parametrize("stopped, variables", mostly_long([(1, {}), (0, FRESH_STORE)]))

@@ -1,0 +1,127 @@
+"""take_home/checkpoint.py loses at most the steps since its last save, whatever is killed and whenever."""
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from programs import is_running, wait_until
+from take_home_workers import FOLDER, ask_one_rank_to_end, load_script, run_main, train_undisturbed
+from torch.distributed import TCPStore
+from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_output
+
+from fsdp_helpers.ranks.launch import launch
+
+SCRIPT = load_script("checkpoint.py")
+MANY = 1_000_000  # steps: a run that is ended
+
+
+def checkpoint_job(folder: Path, last_step: int, *options: str, **settings):
+    """The script under torchrun, on two ranks."""
+    program = [FOLDER / "checkpoint.py"]
+    return torchrun_job(one_agent(2, *options), [folder / "run", last_step], folder, program=program, **settings)
+
+
+def launched(worker, *arguments, world_size: int = 2) -> str:
+    """What rank 0 prints as `launch` runs the script's `main`, which takes less time than torchrun."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = (store.port, *arguments) if worker is ask_one_rank_to_end else ("checkpoint.py", store.port, *arguments)
+    return launch(worker, *place, world_size=world_size, device="cpu", timeout_s=200)[0]
+
+
+def steps_and_losses(output: str) -> list[tuple[int, str]]:
+    """What rank 0 printed, in this order; a step that was taken again is there again."""
+    return [(int(step), loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)]
+
+
+# ---------------------------------------------------------------- killed during a save
+
+
+def wait_for_save(folder: Path, job: Job) -> None:
+    """Until the next save is under way: the folder without a number changes."""
+
+    def last_change() -> int | None:
+        unfinished = folder / "unfinished"
+        return unfinished.stat().st_mtime_ns if unfinished.exists() else None
+
+    before = last_change()
+    end_s = time.monotonic() + START_S
+    while last_change() in (None, before):
+        assert job.process.poll() is None and time.monotonic() < end_s, job.output
+        time.sleep(0.0005)
+
+
+def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[int, str]]:
+    """The steps of a run in which a rank is killed this many times, each time while the ranks save."""
+    draw = random.SystemRandom()
+    with checkpoint_job(folder, last_step, "--max-restarts", str(kills), **FRESH_STORE) as job:
+        for _ in range(kills):
+            for _ in range(draw.randint(1, 2)):  # some starts get as far as a save, others do not
+                wait_for_save(folder / "run", job)
+            time.sleep(draw.uniform(0, 0.02))
+            os.kill(job.workers()[draw.randint(0, 1)], signal.SIGKILL)
+        assert job.wait() == 0, job.output
+        done = steps_and_losses(job.output)
+    restarts = [(last, first) for (last, _), (first, _) in pairwise(done) if first != last + 1]
+    assert len(restarts) <= kills  # a kill after the commit may lose nothing
+    for last, first in restarts:
+        assert 0 < last + 1 - first <= SCRIPT.SAVE_EVERY
+    assert sorted({step for step, _ in done}) == list(range(last_step))
+    assert sorted(path.name for path in (folder / "run").iterdir()) == [".lock", f"{last_step:06}"]
+    return done
+
+
+def test_a_kill_during_a_save_loses_only_the_steps_since_the_one_before(tmp_path):
+    done = kill_during_saves(tmp_path, last_step=17, kills=1)
+    undisturbed = train_undisturbed("checkpoint.py", 17)
+    for step, loss in done:
+        assert float(loss) == pytest.approx(undisturbed[step], abs=1e-4)
+
+
+@pytest.mark.long
+def test_ten_kills_during_saves(tmp_path):
+    with checkpoint_job(tmp_path, 60, name="undisturbed") as job:
+        assert job.wait() == 0, job.output
+        undisturbed = steps_and_losses(job.output)
+    (tmp_path / "run").rename(tmp_path / "undisturbed")
+    assert set(kill_during_saves(tmp_path, last_step=60, kills=10)) == set(undisturbed)  # to the last digit
+
+
+def test_what_a_killed_run_was_writing_is_not_loaded_and_does_not_stay(tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "__2_0.distcp").write_bytes(b"half")  # of a third rank, which is not there now
+    assert [step for step, _ in steps_and_losses(launched(run_main, (tmp_path, 1)))] == [0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000001"]
+    assert not (tmp_path / "000001" / "__2_0.distcp").exists()
+
+
+# ---------------------------------------------------------------- asked to end, left alone, shut out
+
+
+def test_all_ranks_end_after_the_same_step_when_one_is_asked(tmp_path):
+    output = launched(ask_one_rank_to_end, (tmp_path, MANY), 1, 2)  # rank 1, in the third step
+    assert [step for step, _ in steps_and_losses(output)] == [0, 1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000003"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can end a process with its parent")
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
+    with checkpoint_job(tmp_path, MANY) as job:
+        wait_for_output(r"(step 0) ", job)
+        ranks = job.workers().values()
+        assert len(ranks) == 2
+        job.kill_agent()
+        assert wait_until(lambda: not any(map(is_running, ranks)), timeout_s=5)
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    refused = pytest.raises(SystemExit, match=r"another run is writing to .*; wait for its end, or choose")
+    with FileLock(tmp_path / ".lock"), refused:
+        SCRIPT.take(FileLock(tmp_path / ".lock"), tmp_path)
+    SCRIPT.take(FileLock(tmp_path / ".lock"), tmp_path)  # as soon as the first has ended
