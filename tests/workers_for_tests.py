@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
@@ -366,3 +367,13 @@ def report_until_ended(rank, world_size, folder):
 
 def return_args(rank, world_size, *args):
     return args
+
+
+def gradient_norm_in_units(rank, world_size, cut):
+    """The norm of the whole gradient after one backward, of a model that `cut` has sharded."""
+    torch.manual_seed(0)
+    model = build_model("vit", dropout=False)
+    slices = cut(model, rank, world_size)
+    model(torch.full((2, 1, 28, 28), rank + 1.0)).square().mean().backward()
+    own = [piece.grad.to_local() if isinstance(piece.grad, DTensor) else piece.grad for piece in slices]
+    return sum_over_ranks(sum(gradient.double().square().sum() for gradient in own)).sqrt().item()

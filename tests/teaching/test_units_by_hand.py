@@ -1,6 +1,7 @@
 """FSDP by hand with several units is FSDP2: the same losses, the same collectives in the same order, slices held."""
 
 import pytest
+import workers_for_tests as workers
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import traced
@@ -27,6 +28,15 @@ def test_units_by_hand_are_those_of_fully_shard(world_size):
     # Between steps a rank holds slices: 16 bytes per parameter, divided by the ranks, and a unit's padding
     state = 16 * count_params(build_model("vit")) / world_size
     assert 1 <= trace.curve.held_bytes / state < 1.001
+
+
+def test_a_gradient_is_the_mean_over_ranks():
+    """Adam would not notice a sum: it divides by the gradient's own size."""
+    by_hand, by_torch = (
+        launch(workers.gradient_norm_in_units, cut, world_size=2, **QUIET)
+        for cut in (units_by_hand.shard_by_hand, units_by_hand.shard_by_torch)
+    )
+    assert by_hand == pytest.approx(by_torch, rel=1e-5)
 
 
 def test_only_an_empty_storage_frees_what_autograd_holds():
