@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--figure", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     compare.set_defaults(run=compare_command)
 
-    plan = commands.add_parser("plan", help="what a large model takes on many devices, by arithmetic")
+    plan = commands.add_parser("plan", help="predict memory, traffic and time of a large model on many devices")
     add_plan_arguments(plan)
     return parser
 
@@ -77,15 +77,6 @@ def build_parser() -> argparse.ArgumentParser:
 def train_flags() -> list[Flag]:
     """Every flag of `train`: the settings of a run, and what belongs to this one call of the command."""
     return [*flags(), *CALL_FLAGS]
-
-
-def flag_table() -> list[str]:
-    """The flags of `train` as the lines of a table in Markdown, as README shows them."""
-    rows = [("flag", "default", "meaning"), (":--", ":--", ":--")]
-    for flag in train_flags():
-        default = "" if flag.default is None or flag.kind is bool else f"`{flag.default}`"
-        rows.append((f"`{' '.join((flag.name, flag.value)).strip()}`", default, flag.meaning))
-    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def _argument(flag: Flag) -> dict:
@@ -176,7 +167,7 @@ def consolidate_command(options: argparse.Namespace) -> None:
     num_bytes = sum(entry.num_bytes for entry in done.tensors)
     print(f"{options.out}: {len(done.tensors)} tensors, {format_bytes(num_bytes)}")
     if done.skipped:
-        print(f"left out, being no tensors: {', '.join(done.skipped)}")
+        print(f"skipped (not tensors): {', '.join(done.skipped)}")
 
 
 def compare_command(options: argparse.Namespace) -> None:

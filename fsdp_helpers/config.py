@@ -48,12 +48,14 @@ class TrainConfig:
     """
 
     model: str = _setting("shallow", "the network", choices=MODELS, changes_losses=True)
-    strategy: str = _setting("local", "how it is spread over ranks", choices=STRATEGIES)
+    strategy: str = _setting("local", "how the work is spread over ranks", choices=STRATEGIES)
     api: str = _setting("fsdp2", "which FSDP: FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
-    min_num_params: int = _setting(20_000, "parameters that make a module a unit, for auto-wrap and for recomputing")
+    min_num_params: int = _setting(
+        20_000, "a module with at least N parameters becomes a unit (auto-wrap, recomputing)"
+    )
     sharding: str = _setting(
         "full",
-        "what is sharded: everything (full, ZeRO-3), the same but gathered parameters stay until backward has used them "
+        "what is sharded: everything (full, ZeRO-3), the same but gathered parameters stay until backward is done "
         "(grad-op), everything within each of two groups (hybrid), or nothing (none, fsdp1)",
         choices=SHARDING,
     )
@@ -63,45 +65,52 @@ class TrainConfig:
     reshard_after_backward: bool = _setting(True, "fsdp2: keep gathered parameters from one micro-batch to the next")
     backward_prefetch: str = _setting(
         "pre",
-        "when backward gathers the next unit: before the gradients of this one, or after, or when it is needed (fsdp1)",
+        "fsdp1: when backward gathers the next unit: before this one's gradients, after them, or when it is needed",
         choices=BACKWARD_PREFETCH,
     )
-    bucket_view: bool = _setting(False, "ddp: gradients lie in the buckets, instead of being copied there and back")
-    epochs: int = _setting(1, "times through the training images", at_least_one=True)
-    max_steps: int | None = _setting(None, "end training early, after so many steps", at_least_one=True)
-    global_batch_size: int = _setting(256, "images a step, over all ranks", at_least_one=True, changes_losses=True)
-    learning_rate: float = _setting(1e-3, "of Adam", changes_losses=True)
+    bucket_view: bool = _setting(
+        False, "ddp: let gradients be views of the buckets instead of copying them there and back"
+    )
+    epochs: int = _setting(1, "number of passes over the training images", at_least_one=True)
+    max_steps: int | None = _setting(None, "stop after N steps", at_least_one=True)
+    global_batch_size: int = _setting(256, "images per step, over all ranks", at_least_one=True, changes_losses=True)
+    learning_rate: float = _setting(1e-3, "Adam's learning rate", changes_losses=True)
     seed: int = _setting(0, "decides initial values, the order of images, and dropout", changes_losses=True)
     train_images: int | None = _setting(
-        None, "train on the first so many images, instead of all", at_least_one=True, changes_losses=True
+        None, "train on the first N images only", at_least_one=True, changes_losses=True
     )
-    test_images: int | None = _setting(None, "test on the first so many images, instead of all", at_least_one=True)
-    dropout: bool = _setting(True, "leave out dropout, as where one process is compared with many", changes_losses=True)
+    test_images: int | None = _setting(None, "test on the first N images only", at_least_one=True)
+    dropout: bool = _setting(True, "train without dropout, e.g. to compare one process with many", changes_losses=True)
     precision: str = _setting(
         "fp32",
-        "what FSDP gathers and computes in; slices, reduction and optimiser stay fp32",
+        "the type FSDP gathers and computes in; slices, reduction and optimiser stay fp32",
         choices=PRECISIONS,
         changes_losses=True,
     )
     activation_checkpointing: str = _setting(
         "none",
-        "recompute in backward: each unit, or all of it but its matrix products",
+        "recompute in backward: whole units, or (selective) everything except matrix products",
         choices=ACTIVATION_CHECKPOINTING,
     )
     micro_batches: int = _setting(
-        1, "parts of a rank's batch, one forward and one backward each", at_least_one=True, changes_losses=True
+        1,
+        "split a rank's batch into N parts, each with its own forward and backward",
+        at_least_one=True,
+        changes_losses=True,
     )
     sync_micro_batches: bool = _setting(False, "reduce gradients after every part, instead of once after the last")
     clip_norm: float | None = _setting(
         None, "scale gradients down to this norm over the whole model", changes_losses=True
     )
-    data_dir: str | None = _setting(None, "where MNIST is; without it FSDP_DATA_DIR, else data/ at the project's root")
-    checkpoint_dir: str | None = _setting(None, "save the run's state there after the last step")
-    checkpoint_every: int | None = _setting(None, "and after every so many steps", at_least_one=True)
-    keep_last: int | None = _setting(
-        None, "remove all checkpoints but the newest so many; a resumed run keeps to it", at_least_one=True
+    data_dir: str | None = _setting(
+        None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ at the project's root)"
     )
-    resume: bool = _setting(False, "go on from the newest checkpoint; from the start where there is none")
+    checkpoint_dir: str | None = _setting(None, "save the run's state in DIR after the last step")
+    checkpoint_every: int | None = _setting(None, "also save after every N steps", at_least_one=True)
+    keep_last: int | None = _setting(
+        None, "keep only the newest N checkpoints; a resumed run does the same", at_least_one=True
+    )
+    resume: bool = _setting(False, "continue from the newest checkpoint, or from the start if there is none")
 
     @property
     def is_sharded(self) -> bool:

@@ -11,7 +11,7 @@ import workers_for_tests as workers
 from leftovers import PROJECT
 from runs import check_json, main_in_process, mostly_long, train
 
-from fsdp_helpers.__main__ import build_parser, flag_table, train_flags
+from fsdp_helpers.__main__ import build_parser, train_flags
 from fsdp_helpers.config import MODELS, STRATEGIES, TrainConfig, flags, is_sharded
 from fsdp_helpers.models import MODEL_CLASSES
 from fsdp_helpers.planning.state import held_bytes
@@ -361,11 +361,6 @@ def test_every_flag_reaches_its_setting():
         options = vars(build_parser().parse_args(["train", *words]))
         expected = TrainConfig().__dict__ | {flag.setting: value}
         assert {name: options[name] for name in expected} == expected
-
-
-def test_readme_shows_the_flags():
-    table = "\n".join(flag_table())
-    assert f"\n\n{table}\n\n" in (PROJECT / "README.md").read_text(), f"README's table of flags should be:\n{table}"
 
 
 def test_help_of_the_comparison_knows_every_model(help_of):
