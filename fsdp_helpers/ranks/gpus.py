@@ -16,12 +16,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE = "-1" if sys.platform == "win32" else ""  # Windows has no empty variables
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 TRIAL_S = 60.0
-# Counting takes no memory on a GPU. The trial does, and it runs only if there are as many GPUs as are wanted.
 TRIAL = """
-import sys, torch
-count = torch.cuda.device_count()
-print(count)
-if count >= int(sys.argv[1]):
+import torch
+print(torch.cuda.device_count())
+if torch.cuda.device_count():
     try:
         torch.ones(1, device="cuda").add(1).item()
     except Exception as error:
@@ -39,9 +37,9 @@ class Gpus:
     problem: str = ""  # why torch cannot use them, in torch's words
 
 
-def find_gpus(wanted: int = 1) -> Gpus:
-    """Count the GPUs and, if there are `wanted` of them, try the first; without a driver this costs nothing."""
-    return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
+def find_gpus() -> Gpus:
+    """Count the GPUs and try the first; the first call takes seconds, and without a driver none costs anything."""
+    return _ask_a_child(os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 
 
 def hide_gpus() -> None:
@@ -79,9 +77,9 @@ def _may_have_gpus() -> bool:
 
 
 @cache
-def _ask_a_child(wanted: int, visible: str | None) -> Gpus:
-    """Run the trial, once for each number and each choice of visible devices."""
-    command = [sys.executable, "-c", TRIAL, str(wanted)]
+def _ask_a_child(visible: str | None) -> Gpus:
+    """Run the trial, once for each choice of visible devices."""
+    command = [sys.executable, "-c", TRIAL]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # it is not one of them
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRIAL_S, check=False)

@@ -119,7 +119,7 @@ def losses_when_built(rank: int, world_size: int, when: str) -> list[float]:
     torch.manual_seed(0)
     model = nn.Linear(8, 1).to(rank_device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # it holds the whole parameters ...
-    fully_shard(model)  # ... which the model now replaces by slices
+    fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))  # ... now slices
     if when == "after":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -137,8 +137,9 @@ def start_on_meta(rank: int, world_size: int) -> dict[str, int]:
     """A model that is never whole on any rank: shapes first, then slices, then values. What there is at each stage."""
     with torch.device("meta"):  # shapes without bytes
         model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    mesh = init_device_mesh(rank_device().type, (world_size,))
     for layer in (model[0], model[2], model):
-        fully_shard(layer)
+        fully_shard(layer, mesh=mesh)
 
     def slices() -> list[Tensor]:
         return [parameter.to_local() for parameter in model.parameters()]
@@ -162,10 +163,11 @@ def dtypes_in_forward(rank: int, world_size: int, way: str) -> dict[str, str]:
     """
     layers = {"Linear": nn.Linear(8, 8), "LayerNorm": nn.LayerNorm(8)}
     model = nn.Sequential(*layers.values()).to(rank_device())
+    mesh = init_device_mesh(rank_device().type, (world_size,))
     if way == "norm apart":
-        fully_shard(layers["LayerNorm"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+        fully_shard(layers["LayerNorm"], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy() if way == "autocast" else bf16)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy() if way == "autocast" else bf16)
 
     found = {}
     layers["Linear"].register_forward_hook(lambda layer, given, result: found.update(weight=layer.weight.dtype))

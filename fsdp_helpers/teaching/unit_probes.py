@@ -27,9 +27,10 @@ from fsdp_helpers.training.worker import first_batches
 def transformer_in_units(root: bool | None = None, blocks: bool | int = True) -> nn.Module:
     """A small transformer, each block a unit; `root` and `blocks` say what is freed after forward."""
     model = build_model("vit").to(rank_device())
+    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=blocks)
-    return fully_shard(model, reshard_after_forward=root)
+        fully_shard(block, mesh=mesh, reshard_after_forward=blocks)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=root)
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -74,7 +75,8 @@ def around_an_evaluation(rank: int, world_size: int, root: bool | None) -> dict[
 def doubled_after_evaluation(rank: int, world_size: int, reshard_first: bool) -> dict[str, float]:
     """The output of one layer, a root, around a change of its parameters that follows an evaluation."""
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(8, 1).to(rank_device()))
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    model = fully_shard(nn.Linear(8, 1).to(rank_device()), mesh=mesh)
     inputs = torch.ones(1, 8, device=rank_device())
     found = {}
     with torch.no_grad():
@@ -140,7 +142,7 @@ def special_parameters(rank: int, world_size: int) -> tuple[list[list], dict[str
     """
     torch.manual_seed(0)
     model = SmallLanguageModel().to(rank_device())
-    fully_shard(model, ignored_params={model.scale})
+    fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)), ignored_params={model.scale})
     tokens = torch.randint(1000, (2, 16), generator=torch.Generator().manual_seed(rank)).to(rank_device())
     with trace_collectives() as collectives:
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
@@ -164,9 +166,10 @@ def gradient_here(tensor: Tensor) -> str:
 def are_still_tied(rank: int, world_size: int) -> dict[str, bool]:
     """Are the embedding and the output layer one parameter after sharding, in one unit and in two?"""
     together, apart = SmallLanguageModel().to(rank_device()), SmallLanguageModel().to(rank_device())
-    fully_shard(together)
-    fully_shard(apart.embedding)  # a unit of its own ...
-    fully_shard(apart)  # ... and the output layer with all the rest
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    fully_shard(together, mesh=mesh)
+    fully_shard(apart.embedding, mesh=mesh)  # a unit of its own ...
+    fully_shard(apart, mesh=mesh)  # ... and the output layer with all the rest
     return {
         "in one unit": together.head.weight is together.embedding.weight,
         "in two units": apart.head.weight is apart.embedding.weight,

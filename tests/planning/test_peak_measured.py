@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from runs import mostly_long
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
 from workers_for_tests import train_each
@@ -267,6 +268,7 @@ def test_models_that_nobody_prepared_for(name, rank_of):
     build, block_class = STRANGERS[name]
     rank_of(4)
     tokens = torch.randint(0, 200, (16, 20))
+    mesh = init_device_mesh("cpu", (4,))
 
     def loss_of(model: nn.Module):
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -275,8 +277,8 @@ def test_models_that_nobody_prepared_for(name, rank_of):
         model = build()
         units = [name for name, module in model.named_modules() if isinstance(module, block_class)]
         for unit in units:
-            fully_shard(model.get_submodule(unit))
-        fully_shard(model)
+            fully_shard(model.get_submodule(unit), mesh=mesh)
+        fully_shard(model, mesh=mesh)
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
         for _ in range(2):
             with record_function("train step"):

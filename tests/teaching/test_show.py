@@ -170,7 +170,7 @@ def machine(monkeypatch):
 
     def set_up(device, num_ranks, found=Gpus(0), **settings):
         for module in (group, machine_gpus):
-            monkeypatch.setattr(module, "find_gpus", lambda wanted=1: Gpus(0) if are_hidden() else found)
+            monkeypatch.setattr(module, "find_gpus", lambda: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
         monkeypatch.setattr(group, "device_name", lambda device: f"a {device}")

@@ -1,4 +1,5 @@
-"""What the notebooks show can be copied: no listing uses a private name that its reader has not been shown.
+"""What the notebooks show can be copied: no private name that its reader has not seen, and no `fully_shard` that would
+turn to a GPU which happens to be there.
 
 Quick: notebooks are read, not run.
 """
@@ -14,7 +15,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
-PATHS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+PROJECT = Path(__file__).resolve().parents[2]
+PATHS = sorted((PROJECT / "notebooks").glob("*.ipynb"))
+SCRIPTS = sorted([*(PROJECT / "fsdp_helpers").rglob("*.py"), *(PROJECT / "notebooks" / "take_home").glob("*.py")])
+SHARDING = [path for path in [*PATHS, *SCRIPTS] if "fully_shard(" in path.read_text()]
+FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MAGIC = re.compile(r"^[%!].*$", re.MULTILINE)
 LISTS = ("show.source", "show.difference")
 
@@ -108,3 +113,28 @@ class Own:
 def test_which_names_are_private():
     assert private_names(CLASS) == {"_secret", "_used"}
     assert private_names("rank.__dict__, __name__") == set()
+
+
+def without_mesh(code: str) -> list[str]:
+    """Return the calls of `fully_shard` in `code` that are not told the mesh, or might not be."""
+    called = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    sharding = [node for node in called if ast.unparse(node.func).split(".")[-1] == "fully_shard"]
+    return [ast.unparse(node) for node in sharding if not {"mesh", None} & {given.arg for given in node.keywords}]
+
+
+@pytest.mark.parametrize("path", SHARDING, ids=lambda path: path.stem)
+def test_each_fully_shard_is_told_its_mesh(path):
+    if path in PATHS:
+        cells = nbformat.read(path, as_version=4).cells
+        code = [MAGIC.sub("", cell.source) for cell in cells if cell.cell_type == "code" and "fully_shard" in cell.source]
+        code += [shown for cell in cells if cell.cell_type == "markdown" for shown in FENCED.findall(cell.source)]
+    else:
+        code = [path.read_text()]
+    assert [call for part in code for call in without_mesh(part)] == []
+
+
+def test_a_missing_mesh_is_found():
+    assert without_mesh("fully_shard(model, mesh=mesh)\nfsdp.fully_shard(block, **settings)") == []
+    assert without_mesh("fully_shard(block, reshard_after_forward=False)") == [
+        "fully_shard(block, reshard_after_forward=False)"
+    ]
