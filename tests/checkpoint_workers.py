@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.checkpointing import checkpoint, resume
@@ -27,6 +27,7 @@ from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.sharding.strategies import STRATEGIES
 from fsdp_helpers.training import loop as training
 from fsdp_helpers.training import worker
@@ -317,6 +318,18 @@ def save_slices(rank, world_size, folder, num_tensors, num_rows, num_columns):
     dcp.save({"model": tensors}, storage_writer=dcp.FileSystemWriter(folder))
 
 
+def save_cut_along_each_dimension(rank, world_size, folder):
+    """A checkpoint of tensors that the ranks cut along different dimensions; the whole tensors."""
+    torch.manual_seed(0)
+    shapes = {"columns": (4, 9), "planes": (6, 2, 5), "middle": (2, 7, 5), "last": (3, 2, 8)}
+    dims = {"columns": 1, "planes": 0, "middle": 1, "last": 2}
+    whole = {name: torch.randn(shape) for name, shape in shapes.items()}
+    mesh = init_device_mesh("cpu", (world_size,))
+    cut = {name: distribute_tensor(tensor, mesh, [Shard(dims[name])]) for name, tensor in whole.items()}
+    dcp.save({"model": cut}, storage_writer=dcp.FileSystemWriter(folder))
+    return whole
+
+
 # ---------------------------------------------------------------- dying
 
 
@@ -377,6 +390,25 @@ def train_and_die(rank, world_size, config, victim, moment, everyone, diary):
     if moment is not None:
         die()
     return moments
+
+
+def train_and_be_asked(rank, world_size, config, asked, step):
+    """`train_worker` as under torchrun, with a SIGTERM for rank `asked` alone during that step; how each rank ends."""
+    steps = 0
+
+    def train_step(*args, take=training.train_step, **settings):
+        nonlocal steps
+        steps += 1
+        if (rank, steps) == (asked, step):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(*args, **settings)
+
+    training.train_step = train_step
+    with heeding_sigterm():
+        try:
+            train_worker(rank, world_size, config)
+        except Stopped as stopped:
+            return str(stopped)
 
 
 def train_on_a_full_disk(rank, world_size, config, full_on, save_number, part):

@@ -138,6 +138,25 @@ def test_a_type_that_safetensors_does_not_know(tmp_path, capfd):
     assert torch.equal(READERS[".pt"](tmp_path / "model.pt")["wave"], torch.ones(3, dtype=torch.complex64))
 
 
+@pytest.mark.parametrize("suffix", READERS)
+def test_slices_that_are_not_contiguous_find_their_places(suffix, tmp_path):
+    """Columns of a matrix, and every way to cut a tensor of three dimensions: rows of a slice lie apart in the file."""
+    unfinished = begin(tmp_path / checkpoint_name(1))
+    found = launch(workers.save_cut_along_each_dimension, unfinished, world_size=3, device="cpu", timeout_s=60)
+    consolidate(commit(unfinished, step=1, world_size=3, settings={}), tmp_path / f"model{suffix}")
+    assert workers.differences(READERS[suffix](tmp_path / f"model{suffix}"), found[0]) == []
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_a_slice_that_takes_several_reads(suffix, tmp_path, monkeypatch):
+    """4,800 bytes in pieces of 1,000: four whole ones and a part."""
+    monkeypatch.setattr("fsdp_helpers.checkpointing.consolidate.CHUNK_BYTES", 1_000)
+    tensors = {"weight": torch.randn(30, 40)}
+    path = save_by_hand(tmp_path / "run", tensors)
+    consolidate(path, tmp_path / f"model{suffix}")
+    assert workers.differences(READERS[suffix](tmp_path / f"model{suffix}"), tensors) == []
+
+
 # ---------------------------------------------------------------- folders of other people
 
 

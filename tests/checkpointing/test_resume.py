@@ -394,6 +394,19 @@ def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, c
     assert unfinished(folder) == []
 
 
+# ---------------------------------------------------------------- asked to end
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_config, undisturbed, tmp_path):
+    """SIGTERM may reach one machine alone, or sooner than the other; step 5 is no step to save after by itself."""
+    folder = tmp_path / "run"
+    ends = launch(workers.train_and_be_asked, saving_config(folder), asked, 5, world_size=2, device="cpu", timeout_s=60)
+    assert ends == [f"asked to end by SIGTERM: saved after step 5 of 8 in {folder}; go on from there with --resume"] * 2
+    assert find_steps(folder)[-1] == 5
+    check_that_nothing_is_lost(folder, 5, saving_config, undisturbed)
+
+
 # ---------------------------------------------------------------- a full disk
 
 
@@ -555,6 +568,16 @@ def test_the_checkpoint_of_another_run_is_refused(settings, message, saved_run, 
     assert resume(saved_run, no_mnist, "--resume", **settings) == 2
     (line,) = complaints(capfd)
     assert message in line and "another --checkpoint-dir" in line
+    assert listing(saved_run) == before
+
+
+def test_other_data_are_refused(saved_run, no_mnist, no_rank, monkeypatch, capfd):
+    """A machine with MNIST resumes what one without it has saved: the losses would go on with other images."""
+    before = listing(saved_run)
+    monkeypatch.setattr("fsdp_helpers.training.run.prepare_run_data", lambda config: "mnist")
+    assert resume(saved_run, no_mnist, "--resume") == 2
+    (line,) = complaints(capfd)
+    assert "was saved with data_source 'digits', this run has 'mnist'" in line and "another --checkpoint-dir" in line
     assert listing(saved_run) == before
 
 
