@@ -151,7 +151,7 @@ def shard_fsdp2(
     frees = config.reshard_after_forward and config.sharding != "grad-op"
     for name in choose_units(model, policy):
         fully_shard(model.get_submodule(name), reshard_after_forward=frees, **settings)
-    return fully_shard(model if offload else model.to(device), **settings)
+    return fully_shard(model, **settings)
 
 
 def settle_buckets(model: nn.Module, images: Tensor) -> None:

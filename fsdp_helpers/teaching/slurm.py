@@ -94,8 +94,8 @@ class Slurm:
         return done.stdout
 
     def submit(self, script: Path, *arguments: object, folder: Path, options: tuple = (), **variables: str) -> str:
-        """The id of a job, whose two edits are made on the command line of sbatch; it writes into `folder`."""
-        edits = ("--partition=test", "--account=none", *options)
+        """The id of a job, whose edits are made on the command line of sbatch; it writes into `folder`."""
+        edits = ("--partition=test", "--account=none", "--cpus-per-task=1", *options)
         command = ("sbatch", "--parsable", *edits, script.resolve(), *arguments)
         return self.run(*command, folder=folder, **variables).strip()
 

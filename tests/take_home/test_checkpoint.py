@@ -57,15 +57,27 @@ def wait_for_save(folder: Path, job: Job) -> None:
         time.sleep(0.0005)
 
 
+def wait_for_new_ranks(earlier: set[int], job: Job) -> set[int]:
+    """The process ids of the two ranks of the next start, as soon as those of `earlier` have ended."""
+
+    def found() -> set[int]:
+        return set(job.workers().values())
+
+    assert wait_until(lambda: len(found()) == 2 and not found() & earlier, START_S), job.output
+    return found()
+
+
 def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[int, str]]:
     """The steps of a run in which a rank is killed this many times, each time while the ranks save."""
     draw = random.SystemRandom()
     with checkpoint_job(folder, last_step, "--max-restarts", str(kills), **FRESH_STORE) as job:
+        ranks = set()
         for _ in range(kills):
-            for _ in range(draw.randint(1, 2)):  # some starts get as far as a save, others do not
+            ranks = wait_for_new_ranks(ranks, job)
+            for _ in range(draw.randint(1, 2)):  # some starts complete a save, others do not
                 wait_for_save(folder / "run", job)
             time.sleep(draw.uniform(0, 0.02))
-            os.kill(job.workers()[draw.randint(0, 1)], signal.SIGKILL)
+            os.kill(draw.choice(sorted(ranks)), signal.SIGKILL)
         assert job.wait() == 0, job.output
         done = steps_and_losses(job.output)
     restarts = [(last, first) for (last, _), (first, _) in pairwise(done) if first != last + 1]
@@ -86,11 +98,11 @@ def test_a_kill_during_a_save_loses_only_the_steps_since_the_one_before(tmp_path
 
 @pytest.mark.long
 def test_ten_kills_during_saves(tmp_path):
-    with checkpoint_job(tmp_path, 60, name="undisturbed") as job:
+    with checkpoint_job(tmp_path, 120, name="undisturbed") as job:
         assert job.wait() == 0, job.output
         undisturbed = steps_and_losses(job.output)
     (tmp_path / "run").rename(tmp_path / "undisturbed")
-    assert set(kill_during_saves(tmp_path, last_step=60, kills=10)) == set(undisturbed)  # to the last digit
+    assert set(kill_during_saves(tmp_path, last_step=120, kills=10)) == set(undisturbed)  # to the last digit
 
 
 def test_what_a_killed_run_was_writing_is_not_loaded_and_does_not_stay(tmp_path):

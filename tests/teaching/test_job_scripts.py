@@ -1,10 +1,13 @@
 """The build exercise of notebook 10: a job script, run among stand-ins for Slurm and torchrun."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
 from leftovers import PROJECT
 
 from fsdp_helpers.teaching.answers import NotYet
@@ -79,6 +82,34 @@ def test_the_script_to_submit_does_what_the_exercise_asks_for(check):
         assert old in text
         text = text.replace(old, new)
     assert check(text).startswith("Right")
+
+
+def test_the_script_to_submit_ties_its_seconds_and_hands_on_its_cores(tmp_path):
+    """The seconds of the signal are torchrun's for ranks that save; they stand in one line."""
+    script = (PROJECT / "notebooks" / "cluster" / "train.sbatch").read_text()
+    assert "--signal=B:USR1@180 " in script and re.search(r"^#SBATCH --cpus-per-task=\d+ ", script, re.MULTILINE)
+    (tmp_path / "train.sbatch").write_text(script.replace("USR1@180", "USR1@240"))
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho gpu-0\n")
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $SRUN_CPUS_PER_TASK"\n')
+    for stand_in in ("scontrol", "srun"):
+        (tmp_path / stand_in).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    variables = os.environ | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "12"}
+    done = subprocess.run(["bash", tmp_path / "train.sbatch"], env=variables, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("240 12\n", "")
+
+
+def test_the_kubernetes_job_reads_as_its_kinds():
+    """No cluster has tried it: at least it is well-formed, gives a save its time, and runs the script."""
+    text = (PROJECT / "notebooks" / "cluster" / "trainjob.yaml").read_text()
+    runtime, job = yaml.safe_load_all(text)
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob") and "Not tried" in text
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    env = {pair["name"]: pair["value"] for pair in pod["containers"][0]["env"]}
+    assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(pod["terminationGracePeriodSeconds"])
+    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "checkpoint.py /shared/run" in job["spec"]["trainer"]["args"][0]
 
 
 WRONG = [
