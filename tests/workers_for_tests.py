@@ -68,6 +68,24 @@ def stop_rank_1(rank, world_size, sharding):
     dist.barrier()
 
 
+def abort_while_rank_1_is_stopped(rank, world_size):
+    """As with NCCL: a rank is stopped, and a library ends a healthy one that waits for it."""
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0:
+        time.sleep(0.5)  # until rank 1 is stopped
+        os.abort()
+    dist.all_reduce(torch.ones(1))
+
+
+def abort_itself(rank, world_size, bad_rank):
+    dist.barrier()
+    if rank == bad_rank:
+        os.abort()
+    sleep_for_ever()
+
+
 def all_reduce_late(rank, world_size, late_s):
     time.sleep(rank * late_s)
     total = torch.ones(1)

@@ -17,6 +17,8 @@ from fsdp_helpers.ranks.allocator import keep_freed_memory
 from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
 from fsdp_helpers.ranks.roll_call import LONGEST_WAIT_S, roll_call_s
 
+WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
+
 _device: torch.device | None = None  # this rank's, while it is in a group
 _collective_timeout: timedelta | None = None  # of a single collective, while it is in a group
 
@@ -62,12 +64,18 @@ def check_timeout(timeout_s: float | None) -> None:
 def process_group(
     rank: int, world_size: int, *, device: str, init_method: str = "env://", timeout_s: float | None = None
 ) -> Iterator[None]:
-    """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device a rank, on CUDA.
+    """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device per rank, on CUDA.
 
     The default `init_method` reads the meeting point from the variables that torchrun sets. A collective gives up
     somewhat earlier than after `timeout_s` (half an hour where it is None): the rest is for `silent_ranks_named`.
     """
     global _device, _collective_timeout
+    if device == "cuda":
+        compute_repeatably()
+        if timeout_s is not None:
+            wait_in_the_open()
+    else:
+        keep_freed_memory()
     timeout_s = timeout_s or LONGEST_WAIT_S
     _collective_timeout = timedelta(seconds=timeout_s - roll_call_s(timeout_s))
     if device == "cuda":
@@ -77,7 +85,6 @@ def process_group(
     else:
         _device = torch.device("cpu")
         group = {"backend": "gloo"}
-    keep_freed_memory()
     try:
         dist.init_process_group(
             init_method=init_method, rank=rank, world_size=world_size, timeout=_collective_timeout, **group
@@ -88,6 +95,34 @@ def process_group(
         _device = _collective_timeout = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def compute_repeatably() -> None:
+    """Have CUDA's libraries give the same numbers in every run, and fp32 where fp32 is asked for.
+
+    The series compares runs to the last bit (06) or to 1e-5. Left alone, cuDNN may choose another algorithm in the next
+    run, cuBLAS may add up in another order, and convolutions round what goes in to TF32, ten bits instead of 23.
+    All of that is faster; for a training that nobody compares, leave it on. Comes before the first use of the GPU.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False  # as torch has it
+
+
+def wait_in_the_open() -> None:
+    """Have NCCL raise an error in the rank that waited in vain.
+
+    Left alone, NCCL's `wait()` returns at once, and a watchdog thread later aborts the process (SIGABRT): the healthy
+    one, without a word on which rank it waited for. With this setting `wait()` waits and raises, for the roll call, and
+    there is no watchdog. The price: communication no longer runs beside arithmetic. What waits in no `wait()`, as DDP,
+    would hang, hence `wait_for_buckets`.
+    """
+    os.environ.setdefault(WAIT_IN_THE_OPEN, "1")
+
+
+def waits_in_the_open() -> bool:
+    return os.environ.get(WAIT_IN_THE_OPEN, "0") not in ("", "0")
 
 
 def limit_waiting(group: dist.ProcessGroup) -> None:

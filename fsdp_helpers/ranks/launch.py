@@ -24,6 +24,7 @@ from fsdp_helpers.ranks.keeper import TERM_S, end_group
 from fsdp_helpers.ranks.pickling import check_worker, pickle_job
 from fsdp_helpers.ranks.process import Failure, Job, run_rank
 from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
+from fsdp_helpers.ranks.roll_call import list_ranks
 from fsdp_helpers.ranks.standstill import Standstill
 from fsdp_helpers.ranks.start import (
     NO_MAIN_GUARD,
@@ -61,7 +62,8 @@ def launch(
     through a file in a private folder, so no port is taken that another program could want. What a worker prints
     arrives here line by line; where there are several ranks, each line says which one printed it, unless `name_ranks`
     is False. A rank that waits for the others in a collective gives up after `group_timeout_s`, half an hour where it
-    is None, and names those that did not answer. `progress` may be a bar that is drawn already. `start_method` is
+    is None, and names those that did not answer; on CUDA, giving it makes ranks wait for each collective, without
+    overlap. `progress` may be a bar that is drawn already. `start_method` is
     "forkserver" where the system has it, else "spawn", which loads torch anew in every rank.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
@@ -195,7 +197,8 @@ def _collect(
     failures = [rank.failure for rank in ranks if rank.failure]
     if failures:
         first = min(failures, key=lambda failure: failure.when_s)
-        raise RankError(first.rank, job.world_size, first.summary, first.details)
+        summary = first.summary + (_who_is_silent(ranks, job) if first.aborted else "")
+        raise RankError(first.rank, job.world_size, summary, first.details)
     return [_unpickle(rank, job) for rank in ranks]
 
 
@@ -236,8 +239,18 @@ def _death(rank: _Rank) -> Failure:
     if code is not None and code < 0:
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = " from outside (often by the system, out of memory)" if name == "SIGKILL" else ""
-        return Failure(rank.rank, float("-inf"), f"the process was ended by {name}{hint}")
+        return Failure(
+            rank.rank, float("-inf"), f"the process was ended by {name}{hint}", aborted=name == "SIGABRT"
+        )
     return Failure(rank.rank, float("-inf"), f"the process left with exit status {code} before its worker returned")
+
+
+def _who_is_silent(ranks: list[_Rank], job: Job) -> str:
+    """After an abort: the ranks that live and do not answer. The rank that aborted may have waited for them."""
+    running = [rank for rank in ranks if not rank.ended and rank.process.is_alive()]
+    stacks.ask([rank.process.pid for rank in running])
+    silent = [rank.rank for rank in running if not stacks.has_answered(job.stack_file(rank.rank))]
+    return f", and {list_ranks(silent)} did not answer: stopped or stuck, and waited for in vain?" if silent else ""
 
 
 def _timeout(why: str, waiting: list[_Rank], job: Job) -> RankTimeout:

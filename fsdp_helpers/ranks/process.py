@@ -55,6 +55,7 @@ class Failure:
     when_s: float
     summary: str
     details: str = ""
+    aborted: bool = False  # by itself, SIGABRT: so a library ends a process, NCCL's watchdog for one
 
 
 def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection) -> None:

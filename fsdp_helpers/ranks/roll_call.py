@@ -18,7 +18,8 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks
 LONGEST_WAIT_S = 1800.0  # for the other ranks, where no time-out is given: the library's own default
 ROLL_CALL_S = 5.0  # at most; of a short time-out a quarter
 POLL_S = 0.1
-WAITED_IN_VAIN = ("gloo", "timed out", "connection closed")  # what such errors say; gloo has no type of its own
+# What such errors say, gloo's and NCCL's: neither has a type of its own.
+WAITED_IN_VAIN = ("gloo", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
 
 
 class SilentRanks(TimeoutError):
@@ -83,9 +84,13 @@ def _end_neighbour(agent: str | None, pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def list_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
 def _describe(silent: list[int], timeout_s: float | None) -> str:
     """`timeout_s` is None where nobody can have waited so long: the connection ended before."""
-    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    who = list_ranks(silent)
     if timeout_s is None:
         return f"{who} did not answer any more: gone, or cut off; see its own last lines, and its machine"
     return (

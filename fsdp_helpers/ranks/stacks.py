@@ -38,6 +38,11 @@ def ask(pids: list[int]) -> None:
         time.sleep(ANSWER_S)
 
 
+def has_answered(stack_file: Path) -> bool:
+    """Whether a rank has written after it was asked; one that is stopped has not. True where nobody can be asked."""
+    return not CAN_ASK or not stack_file.exists() or stack_file.stat().st_size > 0
+
+
 def describe(stack_file: Path) -> str:
     """Return the innermost line outside the libraries, and the library function it was waiting in.
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.group import limit_waiting
+from fsdp_helpers.ranks.group import limit_waiting, waits_in_the_open
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, size_policy
 
@@ -163,6 +163,24 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
     if isinstance(model, DistributedDataParallel):
         model(images).sum().backward()
         model.zero_grad()
+
+
+def wait_for_buckets(model: nn.Module) -> None:
+    """Where a time-out is asked for on CUDA, let DDP wait for each bucket; other strategies do so by themselves.
+
+    DDP only has later kernels wait. A rank that waits in vain would then hang in its next look at the GPU.
+    """
+    if isinstance(model, DistributedDataParallel) and waits_in_the_open():
+        model.register_comm_hook(None, average_and_wait)
+
+
+def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket over all ranks, and return it when it is there."""
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer.div_(dist.get_world_size()))
+    done = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 def unit_names(model: nn.Module) -> list[str]:

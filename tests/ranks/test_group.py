@@ -1,3 +1,4 @@
+import os
 import socket
 
 import pytest
@@ -28,3 +29,48 @@ def test_a_rank_gets_its_share_of_its_own_machine(ranks_here, ranks_elsewhere, e
     monkeypatch.setattr(torch, "set_num_threads", shares.append)
     group.share_cores()
     assert shares == [expected]
+
+
+@pytest.fixture
+def no_group(monkeypatch):
+    """process_group without a group and without a GPU; returns what it asked for, and undoes its settings."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda **settings: asked.append(settings["backend"]))
+    monkeypatch.setattr(group, "share_cores", lambda: None)
+    monkeypatch.setattr(group, "keep_freed_memory", lambda: asked.append("keep freed memory"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("CUBLAS_WORKSPACE_CONFIG", group.WAIT_IN_THE_OPEN):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32
+    yield asked
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = cudnn
+
+
+def test_a_rank_on_cuda_computes_repeatably_and_leaves_the_host_allocator_alone(no_group):
+    with group.process_group(0, 2, device="cuda"):
+        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        assert not group.waits_in_the_open()  # communication overlaps, unless somebody asks for a time-out
+    assert no_group == ["cpu:gloo,cuda:nccl"]
+
+
+def test_a_time_out_on_cuda_has_nccl_raise_instead_of_abort(no_group):
+    with group.process_group(0, 2, device="cuda", timeout_s=10.0):
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1" and group.waits_in_the_open()
+
+
+def test_a_rank_on_the_cpu_keeps_freed_memory_and_sets_nothing_of_cuda(no_group):
+    with group.process_group(0, 2, device="cpu", timeout_s=10.0):
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ and not group.waits_in_the_open()
+        assert not torch.backends.cudnn.deterministic
+    assert no_group == ["keep freed memory", "gloo"]
+
+
+def test_a_setting_of_the_readers_own_stays(no_group, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    with group.process_group(0, 2, device="cuda", timeout_s=10.0):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and not group.waits_in_the_open()

@@ -120,6 +120,21 @@ def test_of_several_failures_the_first_is_told(times_s):
     assert str(caught.value) == f"rank {times_s.index(1.0)} of 3 failed: failed at 1.0 s"
 
 
+def test_after_an_abort_the_ranks_that_do_not_answer_are_named():
+    """So NCCL's watchdog ends a healthy rank that waited in vain. Rank 2 lives: it answers, although it waits too."""
+    with pytest.raises(RankError) as caught:
+        launch(workers.abort_while_rank_1_is_stopped, world_size=3, device="cpu", timeout_s=60)
+    assert str(caught.value) == (
+        "rank 0 of 3 failed: the process was ended by SIGABRT, and rank 1 did not answer: stopped or stuck, "
+        "and waited for in vain?"
+    )
+
+
+def test_after_an_abort_of_its_own_nobody_else_is_named():
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was ended by SIGABRT$"):
+        launch(workers.abort_itself, 1, world_size=2, device="cpu", timeout_s=60)
+
+
 def test_a_rank_that_leaves():
     with pytest.raises(RankError, match="SystemExit: 0"):
         launch(workers.leave_with, 0, world_size=2, device="cpu")

@@ -29,3 +29,32 @@ def test_a_rank_that_is_late_fails_nobody():
 def test_a_time_out_that_is_none_is_refused(timeout_s):
     with pytest.raises(ValueError, match="it must be a number of seconds above 0"):
         launch(workers.return_rank, world_size=1, group_timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # NCCL with TORCH_NCCL_BLOCKING_WAIT=1, in the words of torch 2.15's two implementations
+        "Watchdog caught collective operation timeout: NCCL operation timed out",
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=1, "
+        "NumelOut=1, Timeout(ms)=3000) ran for 3007 milliseconds before timing out.",
+        # a neighbour that is gone
+        "NCCL error in: NCCLUtils.cpp:1, remote process exited or there was a network error, NCCL version 2.29\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234",
+    ],
+)
+def test_errors_of_both_libraries_are_known(words, monkeypatch):
+    monkeypatch.setattr(roll_call, "gather_over_ranks", lambda own: [own, own])
+    monkeypatch.setattr(roll_call, "call_the_roll", lambda rank, world_size, wait_s: [1])
+    monkeypatch.setattr(roll_call.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(roll_call.dist, "get_world_size", lambda: 2)
+    with pytest.raises(roll_call.SilentRanks, match="rank 1 did not answer"), roll_call.silent_ranks_named(4.0):
+        raise RuntimeError(words)
+
+
+def test_an_error_of_its_own_calls_no_roll(monkeypatch):
+    monkeypatch.setattr(roll_call, "gather_over_ranks", lambda own: [own, own])
+    monkeypatch.setattr(roll_call, "call_the_roll", lambda *_: pytest.fail("the roll was called"))
+    with pytest.raises(RuntimeError, match="CUDA out of memory"), roll_call.silent_ranks_named(4.0):
+        raise RuntimeError("CUDA out of memory")

@@ -340,3 +340,26 @@ def test_every_unit_gets_the_offload_policy(strategy, policy, monkeypatch):
         model = STRATEGIES[strategy](build_model("shallow"), torch.device("cpu"), config)
         assert strategies.unit_names(model) == ["root", "fc1"]
     assert seen == [policy] * 2
+
+
+def test_ddp_that_waits_for_its_buckets_learns_the_same(run, monkeypatch):
+    """So it trains on CUDA under a time-out; the variable is NCCL's, and gloo does not heed it."""
+    config = run("ddp").config
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    waited = launch(train_worker, config, world_size=2, device="cpu")[0]
+    # Halves are exact in floating point, so even the order of dividing and adding up does not show.
+    assert waited.step_losses == run("ddp").step_losses
+    assert waited.ranks[0].collectives == run("ddp").ranks[0].collectives
+
+
+def test_ddp_waits_for_its_buckets_under_a_time_out_alone(monkeypatch):
+    hooks = []
+    monkeypatch.setattr(strategies.DistributedDataParallel, "register_comm_hook", lambda *hook: hooks.append(hook))
+    with fake_group(2):
+        model = STRATEGIES["ddp"](build_model("simple"), torch.device("cpu"), TrainConfig(strategy="ddp"))
+        strategies.wait_for_buckets(model)
+        assert hooks == []
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+        strategies.wait_for_buckets(build_model("simple"))
+        strategies.wait_for_buckets(model)
+    assert hooks == [(model, None, strategies.average_and_wait)]
