@@ -16,6 +16,7 @@ from fsdp_helpers.records import RankRecord, RunRecord
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.strategies import STRATEGIES
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
+from fsdp_helpers.training.worker import train_worker
 
 P_SHALLOW, P_DEEP = 1_199_882, 94_104_234
 P_ROOT = 18_816 + 1_290  # at threshold 20,000 the convolutions and the last layer stay with the root, in both models
