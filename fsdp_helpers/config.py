@@ -220,7 +220,7 @@ class TrainConfig:
         return " or ".join(map(str, fitting)) or "fewer ranks"
 
     def check_data_size(self, source: str, train_images: int, test_images: int) -> None:
-        """Raise ValueError where `source`, which holds so many images, has too few for this run."""
+        """Raise ValueError if `source` has fewer images than this run needs."""
         for name, available in (("train_images", train_images), ("test_images", test_images)):
             wanted = getattr(self, name)
             if wanted is not None and wanted > available:

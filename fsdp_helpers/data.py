@@ -102,7 +102,7 @@ def num_test_images(source: str | None = None) -> int:
 def load_data(
     data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
 ) -> Dataset:
-    """MNIST where the data folder holds it, else the bundled digits; the first so many images, or all.
+    """MNIST where the data folder holds it, else the bundled digits; all images, or only the first N of each part.
 
     Reads only: any number of ranks may call it at the same time. Sizes of files are checked, their contents were
     by `prepare_data`.

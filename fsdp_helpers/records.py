@@ -197,7 +197,7 @@ class ComparisonRow:
 
     model: str
     strategy: str
-    api: str | None  # None where the strategy is no FSDP
+    api: str | None  # None for a strategy other than FSDP
     world_size: int
     step_s: float  # median of the steady steps
     held_bytes: int

@@ -1,7 +1,7 @@
 """`save` and `load`: the whole state of any training loop, as one folder that is there whole or not at all.
 
 Every rank writes the slices it keeps into a file of its own, and rank 0 an index of all slices; where ranks keep whole
-copies (DDP), they share the writing. What is no tensor is JSON, in `state.json` beside them. So nothing that is
+copies (DDP), they share the writing. Everything else is JSON, in `state.json` beside them. So nothing that is
 loaded can run code.
 """
 
@@ -167,7 +167,7 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     `foreach`). As many ranks as saved get their random state back; other ranks get streams that none has drawn from
     yet. Tensors in `extra` come back in host memory.
 
-    Raises CheckpointError where there is no whole checkpoint, or one of another model.
+    Raises CheckpointError if there is no complete checkpoint, or if it holds a different model.
     """
     path = find_newest(Path(folder)) or Path(folder)
     checkpoint = read_checkpoint(path)

@@ -39,7 +39,7 @@ CHUNK_BYTES = 2**20  # read at once, besides the tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """What is in the file now, and which entries of the checkpoint are no tensors and were left out, unread."""
+    """The tensors that the file now holds, and the entries that were skipped, unread, because they are not tensors."""
 
     tensors: tuple[TensorEntry, ...]
     skipped: tuple[str, ...]

@@ -49,7 +49,7 @@ def step_of(path: Path) -> int:
 
 
 def find_steps(folder: Path) -> list[int]:
-    """The steps of all checkpoints in `folder`, oldest first; none where there is no folder."""
+    """Return the steps of all checkpoints in `folder`, oldest first; none if there is no folder."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{8,})", name)))
 
@@ -63,7 +63,7 @@ def find_newest(folder: Path) -> Path | None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """The description of the checkpoint at `path`, with every file in its place and of its size.
 
-    Raises CheckpointError where `path` is no checkpoint, is from a newer format, or lacks (part of) a file.
+    Raises CheckpointError if `path` is not a checkpoint, is from a newer format, or lacks (part of) a file.
     """
     try:
         content = json.loads((path / DESCRIPTION).read_text())

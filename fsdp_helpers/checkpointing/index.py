@@ -81,7 +81,7 @@ class SliceEntry:
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
     """Every tensor of a sharded checkpoint, from its index alone: parameters, optimiser state, random state.
 
-    Raises CheckpointError for an index that is damaged, names files elsewhere, or lists what is no tensor.
+    Raises CheckpointError for an index that is damaged, names files elsewhere, or lists anything but tensors.
     """
     return _tensor_entries(checkpoint, SafeReader(checkpoint).read_metadata())
 
@@ -89,7 +89,7 @@ def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
 def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntry], list[str]]:
     """As `read_index`, for any folder of torch.distributed.checkpoint: its tensors, and the names of all else in it.
 
-    What is no tensor is stored as a pickle; it stays unread.
+    Everything except tensors is stored as a pickle, and stays unread.
     """
     metadata = read_metadata(Path(checkpoint, ".metadata"))
     return _tensor_entries(checkpoint, metadata), _no_tensors(metadata)
@@ -152,7 +152,7 @@ class SafeReader(dcp.FileSystemReader):
         path = Path(self.path, ".metadata")
         metadata = read_metadata(path)
         if strangers := _no_tensors(metadata):
-            raise CheckpointError(f"{path} lists {strangers[0]!r}, which is no tensor; only tensors are loaded here")
+            raise CheckpointError(f"{path} lists {strangers[0]!r}, which is not a tensor; only tensors are loaded here")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -204,7 +204,7 @@ class _MetadataUnpickler(pickle._Unpickler):  # the one in Python, whose steps c
         if type(record) not in RECORDS or not isinstance(
             state, dict if type(record) is not TensorProperties else tuple
         ):
-            raise pickle.UnpicklingError(f"it sets attributes of {record!r}, which is no record of an index")
+            raise pickle.UnpicklingError(f"it sets attributes of {record!r}, which is not a record of an index")
         try:
             super().load_build()
         except ValueError as error:  # a newer torch may have given a record one field more

@@ -28,7 +28,9 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
     else:
         existing = next(parent for parent in folder.absolute().parents if parent.exists())
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
-            raise CheckpointError(f"checkpoints cannot be written to {folder}: {existing} is no folder to write in")
+            raise CheckpointError(
+                f"checkpoints cannot be written to {folder}: {existing} is not a folder that can be written to"
+            )
     find_start(config, data_source)
 
 

@@ -30,7 +30,7 @@ from fsdp_helpers.checkpointing.folder import whole_file
 
 # What wrappers add to the names of a model.
 WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
-# How an optimiser computes is no part of a training state: it depends on the device.
+# How an optimiser computes is not part of a training state: it depends on the device.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 # ---------------------------------------------------------------- by name

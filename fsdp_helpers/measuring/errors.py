@@ -40,7 +40,7 @@ class Run(NamedTuple):
     model: str
     variant: str
     world_size: int
-    real: bool  # so many processes; else one real rank, the others imagined
+    real: bool  # True: as many processes as ranks; False: one real rank, the others imagined
 
 
 RANKS = [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]

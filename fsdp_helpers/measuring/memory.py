@@ -117,7 +117,7 @@ class MemoryTrace:
         """From the end of the last `optimizer.step()` but one to the end of the last: PyTorch names them by itself.
 
         What was allocated at the end of a phase called "data", the images, is taken off the curve.
-        Raises ValueError for fewer than two steps: the first creates optimiser state, and is no steady one.
+        Raises ValueError for fewer than two steps: the first one creates optimiser state, so it is not representative.
         """
         ends_s = [phase.end_s for phase in self._phases if phase.name.startswith(OPTIMIZER_STEP)]
         if len(ends_s) < 2:

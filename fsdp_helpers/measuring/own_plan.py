@@ -34,7 +34,7 @@ def plan_model(
     tflops: float | None = None,
     **settings,
 ) -> tuple[Plan, str]:
-    """The plan of any model on so many ranks, and its verdict in a sentence.
+    """Plan any model on `world_size` ranks; return the plan and its verdict in a sentence.
 
     `factory()` makes the model on the CPU; `batch` is what one rank has in one forward, a tensor or any nest of them,
     with samples along their first dimension. `loss_of(model, batch)` is its loss, the mean of all outputs if it is left
@@ -105,7 +105,7 @@ def num_samples(batch: Any) -> int:
 
 
 def first_samples(batch: Any, samples: int, dtype: torch.dtype) -> Any:
-    """The first so many samples, numbers with a fraction in `dtype`."""
+    """Return the first samples, floating-point ones in `dtype`."""
 
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim:

@@ -12,7 +12,7 @@ MOST_RANKS = 4096
 
 
 def verdict(plan: Plan, subject: Subject) -> str:
-    """One sentence: it fits and leaves so much, or it does not, and what to change first."""
+    """Say in one sentence how much memory a plan leaves or, if it does not fit, what to change first."""
     device = f"the {format_bytes(round(plan.cluster.device_memory_bytes))} of a device"
     needs = (
         f"the peak of {format_bytes(plan.peak.bytes)} and {format_bytes(round(plan.cluster.allowance_bytes))} outside "

@@ -10,7 +10,7 @@ KINDS = ("parameters", "optimizer", "gradients", "gathered", "buffers", "activat
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One term of the sum: so many values of so many bytes, divided by the ranks that share them."""
+    """One term of the sum: `values` x `value_bytes`, divided by the ranks that share them."""
 
     kind: str  # one of KINDS
     name: str
@@ -95,7 +95,7 @@ class Ledger:
         return Peak(when=self._peak_when, terms=tuple(sorted(terms, key=lambda term: KINDS.index(term.kind))))
 
     def communicate(self, op: str, full_bytes: int, ranks: int) -> None:
-        """Note a collective over so many ranks; one of nothing, or of a rank with itself, does not take place."""
+        """Note a collective over a number of ranks; an empty one, or one within a single rank, does not take place."""
         if full_bytes == 0 or ranks == 1:
             return
         before = self._collectives.get(op, CollectiveCount(op=op, count=0, bytes=0, sent_bytes=0))

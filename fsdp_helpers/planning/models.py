@@ -96,7 +96,7 @@ def _stacked_subject(
 
 
 def vit_subject(name: str, shape: ViTShape) -> Subject:
-    """A vision transformer; a batch is so many images."""
+    """A vision transformer; a batch counts images."""
 
     def block_bytes(images: int, value_bytes: int) -> BlockBytes:
         return vit_block_bytes(
@@ -182,7 +182,7 @@ def linear_shapes(layers: Shapes) -> Shapes:
 
 
 def llama_subject(name: str, shape: LlamaShape) -> Subject:
-    """A Llama-like model; a batch is so many tokens, in sequences of `shape.context`."""
+    """A Llama-like model; a batch counts tokens, in sequences of `shape.context`."""
 
     def block_bytes(tokens: int, value_bytes: int) -> BlockBytes:
         return llama_block_bytes(

@@ -62,7 +62,7 @@ def walk_step(
     first two are those of a CPU, which also copies where a GPU need not. `replicas` are the groups that "hybrid" keeps
     whole copies in, two unless said otherwise. With `has_host` there is a host beside the device, and what is offloaded
     is not on the device; a rank on the CPU has none.
-    Raises ValueError for a unit that is no module of the model.
+    Raises ValueError for a unit that is not a module of the model.
     """
     ledger = Ledger()
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas

@@ -1,4 +1,4 @@
-"""A plan: what a model takes on so many devices, how long a step communicates, and whether it fits. No torch.
+"""A plan: what a model takes on a number of devices, how long a step communicates, and whether it fits. No torch.
 
 GB are 10^9 bytes. What is counted is what PyTorch allocates for tensors; what lies outside the count is an allowance.
 """
@@ -77,7 +77,7 @@ class Settings:
         return TrainConfig(**own)
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError where so many ranks cannot run these settings."""
+        """Raise ValueError if `world_size` ranks cannot run these settings."""
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, world_size is {world_size}; use 'ddp', or 1 rank"

@@ -59,7 +59,7 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
 class Shards:
     """A ledger by units: gathered parameters, whole gradients, buffers and slices, each by its own word.
 
-    `ranks` share one copy of the state, and there are so many `replicas` of it. With `offloads` the slices lie in host
+    `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads` the slices lie in host
     memory, and each is on the device only while it is sent or added up.
     """
 

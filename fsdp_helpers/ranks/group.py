@@ -55,7 +55,7 @@ def rank_device() -> torch.device:
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Raise ValueError for a `--timeout` that is no number of seconds above 0; None stands for half an hour."""
+    """Raise ValueError unless a `--timeout` is a number of seconds above 0; None stands for half an hour."""
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout is {timeout_s}; it must be a number of seconds above 0")
 

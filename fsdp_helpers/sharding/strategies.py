@@ -119,7 +119,7 @@ def shard_fsdp1(
     with warnings.catch_warnings():
         # With one rank there is nothing to shard; FSDP1 says so and goes on as NO_SHARD, which is what we want.
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-        # If you ask for sharding "none" here, you want to see it beside the others; its deprecation is no news.
+        # If you ask for sharding "none" here, you want to see it beside the others, deprecated or not.
         warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
         return FullyShardedDataParallel(
             model,

@@ -71,14 +71,14 @@ def expect_answered(answer: object) -> None:
 
 
 def expect_number(given: object) -> None:
-    """Raise NotYet for what is no finite number: a text, a list, True."""
+    """Raise NotYet unless the answer is a finite number; a text, a list or True is not."""
     expect_answered(given)
     is_number = isinstance(given, Real) and not isinstance(given, bool) and abs(given) < BEYOND_ALL
     expect(is_number, f"the answer is {in_short(given)}; a number is asked for")
 
 
 def expect_whole(given: object) -> None:
-    """Raise NotYet for what is no whole number; 3.0 is one."""
+    """Raise NotYet unless the answer is a whole number; 3.0 is one."""
     expect_number(given)
     expect(given == int(given), f"the answer is {given}; only whole numbers count here")
 

@@ -12,7 +12,7 @@ class RunTask:
     """A run to be found: what its text leaves as it is, and what it must reach. All other settings are free."""
 
     peak_bytes: int  # every rank stays below
-    num_collectives: int | None = None  # a step has at most so many
+    num_collectives: int | None = None  # allowed in a step
     world_size: int | None = None
     strategies: tuple[str, ...] = ("fsdp", "fsdp-auto-wrap")
     fixed: dict[str, object] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def check_lower_peak(record: RunRecord | None) -> str:
 
 @exercise("04")
 def check_threshold(record: RunRecord | None) -> str:
-    """Notebook 04: DeepNet on two ranks, cut so that it stays below a peak with at most so many collectives a step."""
+    """Notebook 04: DeepNet on two ranks, cut to stay below a peak, with a limit on the collectives of a step."""
     return _check_run(record, THRESHOLD)
 
 

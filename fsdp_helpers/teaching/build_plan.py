@@ -89,7 +89,7 @@ def _spare(subject: Subject, images: int, case: dict[str, object]) -> float:
 
 
 def small_rank_peak(num_images: int) -> int:
-    """The peak of one real rank among SMALL_RANKS that trains the small transformer on so many images."""
+    """Return the peak of one real rank of SMALL_RANKS that trains the small transformer."""
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
 
     def loss_of(model: nn.Module) -> torch.Tensor:

@@ -63,7 +63,7 @@ def check_parameter_count(answer: int | None) -> str:
 
 @exercise("01")
 def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
-    """Notebook 01: the parameters that fit into so many bytes, with gradients and Adam, in fp32."""
+    """Notebook 01: how many parameters fit into a budget of bytes, with gradients and Adam, in fp32."""
     for budget_bytes in (0, 15, 16, 31, *(DRAW.randint(32, 80 * 10**9) for _ in range(FRESH_CASES))):
         answer = call(largest_model, budget_bytes)
         expect_whole(answer)

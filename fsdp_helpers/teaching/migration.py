@@ -111,7 +111,7 @@ ARGUMENTS = [
     ("process_group", "`mesh`", "`init_device_mesh`; also says on which device"),
     ("device_mesh", "`mesh`", "one dimension, or two for hybrid sharding"),
     ("sharding_strategy=FULL_SHARD", "`reshard_after_forward=True`", "the root is kept, unless you say True"),
-    ("sharding_strategy=SHARD_GRAD_OP", "`reshard_after_forward=False`", "a number frees down to so many ranks"),
+    ("sharding_strategy=SHARD_GRAD_OP", "`reshard_after_forward=False`", "a number N keeps one slice in N"),
     ("sharding_strategy=HYBRID_SHARD", "a mesh of two dimensions", "copies first, slices second"),
     ("sharding_strategy=NO_SHARD", "`DistributedDataParallel`", ""),
     ("cpu_offload", "`offload_policy=CPUOffloadPolicy()`", "the optimiser then steps on the host"),

@@ -267,7 +267,7 @@ def test_an_entry_that_is_no_tensor_is_refused(which, victim):
     put_in_place_of(path, "model.fc2.bias", saved_by_torch(evils(mark)[which]), as_bytes=True)
     load_trusting(path)
     assert ran(mark)
-    with pytest.raises(CheckpointError, match=r"lists 'model\.fc2\.bias', which is no tensor"):
+    with pytest.raises(CheckpointError, match=r"lists 'model\.fc2\.bias', which is not a tensor"):
         load_it(path)
     assert not ran(mark)
 
@@ -326,9 +326,9 @@ def test_an_index_that_changes_a_class_is_refused(which, victim):
     pickle.loads(evil)
     assert tampered(which)  # so would have been what others load later
     (path / ".metadata").write_bytes(evil)
-    with pytest.raises(CheckpointError, match=r"it sets attributes of .*, which is no record of an index"):
+    with pytest.raises(CheckpointError, match=r"it sets attributes of .*, which is not a record of an index"):
         read_index(path)
-    with pytest.raises(CheckpointError, match="no record of an index"):
+    with pytest.raises(CheckpointError, match="not a record of an index"):
         read_index_of_anyone(path)
     assert not tampered(which)
 
@@ -337,7 +337,7 @@ def test_a_record_is_given_its_attributes_only_as_a_dict(victim):
     path, _ = victim
     record = Builds(FILES, "_StorageInfo", ("file", 0, 1), (None, {"__class__": 1})).as_pickle()
     (path / ".metadata").write_bytes(record)
-    with pytest.raises(CheckpointError, match="no record of an index"):
+    with pytest.raises(CheckpointError, match="not a record of an index"):
         read_index(path)
 
 
