@@ -24,7 +24,7 @@ class LiveView:
 
     def __init__(self) -> None:
         self._lines, self._curve = _InPlace(), _InPlace()
-        self._title = ""
+        self._title, self._first_done = "", 0  # steps of an earlier run, where this one is resumed
         self._reports: dict[int, tuple[int, int, str]] = {}  # by rank: steps done, steps in all, what else it says
         self._steps: list[int] = []
         self._losses: list[float] = []
@@ -40,7 +40,7 @@ class LiveView:
     ) -> None:
         now_s = time.monotonic()
         if not self._reports:
-            self._title, self._started_s = title, now_s
+            self._title, self._started_s, self._first_done = title, now_s, done
         self._reports[rank] = (done, total, details)
         if rank == 0 and loss is not None:
             self._steps.append(done)
@@ -77,7 +77,7 @@ class LiveView:
     def _show_lines(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
         bars = [
-            bar_text(done, total, elapsed_s, f"rank {rank}", details)
+            bar_text(done, total, elapsed_s, f"rank {rank}", details, self._first_done)
             for rank, (done, total, details) in sorted(self._reports.items())
         ]
         self._lines.show({"text/plain": "\n".join([self._title, *bars])})

@@ -20,10 +20,14 @@ class StepWatch:
     """Looks on while a rank trains: times every step, measures a steady one, reports progress.
 
     Begin before the model is built and after the images are loaded: the memory trace counts all that comes later.
+    A resumed run has `steps_before` behind it; its reports count on from there.
     """
 
-    def __init__(self, config: TrainConfig, num_steps: int, device: torch.device, world_size: int = 1) -> None:
+    def __init__(
+        self, config: TrainConfig, num_steps: int, device: torch.device, world_size: int = 1, steps_before: int = 0
+    ) -> None:
         self._config, self._num_steps, self._device = config, num_steps, device
+        self._steps_before = steps_before
         self._title, self._last_loss = run_title(config, world_size, device.type), None
         self._whose_loss = "loss" if world_size == 1 else "rank 0's loss"  # the mean would cost a collective per step
         self._memory = MemoryTrace(device)
@@ -46,7 +50,7 @@ class StepWatch:
         self._epoch = epoch
         self._first_step = len(self.step_seconds)
         if self._first_step == 0:
-            progress.report(0, self._num_steps, self._title)
+            progress.report(self._done, self._last_step, self._title)
         self._clock_s = time.perf_counter()
 
     @property
@@ -85,21 +89,28 @@ class StepWatch:
 
     def evaluation(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """`batches`, one by one, with reports of how many images have been looked at."""
-        num_images, done = 0, len(self.step_seconds)
+        num_images, done, last = 0, self._done, self._last_step
         for images, labels in batches:
-            if progress.wants_report(done, self._num_steps):
+            if progress.wants_report(done, last):
                 details = f"{self._epoch_text}evaluating, {num_images:,} images so far"
-                progress.report(done, self._num_steps, self._title, details)
+                progress.report(done, last, self._title, details)
             num_images += len(labels)
             yield images, labels
         if self._last_loss is not None:
-            progress.report(done, self._num_steps, self._title, self._details(self._last_loss.item()))
+            progress.report(done, last, self._title, self._details(self._last_loss.item()))
 
     def _report(self, loss: Tensor) -> None:
         self._last_loss = loss
-        done, total = len(self.step_seconds), self._num_steps
-        if progress.wants_report(done, total):
-            progress.report(done, total, self._title, self._details(loss.item()), loss.item())
+        if progress.wants_report(self._done, self._last_step):
+            progress.report(self._done, self._last_step, self._title, self._details(loss.item()), loss.item())
+
+    @property
+    def _done(self) -> int:
+        return self._steps_before + len(self.step_seconds)
+
+    @property
+    def _last_step(self) -> int:
+        return self._steps_before + self._num_steps
 
     def _details(self, loss: float) -> str:
         num_images = (len(self.step_seconds) - self._first_step) * self._config.global_batch_size

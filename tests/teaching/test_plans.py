@@ -4,6 +4,7 @@ import sys
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.colors import to_hex, to_rgb
 
 from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.models import named_subject
@@ -50,6 +51,7 @@ def test_a_waterfall_adds_up_to_what_is_needed():
         assert total == pytest.approx(plan.needed_bytes / 1e9)
     assert [text.get_text() for text in ax.get_xticklabels()] == ["8", "64", "1,024"]
     assert "(GB)" in ax.get_ylabel()
+    assert list(ax.lines[0].get_ydata()) == [10, 10]  # the device's memory
 
 
 def test_what_fits_is_marked_by_more_than_a_colour():
@@ -57,6 +59,14 @@ def test_what_fits_is_marked_by_more_than_a_colour():
     fig, axes = plans.plot_what_fits({"one": rows, "another": rows})
     texts = [text.get_text() for text in axes[0].texts]
     assert [text.endswith("✗") for text in texts] == [True, True, False, False]
+    # red, red, green, green: 1 GB does not hold it, 10 GB do
+    assert [to_hex(cell.get_facecolor()) for cell in axes[0].patches] == [plans.FITS_NOT] * 2 + [plans.FITS] * 2
+    (red, green, _), (red_not, green_not, _) = to_rgb(plans.FITS), to_rgb(plans.FITS_NOT)
+    assert green > red and red_not > green_not
+    # ranks across, memory down, in each cell what a rank needs
+    assert [text.split()[0] for text in texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for row in rows for plan in row]
+    assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["8", "64"]
+    assert [tick.get_text() for tick in axes[0].get_yticklabels()] == ["1", "10"]
     assert axes[0].get_title(loc="left") == "one" and "(GB)" in axes[0].get_ylabel()
 
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import tiny_record
 
-from fsdp_helpers.measuring.copies import TO_DEVICE, OffloadCopy
+from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
@@ -103,10 +103,8 @@ def drawn(fig: Figure) -> list[Axes]:
 
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure(name):
+def test_every_axis_has_room_for_its_label_and_a_unit(name):
     fig, axes = getattr(plots, name)(*FIGURES[name])
-    assert isinstance(fig, Figure)
-    assert all(isinstance(ax, Axes) for ax in np.ravel(axes))
     assert list(np.ravel(axes)) == drawn(fig)
     for label in [label for ax in fig.axes for label in (ax.get_xlabel(), ax.get_ylabel()) if label]:
         assert re.search(r"\(.+\)", label) or label.startswith(COUNTS), label
@@ -139,6 +137,57 @@ def test_bars_are_as_long_as_the_bytes():
     # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
     assert [bar.get_width() for bar in ax.patches] == [4, 4, 8, 1]
     assert [bar.get_x() for bar in ax.patches] == [0, 4, 8, 16]
+
+
+def test_a_line_stands_at_the_peak():
+    fsdp, ddp = rank_record(peak_bytes=30 * MB), rank_record(peak_bytes=40 * MB)
+    ax = plots.plot_held_and_peak({"ddp": ddp, "fsdp": fsdp})[1]
+    assert [list(line.get_xdata()) for line in ax.lines] == [[40, 40], [30, 30]]
+    assert texts(ax) == ["peak 40.0", "peak 30.0"]
+
+
+def test_epochs_are_drawn_in_nats_and_percent():
+    epoch = tiny_record().epochs[0]  # half of its two test images are right
+    better = replace(epoch, epoch=2, test_loss=0.4, test_accuracy=0.75)
+    loss_ax, accuracy_ax = plots.plot_epochs({"local": [epoch, better]})[1]
+    assert [list(line.get_ydata()) for line in (*loss_ax.lines, *accuracy_ax.lines)] == [[1.0, 0.4], [50, 75]]
+    assert list(accuracy_ax.lines[0].get_xdata()) == [1, 2]
+    assert accuracy_ax.get_ylabel() == "test accuracy (%)"
+
+
+def test_perfect_scaling_is_that_of_the_fewest_ranks():
+    ax = plots.plot_throughput({4: 190.0, 1: 100.0, 2: 180.0}, "ddp")[1]
+    assert [bar.get_height() for bar in ax.patches] == [100, 180, 190]
+    assert list(ax.lines[0].get_ydata()) == [100, 200, 400]
+
+
+def test_units_are_drawn_against_the_peak():
+    # 17 MB are held by each; what is drawn is the peak, from few units to many
+    ax = plots.plot_peak_against_units({"fsdp1": [rank_record(6, 30 * MB), rank_record(1, 40 * MB)]}, 50 * MB, "DDP")[1]
+    peaks, limit = ax.lines
+    assert (list(peaks.get_xdata()), list(peaks.get_ydata())) == ([1, 6], [40, 30])
+    assert list(limit.get_ydata()) == [50, 50]
+
+
+def test_a_variant_of_a_strategy_has_its_colour_and_a_broken_line():
+    ax = plots.plot_peak_by_ranks(*FIGURES["plot_peak_by_ranks"])[1]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines] == [
+        ([1, 2], [30, 25]),
+        ([1, 2], [30, 20]),
+    ]
+    assert {line.get_color() for line in ax.lines} == {STRATEGY_COLOURS["ddp"]}
+    assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
+
+
+def test_copies_are_marked_when_they_begin():
+    back = replace(COPY, way=TO_HOST, start_s=0.25)
+    trace = replace(step_trace(*PHASES), began_s=0.02)
+    ax = plots.plot_copies(trace, [COPY, back], ["blocks.0"])[1]
+    # 50 - 20 ms to the device, on the second line; 250 - 20 ms to the host, on the third
+    marks = [(line.get_xdata()[0], line.get_ydata()[0], line.get_marker()) for line in ax.lines]
+    assert marks == [(pytest.approx(30), 1, "v"), (pytest.approx(230), 2, "^")]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["collectives", TO_DEVICE, TO_HOST]
+    assert texts(ax)[-2:] == ["0", "0"]
 
 
 def texts(ax: Axes) -> list[str]:

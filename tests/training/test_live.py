@@ -61,7 +61,7 @@ def test_a_line_for_each_rank_and_a_curve_of_the_first(outputs):
 
 def test_a_summary_takes_their_place(outputs):
     view, record = watched(), tiny_record()
-    record = replace(record, step_losses=(2.3, 2.1, 1.9, 1.8), first_step=0)
+    record = replace(record, step_losses=(2.3, 2.1, 1.9, 1.8))
     view.close()
     view.summarise(record)
     (lines, _), (curve, metadata) = outputs
@@ -69,3 +69,29 @@ def test_a_summary_takes_their_place(outputs):
     assert lines["text/plain"].startswith(f"shallow, ddp, 2 ranks on cpu: 4 steps, test accuracy {accuracy}")
     assert "over the global batch" in curve["text/plain"] and "1.800 at step 4" in metadata["image/png"]["alt"]
     assert all("widget" not in kind for data, _ in outputs for kind in data)
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """The steps and losses of every curve, and the last step of its axis."""
+    drawn, draw = [], live.loss_picture
+
+    def loss_picture(steps, losses, last_step, title):
+        drawn.append((list(steps), list(losses), last_step))
+        return draw(steps, losses, last_step, title)
+
+    monkeypatch.setattr(live, "loss_picture", loss_picture)
+    return drawn
+
+
+def test_the_curve_of_a_resumed_run_begins_after_the_steps_before(outputs, curves):
+    view = LiveView()
+    for done, loss in ((10, None), (11, 1.2), (12, 1.0)):
+        view.update(0, done, 14, "shallow, ddp, 2 ranks on cpu", "", loss)
+    assert curves == [([11, 12], [1.2, 1.0], 14)]
+    # two of the four steps that were left have been taken: what is left is reckoned from them alone
+    bar = outputs[0][0]["text/plain"].splitlines()[1]
+    assert bar.startswith("rank 0:  86%|") and " 12/14 " in bar
+    view.summarise(replace(tiny_record(), step_losses=(1.2, 1.0, 0.9, 0.8), first_step=10))
+    assert curves[-1] == ([11, 12, 13, 14], [1.2, 1.0, 0.9, 0.8], 14)
+    assert "1.200 at step 11, 0.800 at step 14" in outputs[1][0]["text/plain"]

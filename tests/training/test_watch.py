@@ -76,6 +76,23 @@ def test_a_report_of_several_ranks_says_whose_loss_it_is(reports, half_second_cl
     assert reports[-1][3] == "128 images/s, rank 0's loss 2.0000"
 
 
+def test_a_resumed_run_counts_on(reports, half_second_clock, monkeypatch):
+    monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
+    model = nn.Linear(1, 1)
+    watch = StepWatch(TrainConfig(global_batch_size=64), 2, torch.device("cpu"), steps_before=10)
+    watch.watch(model, torch.optim.Adam(model.parameters()))
+    watch.begin_epoch(0)
+    watch.after_step(torch.tensor(2.0), batch_bytes=0)
+    assert list(watch.evaluation([(torch.empty(5, 1), torch.empty(5))]))
+    # 64 images in half a second, whatever the run before did
+    assert [(done, total, details) for done, total, _, details, _ in reports] == [
+        (10, 12, ""),
+        (11, 12, "128 images/s, loss 2.0000"),
+        (11, 12, "evaluating, 0 images so far"),
+        (11, 12, "128 images/s, loss 2.0000"),
+    ]
+
+
 def test_an_evaluation_says_how_far_it_is(reports, half_second_clock, monkeypatch):
     monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
     model = nn.Linear(1, 1)
