@@ -44,16 +44,6 @@ def tree_of(text: str) -> list[str]:
     return paths
 
 
-def test_a_tree_hand_worked():
-    assert tree_of("a/   one\n  b/   two\n    c.py   three\n  d.py   four\ne") == [
-        "a/",
-        "a/b/",
-        "a/b/c.py",
-        "a/d.py",
-        "e",
-    ]
-
-
 def test_the_tree_of_the_readme_names_every_room_and_nothing_that_is_gone():
     section = (PROJECT / "README.md").read_text().partition("\n## The files\n")[2]
     named = tree_of(section.split("```\n")[1])

@@ -261,39 +261,6 @@ def test_each_problem_is_found(spoil, problem):
     assert any(problem in found for found in problems(notebook))
 
 
-def test_a_fold_with_code_is_balanced():
-    assert unbalanced("<details><summary>Solution</summary>\n\n```python\npass\n```\n\n</details>") == []
-
-
-def test_folded_words_are_not_counted():
-    assert (
-        count_words("Try it.\n<details><summary>Hint</summary>\n\nor this\n</details>\n<details>or</details> Go.") == 3
-    )
-
-
-def test_launches_by_hand_are_counted():
-    notebook = small_notebook()
-    assert direct_launches(notebook) == 0
-    notebook.cells[2].source = "run = launch(\n    train_worker, config, world_size=2\n)[0]"
-    assert direct_launches(notebook) == 1
-
-
-@pytest.mark.parametrize(
-    "settings, code, problem",
-    [
-        ("NUM_RANKS = 2", "DEVICE = show.machine(DEVICE, NUM_RANKS)", "no DEVICE in its settings"),
-        (None, "show.machine('cpu', 2)", "show.machine is not told the DEVICE"),
-        (None, "DEVICE = show.machine(DEVICE, 2)\nprepare_data()", "prepare_data is called, show.machine does that"),
-        (None, "DEVICE = show.machine(DEVICE, 2)\ntrain(config)", "train(config) does not pass the device on"),
-        (None, "DEVICE = show.machine(DEVICE, 2)\nlaunch(f, device='cuda')", "launch(f, device='cuda') does not pass"),
-    ],
-)
-def test_a_device_that_is_not_the_readers_is_found(settings, code, problem):
-    notebook = small_notebook()
-    notebook.cells[1].source, notebook.cells[2].source = settings or 'DEVICE = "cpu"  # "cuda": one GPU', code
-    assert [found[: len(problem)] for found in device_problems(notebook)] == [problem]
-
-
 def test_an_error_that_is_meant_to_be_seen_may_stay():
     notebook = small_notebook()
     notebook.cells[2].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=["no"])]
@@ -307,10 +274,6 @@ GLOSSARY = """
 | unit | FSDP unit | gathered together | [03](03_fsdp.ipynb) |
 | ZeRO-1, ZeRO-3 | stages | which state is sharded | [04](04_fsdp_auto_wrap.ipynb) |
 """
-
-
-def test_the_glossary_is_read_word_by_word():
-    assert read_glossary(GLOSSARY) == {"unit": "03", "ZeRO-1": "04", "ZeRO-3": "04"}
 
 
 @pytest.mark.parametrize(

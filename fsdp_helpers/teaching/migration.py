@@ -92,7 +92,7 @@ def norms_by_both(rank: int, world_size: int, config: TrainConfig) -> dict[str, 
 
 
 def two_norms(rank: int, world_size: int, config: TrainConfig) -> tuple[str, float, float, float]:
-    """What `clip_grad_norm_` returns for slices: its type, this rank's own part, the norm, and that of one process."""
+    """Describe what `clip_grad_norm_` returns for slices: its type, its local value, the whole norm, one process's."""
     ((images, labels),) = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
     model = build_model(config.model).to(rank_device())

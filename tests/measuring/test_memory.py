@@ -184,7 +184,6 @@ def test_phases_in_order_and_within_the_step(records):
             assert [phase.name for phase in trace.curve.phases] == ["forward", "backward", "step"]
             edges = [time for phase in trace.curve.phases for time in (phase.start_s, phase.end_s)]
             assert edges == sorted(edges)
-            assert edges[0] >= 0 and trace.curve.times_s[-1] <= edges[-1] + 1.0
 
 
 def test_a_steady_step_ends_as_it_began(records):

@@ -22,7 +22,6 @@ from torch.distributed import TCPStore
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.teaching import show
 
 NAMES = ("checkpoint.py", "ddp.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py", "vit.py")
 MAX_WIDTH = 110
@@ -132,11 +131,6 @@ def packed(text: str) -> list[ast.AST]:
 def test_one_thing_per_line(name):
     assert packed("rank, size = 0, 1") and packed("print(size := 1)")
     assert not packed((FOLDER / name).read_text())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_shown_whole(name):
-    assert show.script(f"{FOLDER}/{name}").code == (FOLDER / name).read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -98,6 +98,7 @@ def test_units_are_whole_twice_and_the_root_once():
 def test_parameters_and_gradients_of_a_unit_coexist_and_backward_gathers_ahead():
     ax = drawings.draw_units(["net", "first", "second"])[1]
     parameters, gradients = stretches(ax, "parameters"), stretches(ax, "gradients")
+    assert (parameters[1][0], parameters[2][0]) == ((0, 1), (1, 2)), "forward, one unit after the other"
     # Forward ends at 2.25. Backward: the second unit from there to 3.25, the first one after it, to 4.25.
     assert gradients[2] == [(2.25, 3.25)] and gradients[1] == [(3.25, 4.25)]
     assert parameters[2][1] == (2.25, 3.25), "whole beside its gradients"

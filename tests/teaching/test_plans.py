@@ -52,6 +52,7 @@ def test_a_waterfall_adds_up_to_what_is_needed():
     assert [text.get_text() for text in ax.get_xticklabels()] == ["8", "64", "1,024"]
     assert "(GB)" in ax.get_ylabel()
     assert list(ax.lines[0].get_ydata()) == [10, 10]  # the device's memory
+    assert [text.get_text() for text in ax.texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for plan in three]
 
 
 def test_what_fits_is_marked_by_more_than_a_colour():

@@ -97,24 +97,6 @@ def test_a_private_helper_that_is_not_shown_is_found(shows):
     assert listing_problems(notebook_that_shows(IMPORTS, shows, "show.source(_local_bytes)")) == [problem]
 
 
-def test_a_private_helper_that_was_shown_may_be_used():
-    assert listing_problems(notebook_that_shows(IMPORTS, "show.source(_local_bytes)", "show.source(state_bytes)")) == []
-    assert listing_problems(notebook_that_shows(IMPORTS, "show.source(state_bytes, _local_bytes)")) == []
-
-
-CLASS = """
-class Own:
-    def _its(self):
-        self._kept = [_ for _ in other._secret(_used)]
-        self._its(), self._kept
-"""
-
-
-def test_which_names_are_private():
-    assert private_names(CLASS) == {"_secret", "_used"}
-    assert private_names("rank.__dict__, __name__") == set()
-
-
 def without_mesh(code: str) -> list[str]:
     """Return the calls of `fully_shard` in `code` that are not told the mesh, or might not be."""
     called = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]

@@ -18,6 +18,7 @@ def test_starts_share_one_scale():
     fig, axes = start_plots.plot_starts({"whole": curve, "on meta, drawn": curve}, 40_000_000, 20_000_000)
     assert [ax.get_title(loc="left") for ax in axes] == ["whole", "on meta,\ndrawn"]
     assert "MB" in axes[0].get_ylabel() and axes[0].get_ylim() == axes[1].get_ylim()
+    assert [list(line.get_ydata()) for line in axes[0].lines] == [[40, 20], [40, 40], [20, 20]]  # curve, model, slices
     # beside the last panel, where no curve runs through them
     assert [text.get_text() for text in axes[-1].texts] == ["the whole\nmodel", "its slices"]
     assert all(text.get_position()[0] > 1 for text in axes[-1].texts)

@@ -67,6 +67,7 @@ def test_a_summary_takes_their_place(outputs):
     (lines, _), (curve, metadata) = outputs
     accuracy = f"{record.epochs[-1].test_accuracy:.2%}"
     assert lines["text/plain"].startswith(f"shallow, ddp, 2 ranks on cpu: 4 steps, test accuracy {accuracy}")
+    assert lines["text/plain"].splitlines()[1:] == ["rank 0: held 16 B, peak 40 B"]
     assert "over the global batch" in curve["text/plain"] and "1.800 at step 4" in metadata["image/png"]["alt"]
     assert all("widget" not in kind for data, _ in outputs for kind in data)
 
