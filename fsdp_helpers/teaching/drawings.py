@@ -15,7 +15,15 @@ from matplotlib.patches import Patch, Rectangle
 from torch import nn
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
-from fsdp_helpers.teaching.style import FRAME_COLOUR, STATE_COLOURS, TEXT_COLOUR, figure_style
+from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
+from fsdp_helpers.teaching.style import (
+    FRAME_COLOUR,
+    OP_COLOURS,
+    OP_HATCHES,
+    STATE_COLOURS,
+    TEXT_COLOUR,
+    figure_style,
+)
 
 WHOLE, SLICE, NOTHING, OWN = "whole", "slice", "nothing", "own"
 ROWS = ("parameters", "gradients", "optimiser")
@@ -144,6 +152,33 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
     ax.text(
         (start + end) / 2, lane, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white"
     )
+
+
+def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
+    """Draw the two queues of a GPU for each choice, one below the other; `given` says what it was computed from."""
+    colours = {"forward": FRAME_COLOUR, "backward": TEXT_COLOUR, **OP_COLOURS}
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.9 * len(choices)), layout="constrained")
+        names = []
+        for name, spans in choices.items():
+            for queue in (ARITHMETIC, COMMUNICATION):
+                for span in (span for span in spans if span.queue == queue):
+                    _draw_span(ax, len(names), span, colours[span.what])
+                names.append(f"{name}: {queue}")
+        drawn = dict.fromkeys(span.what for spans in choices.values() for span in spans)
+        handles = [Patch(label=what, facecolor=colours[what], hatch=OP_HATCHES.get(what)) for what in drawn]
+        fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="the number is the unit's")
+        ax.set_yticks(range(len(names)), names)
+        ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=f"time (ms), not measured: computed from {given}")
+    return fig, ax
+
+
+def _draw_span(ax: Axes, row: int, span: Span, colour: str) -> None:
+    width_ms, left_ms = 1e3 * (span.end_s - span.start_s), 1e3 * span.start_s
+    ax.barh(row, width_ms, left=left_ms, height=0.7, color=colour, hatch=OP_HATCHES.get(span.what), edgecolor="white")
+    behind = {"facecolor": colour, "edgecolor": "none", "pad": 1}
+    middle_ms = left_ms + width_ms / 2
+    ax.text(middle_ms, row, str(span.unit), bbox=behind, ha="center", va="center", fontsize=7, color="white")
 
 
 def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:

@@ -10,7 +10,9 @@ from matplotlib.colors import to_hex, to_rgb
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
 from fsdp_helpers.models import build_model
+from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching import drawings
+from fsdp_helpers.teaching.descriptions import describe
 from fsdp_helpers.teaching.style import STATE_COLOURS
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -33,7 +35,9 @@ ONE_NUMBER = TensorEntry(
     slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
 )
 CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
+SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
 DRAWINGS = {
+    "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
     "draw_step": (drawings.FSDP_STEP,),
     "draw_units": (["net", "first", "second"],),
     "draw_cut": (build_model("shallow"), CHOICES),
@@ -104,6 +108,16 @@ def test_parameters_and_gradients_of_a_unit_coexist_and_backward_gathers_ahead()
     assert parameters[2][1] == (2.25, 3.25), "whole beside its gradients"
     assert parameters[1][1] == (2.25, 4.25), "gathered while backward is busy with the second unit"
     assert parameters[0][0][0] == 0 and parameters[0][0][1] > 4.25, "the root outlasts them all"
+
+
+def test_streams_are_drawn_where_they_were_computed():
+    ax = drawings.draw_streams({"early": SPANS}, "2 ms of forward")[1]
+    bars = [(round(bar.get_y() + 0.35), bar.get_x(), bar.get_width()) for bar in ax.patches]
+    assert bars[:2] == [(0, 1.0, 2.0), (0, 3.0, 2.0)]  # in ms: the forwards of both units, after the first gather
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["early: arithmetic", "early: communication"]
+    assert "not measured: computed from 2 ms of forward" in ax.get_xlabel()
+    text = describe(ax.figure)
+    assert "early: arithmetic: 2, 2, 4, 4; early: communication: 1, 1, 1, 1, 1, 1" in text and "reduce_scatter" in text
 
 
 def test_slices_lie_where_their_rows_are():
