@@ -31,7 +31,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     FSDP2, a unit for each block, fp32, each block recomputed. At the end a real rank of N trains with the reader's
     number on a very small device.
     """
-    largest_batch = read_module(module, "largest_batch")
+    largest_batch = read_module(module, "largest_batch", with_package=True)
     for case in _cases(num_cases):
         _check_case(largest_batch, case)
     small = {"model": SMALL, "world_size": SMALL_RANKS, "device_gb": SMALL_GB, "allowance_gb": 0}

@@ -13,7 +13,6 @@ from fsdp_helpers.teaching.build_workers import (
     BLOCK_WIDTH,
     BLOCKS,
     CLASSES,
-    STEPS,
     TOKENS,
     WIDTH,
     plain_losses,
@@ -72,7 +71,7 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
     torch.manual_seed(0)
     plain = PretrainedTransformer()
     saved = {name: value.clone() for name, value in plain.state_dict().items()}  # outlive the trace, which began later
-    right = plain_losses(plain, sgd(plain))[:STEPS]
+    right = plain_losses(plain, sgd(plain))
     torch.manual_seed(rank + 1)  # who draws values anew draws others
     weights = dict(saved) if rank == 0 else {}
     with trace_memory("cpu") as trace:

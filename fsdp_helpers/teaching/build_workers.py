@@ -3,17 +3,18 @@
 Every rank also trains the whole batch by itself, without any collective: the losses that data parallelism must have.
 """
 
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
@@ -29,10 +30,7 @@ NET_BYTES = 4 * NET_PARAMS
 NET_UNITS = 3  # as `shard_net` cuts it, the root included
 BUCKET_SIZES = (41_000, 1_000_000)  # the largest gradient fits into either, all of them fit into the second
 BLOCKS, BLOCK_WIDTH, TOKENS = 8, 48, 4
-LOOP_STEPS, KILLED_IN_STEP = 9, 5
-KILLED_STATUS = 77
-KILLED = f"exit status {KILLED_STATUS}"
-PARTS = 4
+BUILT = "the unit is built"  # a mark in the trace
 
 
 def build_net() -> nn.Sequential:
@@ -90,10 +88,12 @@ def over_ranks(losses: list[Tensor]) -> list[float]:
     return (sum_over_ranks(torch.stack(losses)) / dist.get_world_size()).tolist()
 
 
-def plain_losses(model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable = list) -> list[float]:
+def plain_losses(
+    model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable = list, num_steps: int = STEPS
+) -> list[float]:
     """Training in one process; `after_step()` is called after each step."""
     losses = []
-    for step in range(LOOP_STEPS):
+    for step in range(num_steps):
         optimizer.zero_grad()
         loss = mean_loss(model, *load_batch(step))
         loss.backward()
@@ -153,13 +153,23 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
 # ---------------------------------------------------------------- 03
 
 
-def train_readers_unit(
-    rank: int, world_size: int, module: str
-) -> tuple[list[float], list[float], int, int, dict[str, int]]:
-    """Losses, those of one process, values of the slice, bytes held between steps, collectives of a step by kind."""
+@dataclass(frozen=True, kw_only=True)
+class TrainedUnit:
+    """What came of training with a reader's unit, on one rank."""
+
+    losses: list[float]
+    right: list[float]  # those of one process
+    shard_values: int
+    built_bytes: int  # held after `__init__`
+    held_bytes: int  # held between steps
+    counts: dict[str, int]  # collectives of a step, by kind
+
+
+def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
+    """Train with the reader's unit, as notebook 03 does by hand, and look at what is held and sent."""
     unit_class = import_own(module, "Unit")
     model = build_net()
-    right = plain_losses(model, adam(list(model.parameters())))[:STEPS]
+    right = plain_losses(model, adam(list(model.parameters())))
     del model
     losses = []
     with trace_memory("cpu") as trace:
@@ -167,6 +177,8 @@ def train_readers_unit(
         unit = unit_class(model, rank, world_size)
         if not isinstance(getattr(unit, "shard", None), nn.Parameter):
             raise TypeError("a Unit needs `shard`, an nn.Parameter that holds this rank's slice")
+        with record_function(BUILT):
+            pass
         optimizer = adam([unit.shard])
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -179,17 +191,36 @@ def train_readers_unit(
             losses.append(loss.detach())
     last = trace.last_step()
     counts = {counted.op: counted.count for counted in count_collectives(last.collectives)}
-    return over_ranks(losses), right, unit.shard.numel(), last.curve.held_bytes, counts
+    return TrainedUnit(
+        losses=over_ranks(losses),
+        right=right,
+        shard_values=unit.shard.numel(),
+        built_bytes=trace.between_marks(BUILT)[0][0],
+        held_bytes=last.curve.held_bytes,
+        counts=counts,
+    )
 
 
 # ---------------------------------------------------------------- 04
 
 
-def train_readers_cut(rank: int, world_size: int, module: str) -> tuple[list[float], list[float], list[str], int, int]:
-    """Losses, those of one process, names of parameters that are not sharded, the peak and collectives of a step."""
+@dataclass(frozen=True, kw_only=True)
+class TrainedCut:
+    """What came of training a model that a reader has cut, on one rank."""
+
+    losses: list[float]
+    right: list[float]  # those of one process
+    whole: list[str]  # parameters that are not sharded
+    in_root: list[str]  # blocks with parameters that no unit but the root has
+    peak_bytes: int
+    num_collectives: int
+
+
+def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
+    """Let the reader cut the transformer, train it, and look at its units and at what a step needs."""
     shard_model = import_own(module, "shard_model")
     model = SmallTransformer()
-    right = plain_losses(model, sgd(model))[:STEPS]
+    right = plain_losses(model, sgd(model))
     del model
     losses = []
     with trace_memory("cpu") as trace:
@@ -203,78 +234,19 @@ def train_readers_cut(rank: int, world_size: int, module: str) -> tuple[list[flo
             optimizer.step()
             losses.append(loss.detach())
     last = trace.last_step()
-    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    return over_ranks(losses), right, whole, last.curve.peak_bytes, len(last.collectives)
+    return TrainedCut(
+        losses=over_ranks(losses),
+        right=right,
+        whole=[name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)],
+        in_root=[f"blocks.{index}" for index, block in enumerate(model.blocks) if not has_unit(block)],
+        peak_bytes=last.curve.peak_bytes,
+        num_collectives=len(last.collectives),
+    )
 
 
-# ---------------------------------------------------------------- 06
-
-
-def run_readers_loop(
-    rank: int, world_size: int, module: str, folder: str, killed_in_step: int | None
-) -> tuple[dict[int, float], list[float]]:
-    """The loss of each step that the reader's loop took, and those of an undisturbed run in one process."""
-    train_loop = import_own(module, "train_loop")
-    model = shard_net(world_size)
-    optimizer = adam(list(model.parameters()))
-    taken = {}
-
-    def loss_of(model: nn.Module, step: int) -> Tensor:
-        if step == killed_in_step:
-            dist.barrier()  # no rank is still saving
-            os._exit(KILLED_STATUS)
-        loss = mean_loss(model, *own_part(step, rank, world_size))
-        taken[step] = loss.detach()
-        return loss
-
-    train_loop(model, optimizer, falling_rate(optimizer), loss_of, folder, LOOP_STEPS)
-    losses = over_ranks(list(taken.values())) if taken else []
-    plain = build_net()
-    optimizer = adam(list(plain.parameters()))
-    return dict(zip(taken, losses, strict=True)), plain_losses(plain, optimizer, falling_rate(optimizer).step)
-
-
-def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """A schedule that computes the rate from its own count of steps; others go on from the rate in the optimiser."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.7**steps)
-
-
-# ---------------------------------------------------------------- 07
-
-
-def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, object]]:
-    """Of each step: reduce-scatters, the reader's norm, the norm of what was added up, and that of one process."""
-    add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
-    model, plain = shard_net(world_size), build_net()
-    optimizers = sgd(model), sgd(plain)
-    answers = []
-    for step in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        mean_loss(plain, *load_batch(step)).backward()
-        inputs, labels = own_part(step, rank, world_size)
-        with trace_collectives() as seen:
-            add_up_gradients(model, list(zip(inputs.chunk(PARTS), labels.chunk(PARTS), strict=True)), mean_loss)
-        reduced = sum(event.op == "reduce_scatter" for event in seen)
-        answers.append({"reduced": reduced})
-        if not reduced:
-            return answers
-        answers[-1] |= {
-            "given_norm": as_number(gradient_norm(model)),
-            "norm": norm_of([parameter.grad.full_tensor() for parameter in model.parameters()]),
-            "right_norm": norm_of([parameter.grad for parameter in plain.parameters()]),
-        }
-        for optimizer in optimizers:
-            optimizer.step()
-    return answers
-
-
-def norm_of(gradients: list[Tensor]) -> float:
-    return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
-
-
-def as_number(given: object) -> float | str:
-    """A number, or a tensor that holds one, as a float; of anything else the name of its type."""
-    if isinstance(given, DTensor):
-        given = given.to_local()  # what a program would work with: this rank's share of it
-    return float(given) if isinstance(given, int | float | Tensor) else type(given).__name__
+def has_unit(module: nn.Module) -> bool:
+    """True if each parameter in `module` belongs to a unit that is `module` or lies within it."""
+    if isinstance(module, FSDPModule):
+        return True
+    own = list(module.parameters(recurse=False))
+    return not own and all(has_unit(child) for child in module.children())

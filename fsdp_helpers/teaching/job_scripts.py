@@ -5,6 +5,7 @@ The stand-ins are small programs at the front of the search path. `srun` starts 
 the right thing on the cluster does it here, however it is written.
 """
 
+import io
 import os
 import re
 import shlex
@@ -12,16 +13,25 @@ import signal
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
-from fsdp_helpers.teaching.answers import exercise, expect
+from torch.distributed.run import get_args_parser
 
-NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")
+from fsdp_helpers.teaching.answers import NotYet, exercise, expect
+
+NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")  # of the job as its script asks for it
+FEWER = ("gpu-5", "gpu-7")  # of the same script, submitted with `sbatch --nodes=2`
 GPUS, PARTITION, ACCOUNT = 4, "a100", "vision"
 LONGEST_S, LEAD_S = 2 * 3600, 300  # of a job, and from the signal to the time limit
-TIMEOUT_S = 20.0  # of a run among the stand-ins, which takes less than one
+TIMEOUT_S = 20.0  # of a run among the stand-ins, which takes two
+SIGTERM_S = 4.0  # from the script's signal to the first SIGTERM, which takes a tenth of a second
+SAVING_S = 1.0  # of torchruns that got SIGTERM; a script that does not wait for them is through by then
+DEFAULT_SHUTDOWN_S = "30"  # that torchrun waits for its ranks, unless told
 SHORT_OPTIONS = {"-p": "partition", "-A": "account", "-N": "nodes", "-t": "time", "-n": "ntasks", "-J": "job-name"}
 
 LOG = 'echo "$(basename "$0") $*" >> "$CHECK_FOLDER/calls"\n'
@@ -35,7 +45,8 @@ while [[ $1 == -* ]]; do
 done
 trap 'kill -TERM "${own[@]}" 2>/dev/null' TERM
 for ((task = 0; task < CHECK_TASKS; task++)); do
-    SLURM_PROCID=$task SLURM_NODEID=$((task * 4 / CHECK_TASKS)) SLURM_LOCALID=$((task % (CHECK_TASKS / 4))) "$@" &
+    SLURM_PROCID=$task SLURM_NODEID=$((task * SLURM_NNODES / CHECK_TASKS)) \\
+        SLURM_LOCALID=$((task % (CHECK_TASKS / SLURM_NNODES))) "$@" &
     own+=($!)
 done
 status=0
@@ -47,12 +58,13 @@ exit $status
 """,
     "torchrun": """
 note="$CHECK_FOLDER/torchrun-$$"
-trap 'echo asked > "$note.asked"; exit 1' TERM
-{ printf '%s\\0' "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@"; } > "$note.writing" && mv "$note.writing" "$note"
+trap 'echo asked > "$note.asked"; until [ -e "$CHECK_FOLDER/saved" ]; do sleep 0.05; done; exit 1' TERM
+{ printf '%s\\0' "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"; } > "$note.writing"
+mv "$note.writing" "$note"
 [ "$CHECK_ENDS" = yes ] && exit 0
 while :; do sleep 0.05; done
 """,
-    "scontrol": LOG + '[ "$1 $2" != "show hostnames" ] || printf "%s\\n" gpu-0 gpu-1 gpu-2 gpu-3\n',
+    "scontrol": LOG + '[ "$1 $2" != "show hostnames" ] || printf "%s\\n" $CHECK_NODES\n',
     "scancel": LOG
     + """
 [[ " $* " =~ ( -s |--signal[= ])(SIG)?(TERM|15) ]] || exit 0
@@ -63,7 +75,7 @@ true
 [ "$1 $2" = "-m torch.distributed.run" ] && { shift 2; exec torchrun "$@"; }
 PATH=${PATH#*:} exec python3 "$@"
 """,
-    "hostname": "echo gpu-0\n",
+    "hostname": "echo ${CHECK_NODES%% *}\n",
     "module": "true\n",
 }
 
@@ -77,8 +89,10 @@ def check_job_script(path: str) -> str:
     expect(text.startswith("#!"), "the first line has to say which shell runs the script: #!/bin/bash")
     told = read_directives(text)
     _check_directives(told)
-    first, second = _run_to_its_end(path, told, job=4_242_001), _run_out_of_time(path, told, job=4_242_017)
-    _check_torchruns(first)
+    first = _run_to_its_end(path, told, job=4_242_001)
+    _check_torchruns(first, NODES)
+    second = _run_out_of_time(path, told, job=4_242_017)
+    _check_torchruns(second, FEWER)
     expect(
         first.endpoint.rpartition(":")[2] != second.endpoint.rpartition(":")[2],
         f"two jobs meet at {first.endpoint}: on a shared node they would meet each other; derive the port from the job",
@@ -144,41 +158,61 @@ def _check_directives(told: dict[str, str]) -> None:
 class Done:
     """What the stand-ins saw of one run of the script."""
 
-    torchruns: list[list[str]]  # the arguments of each, after the value of TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+    torchruns: list["Torchrun"]
     calls: str
     num_asked: int  # how many torchruns got SIGTERM
+    left_early: bool  # the script ended, or queued the job again, while they saved
 
     @property
     def endpoint(self) -> str:
-        return option_of(self.torchruns[0], "rdzv-endpoint")
+        return self.torchruns[0].options.rdzv_endpoint
 
 
-def option_of(arguments: list[str], name: str) -> str:
-    """The value of one of torchrun's options, with either kind of dash inside; empty where it is not given."""
-    for position, argument in enumerate(arguments):
-        given, _, value = argument.partition("=")
-        if given.startswith("--") and given[2:].replace("_", "-") == name:
-            return value or arguments[position + 1]
-    return ""
+@dataclass(frozen=True)
+class Torchrun:
+    """One call of torchrun: two variables that it reads, and its options as torch itself reads them."""
+
+    fresh_store: str
+    shutdown_s: str
+    options: Namespace
+
+
+def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchrun:
+    """Raises NotYet for arguments that torchrun does not take."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said), patch.dict(os.environ):
+            for name in [name for name in os.environ if name.startswith("PET_")]:
+                del os.environ[name]  # would be defaults
+            options = get_args_parser().parse_args(arguments)
+    except SystemExit:
+        raise NotYet(f"torchrun does not take its arguments: {said.getvalue().rpartition('error: ')[2].strip()}") from None
+    timeout_s = options.shutdown_timeout if options.shutdown_timeout is not None else shutdown_s
+    return Torchrun(fresh_store, str(timeout_s or DEFAULT_SHUTDOWN_S), options)
 
 
 def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
-    done, status = _run(path, told, job, ends=True)
-    expect(
-        len(done.torchruns) == len(NODES),
-        f"{len(done.torchruns)} torchruns were started; {len(NODES)} nodes need one each, which srun starts",
-    )
+    done, status = _run(path, told, job, NODES, ends=True)
+    _expect_one_per_node(done, NODES)
     expect(status == 0, f"every torchrun ended well, and the script left with exit status {status}")
     expect("scontrol requeue" not in done.calls, "the training was finished, and the script queued the job again")
     return done
 
 
 def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
-    done, _ = _run(path, told, job, ends=False)
+    """Submitted with fewer nodes, which have names of their own."""
+    done, _ = _run(path, told, job, FEWER, ends=False)
+    _expect_one_per_node(done, FEWER)
     expect(
-        done.num_asked == len(NODES),
-        f"at {told['signal']} {done.num_asked} of {len(NODES)} torchruns got SIGTERM, which makes ranks save; "
+        done.num_asked == len(FEWER),
+        f"at {told['signal']} {done.num_asked} of {len(FEWER)} torchruns got SIGTERM, which makes ranks save; "
         "bash runs a trap only between commands, or while it waits",
+    )
+    queued = "scontrol requeue" in done.calls
+    expect(
+        not done.left_early,
+        f"the script {'queued the job again' if queued else 'ended'} while ranks were saving, which stops them: srun "
+        "has to end first, and a signal ends bash's `wait` before that",
     )
     expect(
         f"scontrol requeue {job}" in done.calls,
@@ -187,35 +221,52 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     return done
 
 
-def _check_torchruns(done: Done) -> None:
-    for arguments in done.torchruns:
-        fresh_store, *arguments = arguments
-        for name, wanted in (("nnodes", str(len(NODES))), ("nproc-per-node", str(GPUS)), ("rdzv-backend", "c10d")):
-            given = option_of(arguments, name)
-            expect(given == wanted, f"torchrun --{name}: {given or 'nothing'} is given, {wanted} is needed")
-        endpoint = option_of(arguments, "rdzv-endpoint")
+def _expect_one_per_node(done: Done, nodes: tuple[str, ...]) -> None:
+    expect(
+        len(done.torchruns) == len(nodes),
+        f"{len(done.torchruns)} torchruns were started; {len(nodes)} nodes need one each, which srun starts",
+    )
+
+
+def _check_torchruns(done: Done, nodes: tuple[str, ...]) -> None:
+    says = "" if nodes == NODES else f"submitted with sbatch --nodes={len(nodes)}: "
+    num_nodes, on_each = str(len(nodes)), ("gpu", "auto", str(GPUS))
+    for torchrun in done.torchruns:
+        options = torchrun.options
+        for name, given, right in (
+            ("nnodes", options.nnodes, (num_nodes, f"{num_nodes}:{num_nodes}")),
+            ("nproc-per-node", options.nproc_per_node, on_each),
+            ("rdzv-backend", options.rdzv_backend, ("c10d",)),
+        ):
+            expect(given in right, f"{says}torchrun --{name} is {given}; {' or '.join(right)} is needed")
+        endpoint = options.rdzv_endpoint
         expect(endpoint == done.endpoint, f"torchruns that meet at {done.endpoint} and {endpoint} never meet")
         host, _, port = endpoint.partition(":")
         expect(
-            host in NODES, f"torchrun --rdzv-endpoint={endpoint}: the meeting point has to be one of the job's nodes"
+            host in nodes,
+            f"{says}torchrun --rdzv-endpoint={endpoint}: the meeting point has to be one of the job's nodes",
         )
         expect(
             port.isdigit() and 1024 <= int(port) < 65_536,
             f"torchrun --rdzv-endpoint={endpoint}: a port from 1024 to 65535 is needed",
         )
-        restarts = option_of(arguments, "max-restarts") or "0"
         expect(
-            restarts == "0" or fresh_store == "1",
-            f"torchrun --max-restarts={restarts}: which variable gives each restart a store of its own?",
+            options.max_restarts == 0 or torchrun.fresh_store == "1",
+            f"torchrun --max-restarts={options.max_restarts}: which variable gives each restart a store of its own?",
+        )
+        expect(
+            torchrun.shutdown_s.isdigit() and int(torchrun.shutdown_s) >= LEAD_S,
+            f"torchrun kills ranks {torchrun.shutdown_s} s after SIGTERM; saving takes up to {LEAD_S} s, and which "
+            "variable tells it?",
         )
 
 
-def _run(path: str, told: dict[str, str], job: int, *, ends: bool) -> tuple[Done, int]:
+def _run(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool) -> tuple[Done, int]:
     """The script among the stand-ins: until it ends by itself, or gets its own signal once all torchruns are there."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
-        folder = Path(name)
+        folder, left_early = Path(name), False
         _write_stand_ins(folder / "bin")
-        environment = _environment(folder, told, job) | {"CHECK_ENDS": "yes" if ends else "no"}
+        environment = _environment(folder, told, job, nodes) | {"CHECK_ENDS": "yes" if ends else "no"}
         script = subprocess.Popen(
             ["bash", Path(path).absolute()],
             cwd=folder,
@@ -226,37 +277,43 @@ def _run(path: str, told: dict[str, str], job: int, *, ends: bool) -> tuple[Done
         )
         try:
             if not ends:
-                _wait_for_torchruns(script, folder)
+                _wait_until(lambda: len(_notes(folder)) >= len(nodes) or script.poll() is not None, TIMEOUT_S)
                 script.send_signal(_signal_of(told["signal"]))
-            status = script.wait(timeout=TIMEOUT_S)
+                is_asked = _wait_until(lambda: _num_asked(folder) == len(nodes), SIGTERM_S)
+                left_early = _wait_until(lambda: script.poll() is not None or _is_queued(folder), SAVING_S)
+                (folder / "saved").touch()
+            # A script that did not ask for checkpoints might wait for ever.
+            status = script.wait(timeout=TIMEOUT_S if ends or is_asked else 0)
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(script.pid, signal.SIGKILL)
             script.wait()
-        return _read(folder), status
+        return _read(folder, left_early), status
 
 
-def _environment(folder: Path, told: dict[str, str], job: int) -> dict[str, str]:
-    tasks = int(told.get("ntasks") or len(NODES) * int(told.get("ntasks-per-node") or 1))
+def _environment(folder: Path, told: dict[str, str], job: int, nodes: tuple[str, ...]) -> dict[str, str]:
+    tasks = int(told.get("ntasks") or len(nodes) * int(told.get("ntasks-per-node") or 1))
+    node_list = f"gpu-[{','.join(node.removeprefix('gpu-') for node in nodes)}]"
     found = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCH", "PET_"))}
     return found | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "CHECK_FOLDER": str(folder),
         "CHECK_TASKS": str(tasks),
+        "CHECK_NODES": " ".join(nodes),
         "SLURM_JOB_ID": str(job),
         "SLURM_JOBID": str(job),
         "SLURM_JOB_NAME": "check",
-        "SLURM_JOB_NODELIST": "gpu-[0-3]",
-        "SLURM_NODELIST": "gpu-[0-3]",
-        "SLURM_JOB_NUM_NODES": str(len(NODES)),
-        "SLURM_NNODES": str(len(NODES)),
+        "SLURM_JOB_NODELIST": node_list,
+        "SLURM_NODELIST": node_list,
+        "SLURM_JOB_NUM_NODES": str(len(nodes)),
+        "SLURM_NNODES": str(len(nodes)),
         "SLURM_NTASKS": str(tasks),
         "SLURM_GPUS_ON_NODE": str(GPUS),
         "SLURM_GPUS_PER_NODE": str(GPUS),
         "SLURM_SUBMIT_DIR": str(folder),
-        "SLURMD_NODENAME": NODES[0],
+        "SLURMD_NODENAME": nodes[0],
     }
 
 
@@ -267,21 +324,36 @@ def _write_stand_ins(folder: Path) -> None:
         (folder / name).chmod(0o755)
 
 
-def _wait_for_torchruns(script: subprocess.Popen, folder: Path) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while len(_notes(folder)) < len(NODES) and script.poll() is None and time.monotonic() < deadline_s:
+def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """True as soon as it holds, False if it never does."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if holds():
+            return True
         time.sleep(0.05)
+    return holds()
 
 
 def _notes(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("torchrun-*")) if path.suffix == ""]
 
 
-def _read(folder: Path) -> Done:
-    torchruns = [note.read_text().split("\0")[:-1] for note in _notes(folder)]
+def _num_asked(folder: Path) -> int:
+    return len(list(folder.glob("torchrun-*.asked")))
+
+
+def _is_queued(folder: Path) -> bool:
+    return "scontrol requeue" in _calls(folder)
+
+
+def _calls(folder: Path) -> str:
     calls = folder / "calls"
-    asked = list(folder.glob("torchrun-*.asked"))
-    return Done(torchruns, calls.read_text() if calls.exists() else "", len(asked))
+    return calls.read_text() if calls.exists() else ""
+
+
+def _read(folder: Path, left_early: bool) -> Done:
+    torchruns = [read_torchrun(*note.read_text().split("\0")[:-1]) for note in _notes(folder)]
+    return Done(torchruns=torchruns, calls=_calls(folder), num_asked=_num_asked(folder), left_early=left_early)
 
 
 def _signal_of(told: str) -> int:

@@ -73,7 +73,10 @@ def _starts() -> list[tuple[list[int], int]]:
     for _ in range(FRESH_CASES):
         layers = [DRAW.randint(1_000, 10**8) for _ in range(DRAW.randint(2, 12))]
         largest_bytes = 4 * max(layers)
-        cases += [(layers, largest_bytes + DRAW.randint(largest_bytes // 9, 9 * largest_bytes)), (layers, largest_bytes)]
+        cases += [
+            (layers, largest_bytes + DRAW.randint(largest_bytes // 9, 9 * largest_bytes)),
+            (layers, largest_bytes),
+        ]
     return cases
 
 

@@ -1,17 +1,24 @@
 """A module that the reader wrote with %%writefile: found by name, and as its file is now."""
 
+import ast
 import importlib
 import importlib.util
 import re
 import runpy
 import sys
+from pathlib import Path
 
 from fsdp_helpers.ranks.start import loading_worker
 from fsdp_helpers.teaching.answers import NotYet, error_line, expect
 
+PACKAGE = __name__.partition(".")[0]
 
-def read_module(module: str, name: str) -> object:
-    """What the module's file calls `name`, run anew. NotYet where the file is missing, broken, or has no such name."""
+
+def read_module(module: str, name: str, *, with_package: bool = False) -> object:
+    """What the module's file calls `name`, run anew. NotYet where the file is missing, broken, or has no such name.
+
+    Unless `with_package`, also NotYet for a module that imports this package, which has many of the answers.
+    """
     expect(isinstance(module, str), f"the answer is {module!r}; the name of your module is asked for, as a text")
     sys.modules.pop(module, None)
     importlib.invalidate_caches()
@@ -22,7 +29,20 @@ def read_module(module: str, name: str) -> object:
     except Exception as error:
         raise NotYet(f"{module}.py cannot be imported: {error_line(error)}") from None
     expect(name in names, f"{module}.py has no {name}")
+    is_own = with_package or PACKAGE not in _imported(Path(found.origin).read_text())
+    expect(is_own, f"{module}.py imports {PACKAGE}; write it with torch alone, so that it is yours")
     return names[name]
+
+
+def _imported(source: str) -> set[str]:
+    """The packages that a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {name.name.partition(".")[0] for name in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def import_own(module: str, name: str) -> object:

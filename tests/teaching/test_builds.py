@@ -146,6 +146,35 @@ def largest_batch(model, world_size, device_gb, allowance_gb):
         images += 1
     return images if spare(images) >= 0 else None
 """,
+    # one file in rank 0's name, which is there at once or not at all
+    "my_loop": """
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+def train_loop(model, optimizer, schedule, loss_of, folder, num_steps):
+    path, first_step = Path(folder, "newest.pt"), 0
+    if path.exists():
+        first_step, of_model, of_adam, of_schedule = torch.load(path, weights_only=True)
+        settings = StateDictOptions(full_state_dict=True)
+        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_adam, options=settings)
+        schedule.load_state_dict(of_schedule)
+    for step in range(first_step, num_steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        schedule.step()
+        if step % 2:
+            states = get_state_dict(model, optimizer, options=WHOLE)
+            if dist.get_rank() == 0:
+                torch.save((step + 1, *states, schedule.state_dict()), f"{path}.tmp")
+                os.replace(f"{path}.tmp", path)
+""",
     "my_accumulation": """
 import torch
 
@@ -181,9 +210,7 @@ def start_sharded(build, weights, mesh):
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ON_RANKS)) for name in OTHER_WAYS]
-)
+@pytest.mark.parametrize("name", OTHER_WAYS)
 def test_another_way_is_accepted(write, name):
     assert check(write(name, OTHER_WAYS[name]), **fewer(name)).startswith("Right")
 
@@ -194,24 +221,41 @@ def test_another_way_is_accepted(write, name):
 STARTERS = {
     "my_ddp": "on 2 ranks.*no collective was seen",
     "my_unit": "on 2 ranks, my_unit.py fails: TypeError: a Unit needs `shard`",
-    "my_cut": "on 2 ranks, .* parameters are in no unit",
+    "my_cut": "on 2 ranks, rank 0: 100 parameters are in no unit",
     "my_plan": "replace the ... with your answer",
-    "my_loop": "begins with step 0: nothing was loaded",
-    "my_accumulation": "on 2 ranks, with 4 parts, nothing was reduced",
-    "my_start": "on 2 ranks, 100 tensors are in no unit",
+    "my_loop": "killed in step 16 on 3 ranks and started again on 2, your loop begins with step 1: nothing was loaded",
+    "my_accumulation": "on 2 ranks, with 4 parts, rank 0: nothing was reduced",
+    "my_start": "on 2 ranks, rank 0: 100 tensors are in no unit",
     "my_batch": "replace the ... with your answer",
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ON_RANKS)) for name in STARTERS]
-)
+@pytest.mark.parametrize("name", STARTERS)
 def test_the_starter_fails_loudly(write, name):
     with pytest.raises(NotYet, match=STARTERS[name]) as refused:
         check(write(name, EXERCISES[name][0]))
     assert len(str(refused.value).splitlines()) == 1
 
 
+WITH_TORCH = ("import torch.distributed as dist", "import torch\nimport torch.distributed as dist")
+AS_ONE = "    parts = [tuple(torch.cat(column) for column in zip(*parts, strict=True))]\n"
+ONE_BY_ONE = """    for index, (inputs, labels) in enumerate(parts):
+        model.set_requires_gradient_sync(index == len(parts) - 1)  # the last backward reduces the sum
+        loss = loss_of(model, inputs, labels) / len(parts)
+        loss.backward()
+"""
+TOGETHER = """    losses = [loss_of(model, *part) / len(parts) for part in parts]
+    model.set_requires_gradient_sync(False)
+    for loss in losses[:-1]:
+        loss.backward()
+    model.set_requires_gradient_sync(True)
+    losses[-1].backward()
+"""
+BY_SQUARES = """    squares = sum(parameter.grad.to_local().square().sum() for parameter in model.parameters())
+    dist.all_reduce(squares)  # slices are parts of one gradient: their squares add up
+    return squares.sqrt()
+"""
+CLIPPED = "    return torch.nn.utils.clip_grad_norm_(model.parameters(), {})\n"
 AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
 WRONG = [
     ("my_ddp", [("    flat /= dist.get_world_size()\n", "")], "the losses are not those of DDP"),
@@ -220,7 +264,26 @@ WRONG = [
     ("my_ddp", [("    average(bucket)  # the last one, full or not\n", "")], "the losses are not those of DDP"),
     ("my_ddp", [("dist.all_reduce(flat)", "dist.all_sum(flat)")], r"my_ddp.py fails in line 18: AttributeError"),
     ("my_unit", [("        self.shard.grad /= self.world_size\n", "")], "the losses are not those of one process"),
-    ("my_unit", [("parameter.data = torch.empty(0)", "pass")], "bytes are held between steps"),
+    (
+        "my_unit",  # divided as if there were always two ranks
+        [("        self.shard.grad /= self.world_size\n", "        self.shard.grad /= 2\n")],
+        "on 3 ranks.*instead of .* in step 2",  # the first loss comes before any gradient
+    ),
+    ("my_unit", [("parameter.data = torch.empty(0)", "pass")], "bytes are held after __init__"),
+    ("my_unit", [("        self.free()\n\n", "\n")], "bytes are held after __init__, more than a slice needs"),
+    (
+        "my_unit",
+        [("            parameter.grad = None\n", "            pass\n")],
+        "bytes are held between steps, more than four slices need",
+    ),
+    (
+        "my_unit",  # only rank 0 frees
+        [
+            ("        self.world_size = world_size\n", "        self.world_size, self.rank = world_size, rank\n"),
+            ("parameter.data = torch.empty(0)", "parameter.data = parameter.data if self.rank else torch.empty(0)"),
+        ],
+        "on 2 ranks, rank 1: .* bytes are held after __init__",
+    ),
     (
         "my_unit",
         [
@@ -235,6 +298,19 @@ WRONG = [
         "my_cut",
         [("fully_shard(list(pair), mesh=mesh)", "[fully_shard(one, mesh=mesh) for one in pair]")],
         "26 collectives",
+    ),
+    (
+        "my_cut",  # four single blocks, and four are the root's: few collectives, and a low peak
+        [("for pair in zip(blocks[::2], blocks[1::2], strict=True):", "for pair in zip(blocks[4:]):")],
+        "blocks.0, blocks.1, blocks.2, blocks.3 belong to no unit but the root",
+    ),
+    (
+        "my_cut",
+        [
+            ("    blocks = list", "    fully_shard(model, mesh=mesh)\n    blocks = list"),
+            ("    fully_shard(model, mesh=mesh)  # the root, last: embed and head\n", ""),
+        ],
+        "my_cut.py fails in line 8: a part of a unit was made a unit after it; inner ones first, the root last",
     ),
     (
         "my_cut",
@@ -262,14 +338,43 @@ WRONG = [
     ("my_batch", [("activation_checkpointing=", 'precision="bf16", activation_checkpointing=')], "too much|fits, too"),
     ("my_batch", [("        return None\n", "        return 0\n")], "not even one image fits the answer is None"),
     ("my_batch", [("    return fitting\n", "    return 64\n")], "that is .* too much|one image more fits|does fit"),
-    ("my_loop", [('        schedule.load_state_dict(state["schedule"])\n', "")], "an undisturbed run another one"),
-    ("my_loop", [("set_state_dict(model, optimizer,", "print(model, optimizer,")], "undisturbed run another one|fails"),
-    ("my_loop", [('first_step = state["step"]', 'first_step = state["step"] + 1')], "an undisturbed run another one"),
-    ("my_loop", [("% 2 == 0", "% 3 == 0")], "goes on with step 3; it saves after every second"),
+    ("my_loop", [('        schedule.load_state_dict(state["schedule"])\n', "")], "an undisturbed run a different one"),
+    (
+        "my_loop",
+        [("set_state_dict(model, optimizer,", "print(model, optimizer,")],
+        "undisturbed run a different one|fails",
+    ),
+    ("my_loop", [('first_step = state["step"]', 'first_step = state["step"] + 1')], "goes on with step 14; it saves"),
+    ("my_loop", [("% 2 == 0", "% 3 == 0")], "killed in step 16 .* goes on with step 16; it saves after every second"),
+    # one folder, overwritten; a part of it is new when the save is cut short
+    ("my_loop", [('f"{step + 1:06}"', '"newest"')], "killed in the save after step 14 .* written by the same save"),
+    ("my_loop", [("{step + 1:06}", "{step + 1}")], "goes on with step 9; .* of what was saved whole the newest counts"),
+    (
+        "my_loop",
+        [('glob("*/.metadata")', 'glob("*")'), ("whole[-1].parent", "whole[-1]")],
+        "fails; is all that it finds whole",
+    ),
     ("my_accumulation", [("index == len(parts) - 1", "True")], "12 reduce-scatters were seen"),
     ("my_accumulation", [("index == len(parts) - 1", "False")], "nothing was reduced"),
     ("my_accumulation", [(" / len(parts)", "")], "4.00 times as long as in one process"),
     ("my_accumulation", [("    dist.all_reduce(squares)", "    pass")], "not the norm of the whole gradient"),
+    (
+        "my_accumulation",
+        [("    dist.all_reduce(squares)", "    dist.reduce(squares, 0)")],
+        "rank 1: gradient_norm says",
+    ),
+    (
+        "my_accumulation",
+        [WITH_TORCH, ("    for index", AS_ONE + "    for index")],
+        "rank 0: a forward takes 12 images at once; a part has 3",
+    ),
+    ("my_accumulation", [(ONE_BY_ONE, TOGETHER)], "the second forward comes before the first backward"),
+    ("my_accumulation", [WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))], "gradient_norm returns a DTensor; a number"),
+    (
+        "my_accumulation",
+        [WITH_TORCH, (BY_SQUARES, CLIPPED.format(0.1).rstrip() + ".full_tensor()\n")],
+        "gradient_norm changes the gradient it looks at",
+    ),
     ("my_start", [('with torch.device("meta")', "if True")], "besides what stays, .* whole for a moment"),
     ("my_start", [("    model.fill_buffers()\n", "")], "the buffer has not its values"),
     ("my_start", [("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; one per block"),
@@ -288,10 +393,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, changes, message",
-    [pytest.param(*case, marks=[pytest.mark.long] * (case[0] in ON_RANKS)) for case in WRONG],
-)
+@pytest.mark.parametrize("name, changes, message", WRONG)
 def test_wrong_builds_are_refused_in_one_line(write, name, changes, message):
     with pytest.raises(NotYet, match=message) as refused:
         check(write(name, changed(name, *changes)))
@@ -316,6 +418,23 @@ def test_ranks_that_wait_for_one_another_are_refused_with_the_place(write, monke
     assert "rank 0 was waiting in barrier(), called from my_ddp.py line 6, in average_gradients;" in str(caught.value)
     assert "rank 1 was waiting in all_reduce(), called from exchange.py" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_package_s_own_answer_is_refused(write):
+    code = "from fsdp_helpers.teaching.by_hand import FlatUnit as Unit\n"
+    with pytest.raises(NotYet, match="my_unit.py imports fsdp_helpers; write it with torch alone"):
+        check(write("my_unit", code))
+
+
+def test_a_file_that_is_there_before_it_is_whole_is_refused(write):
+    """As the other way, but written in its place."""
+    code = OTHER_WAYS["my_loop"]
+    at_once = code.replace('f"{path}.tmp")\n', "path)\n").replace(
+        '                os.replace(f"{path}.tmp", path)\n', ""
+    )
+    assert code.count("\n") == at_once.count("\n") + 1
+    with pytest.raises(NotYet, match="in the save after step 14 .* your loop fails; is all that it finds whole"):
+        check(write("my_loop", at_once))
 
 
 @pytest.mark.parametrize("name", CHECKERS)

@@ -22,7 +22,6 @@ from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 from fsdp_helpers.teaching import checks, model_checks
 from fsdp_helpers.teaching.answers import NotYet
 
-
 DOTS = "    return ...\n"
 SOLUTION = re.compile(r"<summary>Solution</summary>(?:<code>(return .*?)</code>|.*?```python\n(.*?)```)", re.DOTALL)
 

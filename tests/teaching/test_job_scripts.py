@@ -35,14 +35,15 @@ ANOTHER_WAY = """#!/usr/bin/env bash
 #SBATCH -p a100
 #SBATCH -A vision
 #SBATCH -N 4
-#SBATCH --ntasks 4
+#SBATCH --ntasks-per-node 1
 #SBATCH --gres=gpu:a100:4
 #SBATCH -t 0-01:30
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@600
 nodes=($(scontrol show hostnames "$SLURM_NODELIST"))
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-srun -n 4 python -m torch.distributed.run --nnodes 4 --nproc_per_node=4 --max-restarts=2 --rdzv_backend=c10d \\
+srun -n "$SLURM_NNODES" python -m torch.distributed.run --nnodes "$SLURM_NNODES:$SLURM_NNODES" --nproc_per_node=gpu \\
+    --shutdown-timeout=600 --max-restarts=2 --rdzv_backend=c10d \\
     --rdzv_id="$SLURM_JOBID" --rdzv_endpoint="${nodes[0]}:$((10000 + SLURM_JOBID % 50000))" train.py &
 step=$!
 on_limit() { kill -TERM "$step"; wait "$step"; scontrol requeue "$SLURM_JOBID"; exit 0; }
@@ -78,6 +79,7 @@ def test_the_script_to_submit_does_what_the_exercise_asks_for(check):
     text = (PROJECT / "notebooks" / "cluster" / "train.sbatch").read_text()
     edits = [("partition=EDIT_ME", "partition=a100"), ("account=EDIT_ME", "account=vision"), ("USR1@180", "USR1@300")]
     edits += [("nodes=2", "nodes=4"), ("##SBATCH --gpus-per-node=8", "#SBATCH --gpus-per-node=4"), ("04:", "02:")]
+    edits += [('bash "$@" &', "bash train.py &")]  # what `sbatch train.sbatch train.py` hands on
     for old, new in edits:
         assert old in text
         text = text.replace(old, new)
@@ -112,6 +114,8 @@ def test_the_kubernetes_job_reads_as_its_kinds():
     assert "checkpoint.py /shared/run" in job["spec"]["trainer"]["args"][0]
 
 
+WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"
+QUEUED_EARLY = "the script queued the job again while ranks were saving, which stops them: srun has to end first"
 WRONG = [
     ([("partition=a100", "partition=a40")], "--partition: a40 is given, a100 is asked for"),
     ([("--gpus-per-node=4", "--gpus-per-node=8")], "8 GPUs per node are asked for; each node has 4"),
@@ -125,11 +129,20 @@ WRONG = [
     ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "a port from 1024 to 65535 is needed"),
     ([("$first:", "localhost:")], "the meeting point has to be one of the job's nodes"),
     ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart a store of its own"),
-    ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node: 1 is given, 4 is needed"),
-    pytest.param(  # waited for until the checker gives up, like the next one
-        [('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 4 torchruns got SIGTERM", marks=pytest.mark.long
-    ),
-    ([("train.py &\n", "train.py\n"), ("wait $!", "true")], "0 of 4 torchruns got SIGTERM.*only between commands"),
+    ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node is 1; gpu or auto or 4 is needed"),
+    # torchrun takes the last one, and after a script's name all belongs to the script
+    ([("--max-restarts=3", "--nnodes=1 --max-restarts=3")], "torchrun --nnodes is 1; 4 or 4:4 is needed"),
+    ([('"$SLURM_JOB_NUM_NODES"', "4")], "submitted with sbatch --nodes=2: torchrun --nnodes is 4; 2 or 2:2 is needed"),
+    ([("$first:", "gpu-0:")], "submitted with sbatch --nodes=2: .* the meeting point has to be one of the job's nodes"),
+    ([("--max-restarts=3", "--max-restart=three")], "torchrun does not take its arguments: .*invalid int value"),
+    ([("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")], "kills ranks 120 s after SIGTERM; saving takes up to 300 s"),
+    ([("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")], "kills ranks 30 s after SIGTERM; saving takes up to 300 s"),
+    ([('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM"),
+    ([("train.py &\n", "train.py\n"), ("wait $!", "true")], "0 of 2 torchruns got SIGTERM.*only between commands"),
+    # in the trap, before srun has ended
+    ([('"$SLURM_JOB_ID"\' USR1', '"$SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"\' USR1')], QUEUED_EARLY),
+    ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
+    ([(WAITING, "wait $!\nexit $?\n")], "the script ended while ranks were saving, which stops them: srun has to end"),
     ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job was not queued again"),
     ([('[ -z "$out_of_time" ] || ', "")], "the training was finished, and the script queued the job again"),
 ]

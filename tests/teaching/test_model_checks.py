@@ -35,7 +35,9 @@ def test_right_answers():
 
 
 def test_an_error_is_told_with_the_shape_it_was_called_with():
-    with pytest.raises(NotYet, match=r"called with \(image_size=28, channels=1, .*\), your .* fails: TypeError") as refused:
+    with pytest.raises(
+        NotYet, match=r"called with \(image_size=28, channels=1, .*\), your .* fails: TypeError"
+    ) as refused:
         model_checks.check_vit_parameters(lambda image_size: 1)
     assert "called with ()" not in str(refused.value)
 
