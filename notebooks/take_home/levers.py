@@ -84,6 +84,10 @@ def main(device: torch.device) -> None:
         dist.all_reduce(mean_loss)
         if rank == 0:
             print(f"step {step}  loss {mean_loss.item():.7f}  norm {norm.item():.5f}", flush=True)
+    if device.type == "cuda" and rank == 0:
+        print(f"tensors needed {torch.cuda.max_memory_allocated() / 1e6:.1f} MB at most", flush=True)
+        print(f"the allocator took {torch.cuda.max_memory_reserved() / 1e6:.1f} MB for them", flush=True)
+        print(f"it ran short {torch.cuda.memory_stats()['num_alloc_retries']} times", flush=True)
     dist.destroy_process_group()
 
 
