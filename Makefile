@@ -7,7 +7,7 @@
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-imagined the notebooks and every strategy beside GPUs that do not exist: needs gcc
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
-# make run          install, then run every notebook and keep its outputs
+# make run          install, then run every notebook and keep its outputs   (NOTEBOOKS="03 09" for some of them)
 # make lint         check the style of the code; `make format` mends what a program can mend
 # make relock       take the newest versions that the registry serves into requirements.lock
 # make outdated     say in one line how many of them the lock lacks
@@ -203,7 +203,7 @@ outdated: $(INSTALLED)
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)
-	$(BIN)/jupyter nbconvert --to notebook --execute --ExecutePreprocessor.timeout=180 --inplace notebooks/*.ipynb
+	$(BIN)/python lab/run_notebooks.py $(NOTEBOOKS)
 
 clean:
 	rm -rf .venv .venv-oldest .venv-xla

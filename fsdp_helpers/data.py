@@ -35,6 +35,10 @@ class Split:
     def to(self, device: torch.device) -> "Split":
         return Split(images=self.images.to(device), labels=self.labels.to(device))
 
+    @property
+    def num_bytes(self) -> int:  # 00 shows it
+        return self.images.nbytes + self.labels.nbytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:

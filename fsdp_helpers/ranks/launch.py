@@ -94,9 +94,7 @@ def launch(
             raise Interrupted(output.where) from None
 
 
-def _run(
-    job: Job, start_method: str, output: "_Output", timeout_s: float | None, stall_s: float | None
-) -> list:
+def _run(job: Job, start_method: str, output: "_Output", timeout_s: float | None, stall_s: float | None) -> list:
     """Start the ranks, wait for their results, and stop whatever still runs, however this ends."""
     ranks: list[_Rank] = []
     try:
@@ -239,9 +237,7 @@ def _death(rank: _Rank) -> Failure:
     if code is not None and code < 0:
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = " from outside (often by the system, out of memory)" if name == "SIGKILL" else ""
-        return Failure(
-            rank.rank, float("-inf"), f"the process was ended by {name}{hint}", aborted=name == "SIGABRT"
-        )
+        return Failure(rank.rank, float("-inf"), f"the process was ended by {name}{hint}", aborted=name == "SIGABRT")
     return Failure(rank.rank, float("-inf"), f"the process left with exit status {code} before its worker returned")
 
 

@@ -41,7 +41,10 @@ def test_gathers_asked_for_late_leave_a_gap_each():
         ("backward", 1, 7.0, 11.0),
         ("backward", 0, 12.0, 16.0),
     ]
-    assert stretches(spans, COMMUNICATION)[-2:] == [("reduce_scatter", 1, 12.0, 13.0), ("reduce_scatter", 0, 16.0, 17.0)]
+    assert stretches(spans, COMMUNICATION)[-2:] == [
+        ("reduce_scatter", 1, 12.0, 13.0),
+        ("reduce_scatter", 0, 16.0, 17.0),
+    ]
 
 
 def test_a_link_slower_than_the_arithmetic_cannot_hide():

@@ -97,7 +97,9 @@ def test_the_script_to_submit_ties_its_seconds_and_hands_on_its_cores(tmp_path):
         (tmp_path / stand_in).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     variables = os.environ | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "12"}
-    done = subprocess.run(["bash", tmp_path / "train.sbatch"], env=variables, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", tmp_path / "train.sbatch"], env=variables, capture_output=True, text=True, check=True
+    )
     assert (done.stdout, done.stderr) == ("240 12\n", "")
 
 

@@ -108,7 +108,9 @@ def without_mesh(code: str) -> list[str]:
 def test_each_fully_shard_is_told_its_mesh(path):
     if path in PATHS:
         cells = nbformat.read(path, as_version=4).cells
-        code = [MAGIC.sub("", cell.source) for cell in cells if cell.cell_type == "code" and "fully_shard" in cell.source]
+        code = [
+            MAGIC.sub("", cell.source) for cell in cells if cell.cell_type == "code" and "fully_shard" in cell.source
+        ]
         code += [shown for cell in cells if cell.cell_type == "markdown" for shown in FENCED.findall(cell.source)]
     else:
         code = [path.read_text()]
