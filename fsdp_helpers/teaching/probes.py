@@ -94,7 +94,7 @@ def train_your_own(rank: int, world_size: int) -> list[float]:
     """Any module, any loop: here two transformer layers, each a unit, and two steps of SGD."""
     device = rank_device()
     layers = [nn.TransformerEncoderLayer(128, nhead=4, batch_first=True) for _ in range(2)]
-    model = nn.Sequential(*layers).to(device)
+    model = nn.Sequential(*layers)
     mesh = init_device_mesh(device.type, (world_size,))
     for layer in model:
         fully_shard(layer, mesh=mesh)

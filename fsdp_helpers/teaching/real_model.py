@@ -44,7 +44,7 @@ def cut_by_class(rank: int, world_size: int, shape: ViTShape) -> dict[str, list[
         )
         units[name] = unit_names(wrapped)
     mesh = init_device_mesh(rank_device().type, (world_size,))
-    model = ViT(shape).to(rank_device())
+    model = ViT(shape)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -78,7 +78,7 @@ def main(device: torch.device) -> None:
             loss.backward()
             mean_loss += loss.detach() / world_size
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        norm = norm.full_tensor()  # a DTensor until here; now the norm over all slices
+        norm = norm.full_tensor()  # was a DTensor; it is the norm over all slices, the same on every rank
         optimizer.step()
 
         dist.all_reduce(mean_loss)
