@@ -118,7 +118,8 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
     """Fill `tensor`. Its slices are read straight into their places, and a damaged one is found out.
 
     Each slice is stored as `torch.save` stores a tensor: in a zip archive, whose member data/0 is the values. Nothing
-    else in it is looked at, so nothing in it is run.
+    else in it is looked at, so nothing in it is run. (`dcp.load` would fill a tensor too, and faster. But torch reads
+    an archive without comparing its checksum, so a changed byte would become a weight.)
     """
     for part in entry.slices:
         try:

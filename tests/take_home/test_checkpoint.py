@@ -6,6 +6,8 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,18 +45,24 @@ def steps_and_losses(output: str) -> list[tuple[int, str]]:
 # ---------------------------------------------------------------- killed during a save
 
 
-def wait_for_save(folder: Path, job: Job) -> None:
-    """Until the next save is under way: the folder without a number changes."""
-
-    def last_change() -> int | None:
-        unfinished = folder / "unfinished"
-        return unfinished.stat().st_mtime_ns if unfinished.exists() else None
-
-    before = last_change()
+def wait_for_change(look: Callable[[], object], job: Job) -> None:
+    """Until `look` sees something, and not what it sees now; a save takes milliseconds, so it looks often."""
+    before = look()
     end_s = time.monotonic() + START_S
-    while last_change() in (None, before):
+    while look() in (None, before):
         assert job.process.poll() is None and time.monotonic() < end_s, job.output
         time.sleep(0.0005)
+
+
+def newest(folder: Path) -> str | None:
+    """The number of the newest checkpoint."""
+    return max((path.name for path in folder.glob("[0-9]*")), default=None)
+
+
+def last_change(folder: Path) -> int | None:
+    """When something was written to the folder, or removed from it; None where it is not there."""
+    with suppress(FileNotFoundError):
+        return folder.stat().st_mtime_ns
 
 
 def wait_for_new_ranks(earlier: set[int], job: Job) -> set[int]:
@@ -74,9 +82,10 @@ def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[in
         ranks = set()
         for _ in range(kills):
             ranks = wait_for_new_ranks(ranks, job)
-            for _ in range(draw.randint(1, 2)):  # some starts complete a save, others do not
-                wait_for_save(folder / "run", job)
-            time.sleep(draw.uniform(0, 0.02))
+            if draw.random() < 0.5:  # some starts complete a save, others do not
+                wait_for_change(lambda: newest(folder / "run"), job)
+            wait_for_change(lambda: last_change(folder / "run" / "unfinished"), job)
+            time.sleep(draw.uniform(0, 0.05))
             os.kill(draw.choice(sorted(ranks)), signal.SIGKILL)
         assert job.wait() == 0, job.output
         done = steps_and_losses(job.output)
@@ -84,19 +93,21 @@ def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[in
     assert len(restarts) <= kills  # a kill after the commit may lose nothing
     for last, first in restarts:
         assert 0 < last + 1 - first <= SCRIPT.SAVE_EVERY
-    assert sorted({step for step, _ in done}) == list(range(last_step))
+    assert sorted(set(done)) == sorted(dict(done).items())  # a step taken again has the same loss, to the last digit
+    assert sorted(dict(done)) == list(range(last_step))
     assert sorted(path.name for path in (folder / "run").iterdir()) == [".lock", f"{last_step:06}"]
     return done
 
 
 def test_a_kill_during_a_save_loses_only_the_steps_since_the_one_before(tmp_path):
-    done = kill_during_saves(tmp_path, last_step=17, kills=1)
-    undisturbed = train_undisturbed("checkpoint.py", 17)
+    done = kill_during_saves(tmp_path, last_step=32, kills=1)
+    undisturbed = train_undisturbed("checkpoint.py", 32)  # in one process, which adds up in another order
     for step, loss in done:
-        assert float(loss) == pytest.approx(undisturbed[step], abs=1e-4)
+        assert float(loss) == pytest.approx(undisturbed[step], abs=1e-3)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_ten_kills_during_saves(tmp_path):
     with checkpoint_job(tmp_path, 120, name="undisturbed") as job:
         assert job.wait() == 0, job.output
