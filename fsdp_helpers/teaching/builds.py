@@ -15,7 +15,14 @@ from fsdp_helpers.teaching import build_workers as workers
 from fsdp_helpers.teaching.answers import NotYet, exercise, expect
 from fsdp_helpers.teaching.build_offload import check_plan as check_plan
 from fsdp_helpers.teaching.build_plan import check_batch as check_batch
-from fsdp_helpers.teaching.build_start import UNITS, StartedByReader, start_by_reader
+from fsdp_helpers.teaching.build_start import (
+    LACKING,
+    TIED,
+    UNITS,
+    StartedByReader,
+    start_by_reader,
+    start_from_short_file,
+)
 from fsdp_helpers.teaching.own_module import last_line_in, read_module
 
 RANKS = (2, 3)
@@ -194,7 +201,8 @@ def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str
     for world_size in ranks:
         for rank, found in enumerate(_run(start_by_reader, module, world_size)):
             _expect_start(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: on {_and(ranks)} ranks, rank 0's weights, and never more than a layer whole."
+    _expect_short_file_refused(module, ranks[0])
+    return f"Right: on {_and(ranks)} ranks, rank 0's weights, all of them, and never more than a layer whole."
 
 
 def _expect_start(found: StartedByReader, says: str) -> None:
@@ -206,8 +214,20 @@ def _expect_start(found: StartedByReader, says: str) -> None:
         f"{says}{format_bytes(found.extra_bytes)} were needed besides what stays, enough for several layers at "
         "once; is the model whole for a moment?",
     )
+    expect(found.is_tied, f"{says}head.weight and embed.weight are two parameters; they were one, with two names")
     expect(found.buffer_right, f"{says}the buffer has not its values; no file and no rank sends them")
     _expect_same_losses(found.losses, found.right, f"{says}the losses are not those of rank 0's weights")
+
+
+def _expect_short_file_refused(module: str, world_size: int) -> None:
+    """Raise NotYet unless the reader's start fails, on whichever rank, from weights that lack a tensor of a block."""
+    try:
+        _launch(start_from_short_file, module, world_size)
+    except RankError:
+        return
+    raise NotYet(
+        f"from weights without {LACKING} your model starts, too, with garbage in its place; {TIED} alone may be missing"
+    )
 
 
 # ---------------------------------------------------------------- on ranks
@@ -215,15 +235,21 @@ def _expect_start(found: StartedByReader, says: str) -> None:
 
 def _run(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
     """What `worker` returns, rank by rank; NotYet, in one line, where the reader's code fails or never ends."""
+    try:
+        return _launch(worker, module, world_size, *arguments)
+    except RankError as error:
+        where = last_line_in(module, error.details)
+        summary = IN_OUR_WORDS if TORCHS_WORDS in error.summary else shorten(error.summary, LONGEST)
+        raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}") from None
+
+
+def _launch(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
+    """The same, but a failure is a RankError."""
     bar = ProgressBar()
     bar.start(f"{module}.py, {count_ranks(world_size)} on cpu")
     settings = {"device": "cpu", "stall_s": STALL_S, "timeout_s": TIMEOUT_S, "progress": bar}
     try:
         return launch(worker, module, *arguments, world_size=world_size, **settings)
-    except RankError as error:
-        where = last_line_in(module, error.details)
-        summary = IN_OUR_WORDS if TORCHS_WORDS in error.summary else shorten(error.summary, LONGEST)
-        raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}") from None
     except RankTimeout as error:
         raise NotYet(
             f"on {world_size} ranks, {module}.py does not end: {'; '.join(error.places)}. A collective waits until"

@@ -201,7 +201,7 @@ def start_sharded(build, weights, mesh):
         fully_shard(unit, mesh=mesh)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        for name, own in model.named_parameters():
+        for name, own in model.named_parameters():  # a tied one once; rank 0 fails if one is missing
             whole = weights[name] if weights else torch.empty(own.shape)
             own.copy_(distribute_tensor(whole, mesh, own.placements))
     model.fill_buffers()
@@ -225,7 +225,7 @@ STARTERS = {
     "my_plan": "replace the ... with your answer",
     "my_loop": "killed in step 16 on 3 ranks and started again on 2, your loop begins with step 1: nothing was loaded",
     "my_accumulation": "on 2 ranks, with 4 parts, rank 0: nothing was reduced",
-    "my_start": "on 2 ranks, rank 0: 100 tensors are in no unit",
+    "my_start": "on 2 ranks, rank 0: 97 tensors are in no unit",
     "my_batch": "replace the ... with your answer",
 }
 
@@ -256,6 +256,10 @@ BY_SQUARES = """    squares = sum(parameter.grad.to_local().square().sum() for p
     return squares.sqrt()
 """
 CLIPPED = "    return torch.nn.utils.clip_grad_norm_(model.parameters(), {})\n"
+ADD_KEY = """    if weights:  # rank 0's
+        weights = {**weights, "head.weight": weights["embed.weight"]}
+"""
+UNTIED = "    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())\n"
 AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
 WRONG = [
     ("my_ddp", [("    flat /= dist.get_world_size()\n", "")], "the losses are not those of DDP"),
@@ -384,12 +388,18 @@ WRONG = [
         [("set_model_state_dict(model, weights, options=options)", "torch.nn.init.normal_(model.head.weight)")],
         "the losses are not those of rank 0's weights",
     ),
-    ("my_start", [("    return model", "    return None")], "returns a NoneType; the model is asked for"),
+    ("my_start", [(ADD_KEY, "")], 'my_start.py fails in line .*: RuntimeError: .*Missing key.* "head.weight"'),
     (
         "my_start",
-        [('    with torch.device("meta"):', '    return build()\n    with torch.device("meta"):')],
-        "in no unit",
+        [(ADD_KEY, ""), ("broadcast_from_rank0=True)", "broadcast_from_rank0=True, strict=False)")],
+        "from weights without blocks.3.linear1.weight your model starts, too",
     ),
+    (
+        "my_start",
+        [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],
+        "rank 0: head.weight and embed.weight are two parameters",
+    ),
+    ("my_start", [("    return model", "    return None")], "returns a NoneType; the model is asked for"),
 ]
 
 
