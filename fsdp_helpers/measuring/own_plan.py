@@ -16,6 +16,7 @@ from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.plan import LINK_BYTES_PER_S, Cluster, Plan, Settings, make_plan
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.quantities import GB
+from fsdp_helpers.ranks.progress import counted
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,8 +51,9 @@ def plan_model(
         bandwidth_bytes_per_s=bandwidth_gb_s * GB,
         flops_per_s=None if tflops is None else tflops * 1e12,
     )
-    plan = make_plan(subject, Settings(batch=num_samples(batch), **settings), cluster)
-    return plan, verdict(plan, subject)
+    with counted(f"{subject.name}, measured in one process"):
+        plan = make_plan(subject, Settings(batch=num_samples(batch), **settings), cluster)
+        return plan, verdict(plan, subject)
 
 
 def measured_subject(

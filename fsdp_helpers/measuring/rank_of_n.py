@@ -21,6 +21,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives
 from fsdp_helpers.measuring.memory import state_bytes, trace_memory
 from fsdp_helpers.models import build_model
+from fsdp_helpers.ranks.progress import report, reports_drawn
 from fsdp_helpers.records import CollectiveCount, StateBytes
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.strategies import STRATEGIES, count_units, shard
@@ -148,21 +149,24 @@ def spread(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Mo
 def trace_steps(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:
     """Build, train a few steps under a trace, and read the last one."""
     gc.collect()  # sharded models are full of cycles; freed within the trace they would take it below zero
-    with trace_memory(ON_CPU) as trace:
+    title = f"rank {dist.get_rank()} of {dist.get_world_size():,}"
+    with reports_drawn(), trace_memory(ON_CPU) as trace:
+        report(0, STEPS, title)
         model = build().train()
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
-        for _ in range(STEPS):
+        for step in range(STEPS):
             with record_function(STEP):
                 optimizer.zero_grad()
                 loss_of(model).backward()
                 optimizer.step()
-    step = trace.last(STEP)
+            report(step + 1, STEPS, title)
+    last = trace.last(STEP)
     return RankOfN(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         state=state_bytes(model, optimizer),
-        held_bytes=step.curve.held_bytes,
-        peak_bytes=step.curve.peak_bytes,
+        held_bytes=last.curve.held_bytes,
+        peak_bytes=last.curve.peak_bytes,
         num_units=count_units(model),
-        collectives=count_collectives(step.collectives),
+        collectives=count_collectives(last.collectives),
     )

@@ -62,12 +62,20 @@ def check_timeout(timeout_s: float | None) -> None:
 
 @contextmanager
 def process_group(
-    rank: int, world_size: int, *, device: str, init_method: str = "env://", timeout_s: float | None = None
+    rank: int,
+    world_size: int,
+    *,
+    device: str,
+    init_method: str = "env://",
+    timeout_s: float | None = None,
+    launched: bool = False,
 ) -> Iterator[None]:
     """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device per rank, on CUDA.
 
     The default `init_method` reads the meeting point from the variables that torchrun sets. A collective gives up
     somewhat earlier than after `timeout_s` (half an hour where it is None): the rest is for `silent_ranks_named`.
+    Ranks that `launch` started know that all of them are on one host, and end with the block: nobody asks for hosts,
+    and gloo's connections end with the process, since taking them down one by one costs 10 ms each.
     """
     global _device, _collective_timeout
     if device == "cuda":
@@ -89,11 +97,15 @@ def process_group(
         dist.init_process_group(
             init_method=init_method, rank=rank, world_size=world_size, timeout=_collective_timeout, **group
         )
-        share_cores()
+        if launched:
+            dist.all_reduce(torch.zeros(1))  # a rank that leaves at once would cut off one that is still connecting
+            torch.set_num_threads(max(1, num_cores() // world_size))
+        else:
+            share_cores()
         yield
     finally:
         _device = _collective_timeout = None
-        if dist.is_initialized():
+        if dist.is_initialized() and not (launched and device == "cpu"):
             dist.destroy_process_group()
 
 

@@ -36,6 +36,7 @@ from fsdp_helpers.ranks.start import (
     main_guard_advice,
     ready_to_start,
     server_in_use,
+    why_it_takes_long,
 )
 
 GRACE_S = 0.5  # after a failure: wait this long for the failure that caused it
@@ -83,7 +84,7 @@ def launch(
         payload = pickle_job(worker, args)
     bar = ProgressBar() if isinstance(progress, bool) else progress
     output = _Output(bar, draws=progress is not False, names=name_ranks and world_size > 1)
-    output.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
+    output.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}", why_it_takes_long(start_method))
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
         reports = {"all_report": output.draws and bar.wants_all_ranks}
         job = Job(payload, world_size, device, folder, environment_changes(), group_timeout_s, **reports)
@@ -126,9 +127,9 @@ class _Output:
     names: bool
     where: str = ""  # how far rank 0 has come, by its last report
 
-    def start(self, what: str) -> None:
+    def start(self, what: str, why: str) -> None:
         if self.draws:
-            self.bar.start(what)
+            self.bar.start(what, why)
 
     def line(self, rank: int, stream: str, text: str) -> None:
         name = f"[rank {rank}] " if self.names else ""
@@ -181,6 +182,9 @@ def _collect(
         for rank in waiting:
             if rank.connection in ready:
                 _receive(rank, output)
+        all_in_group = all(rank.in_group for rank in ranks)
+        if all_in_group:
+            output.bar.running()
         if not failed_before and any(rank.failure for rank in ranks):
             deadline_s = time.monotonic() + GRACE_S
         elif deadline_s is not None and time.monotonic() >= deadline_s:  # also where a rank never stops sending
@@ -188,7 +192,7 @@ def _collect(
                 break
             if running := [rank for rank in waiting if not rank.ended]:
                 raise _timeout(f"after {timeout_s} s", running, job)
-        elif ready or not all(rank.in_group for rank in ranks):
+        elif ready or not all_in_group:
             standstill.moved()
         elif not failed_before and standstill.lasts([rank.process.pid for rank in waiting]):
             raise _timeout(f"after {standstill.stall_s} s in which no rank computed or reported anything", waiting, job)

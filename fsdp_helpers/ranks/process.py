@@ -88,7 +88,12 @@ def _work(rank: int, job: Job, send: "_Sender") -> None:
         worker, args = pickle.loads(job.payload)
     with (
         process_group(
-            rank, job.world_size, device=job.device, init_method=job.meeting_point, timeout_s=job.group_timeout_s
+            rank,
+            job.world_size,
+            device=job.device,
+            init_method=job.meeting_point,
+            timeout_s=job.group_timeout_s,
+            launched=True,
         ),
         _failures_sent(send, rank),  # at once: when the group ends, the other ranks fail too
         silent_ranks_named(job.group_timeout_s),

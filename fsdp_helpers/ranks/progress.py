@@ -4,7 +4,9 @@ A worker calls `report(...)`. Where its reports go is set by whoever started it:
 the parent process, torchrun's first rank draws them itself, and without either they are dropped.
 """
 
+import contextvars
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from tqdm import tqdm
 
 SECONDS_BETWEEN_REPORTS = 0.1
 SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_COUNTS = 1.0
 # Steps in a second are left out: what is evaluated or saved between two steps would count as a slow step.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 Item = TypeVar("Item")
@@ -65,6 +68,33 @@ def drawn(
 
 
 @contextmanager
+def counted(what: str) -> Iterator[None]:
+    """Show how many seconds the block has taken so far, for work of this process that cannot say how far it is."""
+    bar = ProgressBar()
+    bar.start(what)
+    bar.running()
+    try:
+        yield
+    finally:
+        bar.close()
+
+
+@contextmanager
+def reports_drawn() -> Iterator[None]:
+    """Within the block, draw what this process reports, unless it is a rank, whose reports travel to its parent."""
+    if _sink is not None:
+        yield
+        return
+    bar = ProgressBar()
+    send_reports_to(bar.update)
+    try:
+        yield
+    finally:
+        send_reports_to(None)
+        bar.close()
+
+
+@contextmanager
 def in_lines() -> Iterator[None]:
     """Within the block, a bar that nobody watches is a log: a line every few seconds says how far the run has come."""
     global _in_lines
@@ -73,6 +103,33 @@ def in_lines() -> Iterator[None]:
         yield
     finally:
         _in_lines = before
+
+
+class Waiting:
+    """A line that counts seconds until the first report: ranks that start, then ranks that have nothing to report."""
+
+    def __init__(self, what: str, show: Callable[[str], None]) -> None:
+        self.what, self.why, self.state = what, "", "starting"
+        self._show, self._began_s = show, time.monotonic()
+        self._over, self._lock = threading.Event(), threading.Lock()
+        count = contextvars.copy_context().run  # a kernel keeps there to which cell an output belongs
+        threading.Thread(target=count, args=(self._count,), name="seconds of a wait", daemon=True).start()
+
+    def end(self) -> float:
+        """Show nothing any more; return how long it was."""
+        with self._lock:
+            self._over.set()
+        return time.monotonic() - self._began_s
+
+    def _count(self) -> None:
+        while not self._over.wait(SECONDS_BETWEEN_COUNTS):
+            with self._lock:
+                if not self._over.is_set():
+                    self._show(self._text())
+
+    def _text(self) -> str:
+        why = f" ({self.why})" if self.why and self.state == "starting" else ""
+        return f"{self.what}: {self.state}, {time.monotonic() - self._began_s:.0f} s{why}"
 
 
 class ProgressBar:
@@ -86,19 +143,32 @@ class ProgressBar:
     def __init__(self) -> None:
         tqdm.get_lock()  # made now: tqdm would fail where an interrupt comes while it makes it
         self._line = _NotebookLine() if is_notebook() else None
-        self._title = self._starting = None
+        self._title = None
+        self._waiting: Waiting | None = None
         self._started_s = self._last_line_s = 0.0
         self._first_done = 0
         self._bar = None  # of tqdm, where this is no notebook
 
-    def start(self, what: str) -> None:
-        """Say at once what is starting, once; the first report takes the place of this line."""
-        if self._starting is None and self._title is None:
-            self._starting, self._started_s = what, time.monotonic()
+    def start(self, what: str, why: str = "") -> None:
+        """Say at once what is starting, once, and count the seconds; the first report takes the place of this line.
+
+        `why` says why it may take long. It may be told later than `what`.
+        """
+        if self._title is None and self._waiting is None:
             if self._line is not None:
                 self._line.show(f"{what}: starting")
+                self._waiting = Waiting(what, self._line.show)
             else:
                 self._bar = tqdm(desc=f"{what}: starting", bar_format="{desc}", disable=None, leave=False)
+                if not self._bar.disable:
+                    self._waiting = Waiting(what, self._bar.set_description_str)
+        if self._waiting is not None:
+            self._waiting.why = why or self._waiting.why
+
+    def running(self) -> None:
+        """What was starting has started."""
+        if self._waiting is not None:
+            self._waiting.state = "running"
 
     def update(self, done: int, total: int, title: str, details: str = "", loss: float | None = None) -> None:
         if title != self._title:
@@ -122,22 +192,25 @@ class ProgressBar:
 
     def close(self) -> None:
         """Wipe the bar; in a notebook its last state stays, or how long it took what reported nothing."""
-        if self._line is not None and self._starting is not None:
-            self._line.show(f"{self._starting}: ended after {time.monotonic() - self._started_s:.1f} s")
+        if self._line is not None and self._waiting is not None:
+            seconds = self._waiting.end()
+            self._line.show(f"{self._waiting.what}: ended after {seconds:.1f} s")
         self._end()
 
     def _begin(self, done: int, title: str) -> None:
         """A bar of its own for each title, below the last one; the first takes the place of the line at the start."""
-        if self._line is not None and self._starting is None:
+        if self._line is not None and self._waiting is None:
             self._line = _NotebookLine()
         self._end()
         self._title, self._first_done = title, done
         self._started_s = self._last_line_s = time.monotonic()
 
     def _end(self) -> None:
+        if self._waiting is not None:
+            self._waiting.end()
         if self._bar is not None:
             self._bar.close()
-        self._bar = self._title = self._starting = None
+        self._bar = self._title = self._waiting = None
 
     def _write_line(self, done: int, total: int, title: str, details: str) -> None:
         if time.monotonic() - self._last_line_s >= SECONDS_BETWEEN_LINES:

@@ -39,19 +39,20 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     itself, torchrun gives a process that is stopped 30 seconds.
     """
     timeout_s = timeout_s or LONGEST_WAIT_S
-    processes = gather_over_ranks((os.environ.get("GROUP_RANK"), os.getpid()))
+    under_torchrun = "GROUP_RANK" in os.environ
+    processes = gather_over_ranks((os.environ["GROUP_RANK"], os.getpid())) if under_torchrun else []
     began_s = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         if not any(words in str(error).lower() for words in WAITED_IN_VAIN):
             raise
-        if "GROUP_RANK" in os.environ:  # a torchrun that lost its meeting point ends its ranks: they say why first
+        if under_torchrun:  # one that lost its meeting point ends its ranks: they say why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
-        for rank in silent:
+        for rank in silent if under_torchrun else ():  # the parent of others ends them
             _end_neighbour(*processes[rank])
         time_was_up = time.monotonic() - began_s >= timeout_s
         raise SilentRanks(_describe(silent, timeout_s if time_was_up else None)) from error
@@ -77,9 +78,9 @@ def _collect(rank: int, world_size: int, signed: set[int], until_s: float) -> No
             time.sleep(POLL_S)
 
 
-def _end_neighbour(agent: str | None, pid: int) -> None:
-    """End a process that the same torchrun started; under `launch` the parent does it."""
-    if agent is not None and agent == os.environ.get("GROUP_RANK"):
+def _end_neighbour(agent: str, pid: int) -> None:
+    """End a process if the same torchrun started it."""
+    if agent == os.environ["GROUP_RANK"]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

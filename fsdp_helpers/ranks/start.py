@@ -102,6 +102,13 @@ def _tidy_up_and_end(number: int, frame: object) -> None:
     signal.raise_signal(number)
 
 
+def why_it_takes_long(start_method: str) -> str:
+    """Return what the next launch has to do before its ranks start; nothing if PyTorch is loaded already."""
+    if start_method == "spawn":
+        return "every rank loads PyTorch"
+    return "" if _environment else "loading PyTorch once; later launches take a second"
+
+
 @contextmanager
 def server_in_use() -> Iterator[None]:
     """Around a launch. A while after the last one the server ends, and the next launch starts it anew."""

@@ -12,6 +12,7 @@ from fsdp_helpers.measuring.rank_of_n import measure_own_rank_of_n
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
 from fsdp_helpers.quantities import GB, format_bytes
+from fsdp_helpers.ranks.progress import drawn
 from fsdp_helpers.shapes import VIT_SHAPES
 from fsdp_helpers.teaching.answers import call_or_none, exercise, expect, expect_whole
 from fsdp_helpers.teaching.own_module import read_module
@@ -32,7 +33,8 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     number on a very small device.
     """
     largest_batch = read_module(module, "largest_batch", with_package=True)
-    for case in _cases(num_cases):
+    cases = _cases(num_cases)
+    for case in drawn(cases, len(cases), f"{module}.py, clusters"):
         _check_case(largest_batch, case)
     small = {"model": SMALL, "world_size": SMALL_RANKS, "device_gb": SMALL_GB, "allowance_gb": 0}
     images = _check_case(largest_batch, small)

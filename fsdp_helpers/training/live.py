@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.ranks.progress import bar_text
+from fsdp_helpers.ranks.progress import Waiting, bar_text
 from fsdp_helpers.records import RunRecord
 
 SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_CURVES = 0.25, 1.0  # a curve takes a tenth of a second to draw
@@ -25,21 +25,30 @@ class LiveView:
     def __init__(self) -> None:
         self._lines, self._curve = _InPlace(), _InPlace()
         self._title, self._first_done = "", 0  # steps of an earlier run, where this one is resumed
+        self._waiting: Waiting | None = None
         self._reports: dict[int, tuple[int, int, str]] = {}  # by rank: steps done, steps in all, what else it says
         self._steps: list[int] = []
         self._losses: list[float] = []
         self._started_s = self._lines_s = self._curve_s = 0.0
 
-    def start(self, what: str) -> None:
+    def start(self, what: str, why: str = "") -> None:
         if not self._title:
             self._title = what
             self._lines.show({"text/plain": f"{what}: starting"})
+            self._waiting = Waiting(what, lambda text: self._lines.show({"text/plain": text}))
+        if self._waiting is not None:
+            self._waiting.why = why or self._waiting.why
+
+    def running(self) -> None:
+        if self._waiting is not None:
+            self._waiting.state = "running"
 
     def update(
         self, rank: int, done: int, total: int, title: str, details: str = "", loss: float | None = None
     ) -> None:
         now_s = time.monotonic()
         if not self._reports:
+            self._end_waiting()
             self._title, self._started_s, self._first_done = title, now_s, done
         self._reports[rank] = (done, total, details)
         if rank == 0 and loss is not None:
@@ -57,8 +66,14 @@ class LiveView:
 
     def close(self) -> None:
         """What the ranks said last stays."""
+        self._end_waiting()
         if self._reports:
             self._show_lines()
+
+    def _end_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.end()
+            self._waiting = None
 
     def summarise(self, record: RunRecord) -> None:
         """A run that has ended: what each rank held, and the loss of every step over the global batch."""

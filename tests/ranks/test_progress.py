@@ -1,8 +1,10 @@
 import io
 import re
+import time
 
 import pytest
 import workers_for_tests as workers
+from programs import wait_until
 
 from fsdp_helpers.ranks import progress
 from fsdp_helpers.ranks.launch import launch
@@ -39,7 +41,8 @@ def test_one_bar_however_many_ranks(monkeypatch):
     assert "\n" not in text  # one line, drawn over and over, and wiped at the end
     lines = [line for line in text.split("\r") if line.strip()]
     assert lines[0].strip() == "report_progress, 3 ranks on cpu: starting"
-    assert all(line.startswith("counting: ") for line in lines[1:])
+    waiting = ("report_progress, 3 ranks on cpu: ", "counting: ")  # the first for seconds, on a busy machine
+    assert all(line.strip().startswith(waiting) for line in lines[1:])
     counts = [int(number) for line in lines for number in re.findall(r"(\d+)/30", line)]
     assert counts == sorted(counts)  # one rank reports; three would go back and forth
 
@@ -103,6 +106,43 @@ def test_a_terminal_says_what_starts_until_the_first_report(monkeypatch):
     bar.start("something within it")  # said once
     bar.close()
     assert terminal.getvalue().count("starting") == 1 and "0/10 [00:00<?]" in terminal.getvalue()
+
+
+def test_waiting_counts_seconds_and_says_why(monkeypatch):
+    shown = []
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_COUNTS", 0.01)
+    monkeypatch.setattr(progress, "is_notebook", lambda: True)
+    monkeypatch.setattr(progress._NotebookLine, "show", lambda self, text: shown.append(text))
+    bar = progress.ProgressBar()
+    bar.start("work, 2 ranks on cpu")
+    bar.start("something within it", "loading PyTorch once")  # the reason is heard, the name is not
+    assert wait_until(lambda: len(shown) > 3)
+    assert shown[0] == "work, 2 ranks on cpu: starting"
+    assert re.fullmatch(r"work, 2 ranks on cpu: starting, \d+ s \(loading PyTorch once\)", shown[3])
+    bar.running()
+    assert wait_until(lambda: re.fullmatch(r"work, 2 ranks on cpu: running, \d+ s", shown[-1]))
+    bar.update(0, 5, "steps")
+    before = len(shown)
+    time.sleep(0.1)
+    assert len(shown) == before and shown[-1].startswith("steps: ")  # the first report ends it
+    bar.close()
+
+
+def test_reports_of_this_very_process_are_drawn(monkeypatch):
+    shown = []
+    monkeypatch.setattr(progress, "is_notebook", lambda: True)
+    monkeypatch.setattr(progress._NotebookLine, "show", lambda self, text: shown.append(text))
+    with progress.reports_drawn():
+        progress.report(0, 3, "one rank of many")
+        progress.report(3, 3, "one rank of many")
+    assert ["| 0/3 [" in shown[0], "| 3/3 [" in shown[1]] == [True, True]
+    assert not progress.wants_report(3, 3)
+
+
+def test_a_rank_hands_its_reports_on_instead(reports):
+    with progress.reports_drawn():
+        progress.report(3, 3, "one rank of many")
+    assert reports == [(3, 3, "one rank of many", "", None)]
 
 
 def test_items_of_this_very_process_are_drawn(monkeypatch):
