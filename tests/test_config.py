@@ -74,6 +74,23 @@ def test_refused_with_the_number_in_the_message(settings, message):
         TrainConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "fsdp-offload", "micro_batches": 2, "sync_micro_batches": True},
+        {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "micro_batches": 2, "sync_micro_batches": True},
+        {"strategy": "fsdp-offload", "precision": "bf16"},
+        {"strategy": "fsdp", "api": "fsdp1", "sharding": "none", "backward_prefetch": "post"},
+        {"strategy": "fsdp", "sharding": "grad-op", "reshard_after_backward": False, "micro_batches": 2},
+        {"strategy": "ddp", "bucket_view": True, "activation_checkpointing": "selective", "clip_norm": 1e-9},
+        {"strategy": "fsdp-auto-wrap", "min_num_params": 0, "seed": 2**63 - 1, "learning_rate": 1e-9},
+    ],
+    ids=str,
+)
+def test_what_can_be_combined_is_not_refused(settings):
+    TrainConfig(**settings)
+
+
 def test_a_run_with_checkpoints():
     config = TrainConfig(checkpoint_dir="runs", checkpoint_every=5, keep_last=1, resume=True)
     assert pickle.loads(pickle.dumps(config)) == config
