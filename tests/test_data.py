@@ -419,6 +419,7 @@ def test_images_go_with_their_labels():
 def test_new_shuffle_each_epoch_same_for_the_same_seed():
     assert labels_of_epoch(1, epoch=1) != labels_of_epoch(1, epoch=0)
     assert labels_of_epoch(1, seed=1) != labels_of_epoch(1, seed=0)
+    assert labels_of_epoch(1, seed=1) != labels_of_epoch(1, epoch=1)  # nor do two runs share an order an epoch apart
     assert labels_of_epoch(1, epoch=1) == labels_of_epoch(1, epoch=1)
     assert labels_of_epoch(3, epoch=1) == labels_of_epoch(1, epoch=1)
     assert sorted(epoch_order(100, seed=0, epoch=1)) == list(range(100))
