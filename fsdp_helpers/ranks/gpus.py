@@ -16,14 +16,18 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE = "-1" if sys.platform == "win32" else ""  # Windows has no empty variables
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 TRIAL_S = 60.0
+# Counting leaves every GPU alone. Computing does not, so it is tried only if ranks are about to compute there.
 TRIAL = """
-import torch
-print(torch.cuda.device_count())
-if torch.cuda.device_count():
-    try:
+import sys, torch
+count, wanted = torch.cuda.device_count(), int(sys.argv[1])
+print(count)
+try:
+    if count and not torch.cuda.is_available():
+        torch.cuda.init()  # raises, and says why
+    elif 0 < wanted <= count:
         torch.ones(1, device="cuda").add(1).item()
-    except Exception as error:
-        print(str(error).strip().partition("\\n")[0])
+except Exception as error:
+    print(str(error).splitlines()[0].partition(". ")[0])
 """
 
 _hidden: list[str | None] = []  # what the variable was before this process hid its GPUs
@@ -34,12 +38,15 @@ class Gpus:
     """The GPUs that this process and its children may use."""
 
     count: int
-    problem: str = ""  # why torch cannot use them, in torch's words
+    problem: str = ""  # why torch cannot use them, in torch's words, without a full stop
 
 
-def find_gpus() -> Gpus:
-    """Count the GPUs and try the first; the first call takes seconds, and without a driver none costs anything."""
-    return _ask_a_child(os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
+def find_gpus(wanted: int = 0) -> Gpus:
+    """Count the GPUs and, if at least one is `wanted` and all of those are there, compute on the first.
+
+    The first call takes the seconds that torch takes to load; without a driver no call costs anything.
+    """
+    return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 
 
 def hide_gpus() -> None:
@@ -77,9 +84,9 @@ def _may_have_gpus() -> bool:
 
 
 @cache
-def _ask_a_child(visible: str | None) -> Gpus:
-    """Run the trial, once for each choice of visible devices."""
-    command = [sys.executable, "-c", TRIAL]
+def _ask_a_child(wanted: int, visible: str | None) -> Gpus:
+    """Run the trial, once for each number that is wanted and each choice of visible devices."""
+    command = [sys.executable, "-c", TRIAL, str(wanted)]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # it is not one of them
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRIAL_S, check=False)

@@ -33,7 +33,7 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
         raise ValueError(f"unknown device {device!r}; choose one of auto, cpu, cuda")
     if device == "cpu":
         return device
-    gpus = find_gpus()
+    gpus = find_gpus(ranks_on_this_machine)
     if device == "auto":
         return "cuda" if 1 <= ranks_on_this_machine <= gpus.count and not gpus.problem else "cpu"
     if ranks_on_this_machine > gpus.count:

@@ -27,7 +27,7 @@ def describe_idle(gpus: Gpus, num_ranks: int) -> str:
     if gpus.count == 0:
         return ""
     if gpus.problem:
-        return f"The GPU of this machine stays idle, because torch cannot use it: {gpus.problem.rstrip('.')}."
+        return f"The GPU of this machine stays idle, because torch cannot use it: {gpus.problem}."
     has = f"This machine has {gpus.count} GPU{'s' * (gpus.count > 1)}, idle here"
     if gpus.count < num_ranks:
         return f"{has}: {num_ranks} ranks need {num_ranks}, one for each. Notebook 01, with one process, can use it."

@@ -27,6 +27,18 @@ if __name__ == "__main__":
     print(json.dumps([[record.device, record.step_losses] for record in found[0]]))
     assert not torch.cuda.is_initialized()
 """
+FIND = """
+import os
+import torch
+from fsdp_helpers.ranks.gpus import find_gpus, hide_gpus
+
+print(os.getpid(), find_gpus(WANTED), sep="\\n")
+hide_gpus()  # torch has not looked in this process, or it would still see one
+layer = torch.nn.Linear(3, 3)
+layer(torch.zeros(2, 3)).sum().backward()
+torch.optim.Adam(layer.parameters()).step()
+assert not torch.cuda.is_initialized()
+"""
 STOPPED = """
 from workers_for_tests import stop_rank_1
 from fsdp_helpers.ranks.launch import launch
@@ -42,7 +54,7 @@ from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching import probes, unit_probes
 
 if __name__ == "__main__":
-    for worker in (probes.train_your_own, probes.start_on_meta, unit_probes.units_by_class):
+    for worker in (probes.train_your_own, probes.start_on_meta, unit_probes.are_still_tied):
         launch(worker, world_size=4, device="cpu", progress=False)
 """
 
@@ -98,3 +110,20 @@ def test_a_stopped_rank_is_named_within_the_time_out(gpus, run_python):
     line = run_python(STOPPED, gpus.environment()).strip()
     assert line.startswith("RankError") and "rank 1 did not answer within 6 s" in line
     assert gpus.uses() == []
+
+
+def test_counting_leaves_the_gpu_alone(gpus, run_python):
+    assert "Gpus(count=2, problem='')" in run_python(FIND.replace("WANTED", "0"), gpus.environment(2))
+    assert gpus.uses() == []
+
+
+def test_a_gpu_is_tried_by_a_child(gpus, run_python):
+    """Nothing can be allocated on it; the process that asks, and then trains on the CPU, does not touch it."""
+    pid, found = run_python(FIND.replace("WANTED", "1"), gpus.environment()).splitlines()
+    assert found == "Gpus(count=1, problem='CUDA out of memory')"
+    assert gpus.uses() and int(pid) not in {use.pid for use in gpus.uses()}
+
+
+def test_a_driver_that_is_too_old_says_so(gpus, run_python):
+    found = run_python(FIND.replace("WANTED", "0"), gpus.environment(too_old=True))
+    assert "Gpus(count=1, problem='The NVIDIA driver on your system is too old (found version " in found

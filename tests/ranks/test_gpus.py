@@ -86,7 +86,7 @@ def test_a_child_counts_and_tries(trial, found, monkeypatch):
     ],
 )
 def test_the_choice_of_a_device(device, num_ranks, found, expected, monkeypatch):
-    monkeypatch.setattr(group, "find_gpus", lambda: found)
+    monkeypatch.setattr(group, "find_gpus", lambda wanted: found)
     if expected in ("cpu", "cuda"):
         assert group.choose_device(device, num_ranks) == expected
     else:

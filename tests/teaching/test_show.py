@@ -170,7 +170,7 @@ def machine(monkeypatch):
 
     def set_up(device, num_ranks, found=Gpus(0), **settings):
         for module in (group, machine_gpus):
-            monkeypatch.setattr(module, "find_gpus", lambda: Gpus(0) if are_hidden() else found)
+            monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
         monkeypatch.setattr(group, "device_name", lambda device: f"a {device}")
@@ -202,7 +202,7 @@ def test_the_data_are_prepared(machine, tmp_path, monkeypatch):
             1,
             'This machine has 1 GPU, idle here: to use one, set `DEVICE = "cuda"` in the cell of settings and',
         ),
-        (Gpus(1, "The driver is too old."), 2, "stays idle, because torch cannot use it: The driver is too old."),
+        (Gpus(1, "The driver is too old"), 2, "stays idle, because torch cannot use it: The driver is too old."),
     ],
 )
 def test_idle_gpus_are_mentioned(found, num_ranks, said, machine):
