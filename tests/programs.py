@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 TESTS = Path(__file__).resolve().parent
 # Where the tests run under `nohup ... &`, interrupts are ignored, and every process inherits that.
 RESTORE_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -21,6 +23,14 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def has_ended(pid: int) -> bool:
+    """Also if nobody has waited for it: an orphan stays listed where the first process of a container does not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from programs import is_running, wait_until
+from programs import has_ended, wait_until
 from take_home_workers import FOLDER, ask_one_rank_to_end, load_script, run_main, train_undisturbed
 from torch.distributed import TCPStore
 from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_output
@@ -140,7 +140,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
         ranks = job.workers().values()
         assert len(ranks) == 2
         job.kill_agent()
-        assert wait_until(lambda: not any(map(is_running, ranks)), timeout_s=5)
+        assert wait_until(lambda: all(map(has_ended, ranks)), timeout_s=5)
 
 
 def test_a_second_writer_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from programs import is_running, wait_until
+from programs import has_ended, wait_until
 from runs import check_json, main_in_process, mostly_long
 from torchrun_jobs import (
     FRESH_STORE,
@@ -121,7 +121,7 @@ def test_ranks_end_with_an_agent_that_is_killed(tmp_path):
         ranks = job.workers().values()
         assert len(ranks) == 2
         job.kill_agent()
-        assert wait_until(lambda: not any(map(is_running, ranks)), timeout_s=5)
+        assert wait_until(lambda: all(map(has_ended, ranks)), timeout_s=5)
 
 
 @pytest.mark.parametrize("stopped, variables", mostly_long([(1, {}), (0, FRESH_STORE)]))
