@@ -264,6 +264,11 @@ AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
 WRONG = [
     ("my_ddp", [("    flat /= dist.get_world_size()\n", "")], "the losses are not those of DDP"),
     ("my_ddp", [("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "6 collectives were seen"),
+    (
+        "my_ddp",  # one all-reduce per gradient and a sum: the losses come first, as the first hint does
+        [("size + parameter.grad.nbytes > bucket_bytes", "bucket"), ("    flat /= dist.get_world_size()\n", "")],
+        "the losses are not those of DDP: .* in step 2",
+    ),
     ("my_ddp", [("size + parameter.grad.nbytes > bucket_bytes", "False")], "47.7 kB were sent in one collective"),
     ("my_ddp", [("    average(bucket)  # the last one, full or not\n", "")], "the losses are not those of DDP"),
     ("my_ddp", [("dist.all_reduce(flat)", "dist.all_sum(flat)")], r"my_ddp.py fails in line 18: AttributeError"),
