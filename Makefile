@@ -175,6 +175,7 @@ can-test-imagined:
 	@command -v gcc > /dev/null || { echo "no gcc on the search path; \`apt-get install gcc libc6-dev\` brings it"; exit 1; }
 
 can-test-oldest:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or 3.12 is needed: the oldest versions have no builds for newer ones" if sys.version_info >= (3, 13) else 0)'
 	@$(call enough_disk,7)
 
 can-xla: $(INSTALLED)
