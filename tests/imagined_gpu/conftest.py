@@ -43,17 +43,17 @@ def gpus(libraries, tmp_path) -> ImaginedGpus:
     return ImaginedGpus(libraries, tmp_path / "uses.log")
 
 
-@pytest.fixture
-def run_beside(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run a command with some variables more, in an empty folder; it must end well, unless `status` says otherwise."""
+@pytest.fixture(scope="session")
+def run_beside(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess]:
+    """Run a command with some variables more, in `folder` or an empty one; fail unless it ends with `status`."""
 
-    def run(command: list, variables: dict[str, str], *, status: int = 0) -> subprocess.CompletedProcess:
-        folder = tmp_path / "beside"
-        folder.mkdir(exist_ok=True)
+    def run(
+        command: list, variables: dict[str, str], *, folder: Path | None = None, status: int = 0
+    ) -> subprocess.CompletedProcess:
         paths = {"PYTHONPATH": f"{TESTS}{os.pathsep}{PROJECT}", "FSDP_OFFLINE": "1"}
         done = subprocess.run(
             list(map(str, command)),
-            cwd=folder,
+            cwd=folder or tmp_path_factory.mktemp("beside"),
             env={**os.environ, **paths, **variables},
             capture_output=True,
             text=True,
@@ -67,10 +67,10 @@ def run_beside(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
 
 
 @pytest.fixture
-def run_python(run_beside) -> Callable[..., str]:
-    """Run Python code beside imagined GPUs; what it prints."""
+def run_python(run_beside, tmp_path) -> Callable[[str, dict[str, str]], str]:
+    """Run Python code beside imagined GPUs, in the test's folder; what it prints."""
 
     def run(code: str, variables: dict[str, str]) -> str:
-        return run_beside([sys.executable, "-c", textwrap.dedent(code)], variables).stdout
+        return run_beside([sys.executable, "-c", textwrap.dedent(code)], variables, folder=tmp_path).stdout
 
     return run

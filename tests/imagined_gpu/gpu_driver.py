@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_helpers.ranks.gpus import TRIAL
+
 SOURCES = Path(__file__).resolve().parent
 WRITTEN = {"cuDriverGetVersion", "cuDevicePrimaryCtxGetState"}  # in driver.c; all other functions of cuda.h refuse
 # nvcc's own header, which the packages leave out: what its words mean to a C compiler.
@@ -35,6 +37,12 @@ class Use:
     pid: int
     rank: str  # "-" in a process that is not a rank
     what: str
+    command: str  # the start of the process's command line, on one line
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether this is the process in which the package tries a GPU, apart from ranks and kernels."""
+        return " ".join(TRIAL.split())[:100] in " ".join(self.command.split())
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,11 @@ class ImaginedGpus:
         if not self.log.exists():
             return []
         lines = [line.split("\t") for line in self.log.read_text().splitlines()]
-        return [Use(int(pid), rank, what) for pid, rank, what in lines]
+        return [Use(int(pid), rank, what, command) for pid, rank, what, command in lines]
+
+    def touched(self) -> list[Use]:
+        """What ranks, kernels and all others did; a trial in a process of its own is meant to be."""
+        return [use for use in self.uses() if not use.is_trial]
 
 
 def cuda_headers() -> Path | None:

@@ -6,7 +6,7 @@
  *
  * IMAGINED_GPU_COUNT    number of devices (1)
  * IMAGINED_GPU_TOO_OLD  set: devices are seen, but the driver is older than this runtime, so none can be used
- * IMAGINED_GPU_LOG      file that notes every use of a device: process, rank (- outside a rank), what
+ * IMAGINED_GPU_LOG      file that notes every use of a device: process, rank (- outside a rank), what, command line
  *
  * CUDA_VISIBLE_DEVICES="" hides the devices, as it does with real ones.
  */
@@ -29,12 +29,24 @@ static int num_devices(void) {
   return count ? atoi(count) : 1;
 }
 
-/* One line per use, written in one go, so that processes do not mix theirs. */
+/* The start of this process's command line, on one line. */
+static void read_command(char *command, size_t size) {
+  FILE *file = fopen("/proc/self/cmdline", "r");
+  size_t length = file ? fread(command, 1, size - 1, file) : 0;
+  if (file) fclose(file);
+  command[length] = 0;
+  for (size_t i = 0; i < length; i++)
+    if (command[i] < ' ') command[i] = ' ';
+}
+
+/* One line per use. */
 static void note(const char *what) {
   const char *path = getenv("IMAGINED_GPU_LOG"), *rank = getenv("RANK");
+  char command[400];
   FILE *log = path ? fopen(path, "a") : NULL;
   if (!log) return;
-  fprintf(log, "%d\t%s\t%s\n", getpid(), rank ? rank : "-", what);
+  read_command(command, sizeof command);
+  fprintf(log, "%d\t%s\t%s\t%s\n", getpid(), rank ? rank : "-", what, command);
   fclose(log);
 }
 

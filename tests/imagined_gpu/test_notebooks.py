@@ -27,10 +27,10 @@ def execute(run_beside, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_beside_a_gpu(gpus, execute, name):
     execute(name, gpus.environment())
-    assert gpus.uses() == []
+    assert gpus.touched() == []
 
 
 @pytest.mark.parametrize("name", NAMES[:4])
 def test_beside_a_gpu_that_torch_cannot_use(gpus, execute, name):
     execute(name, gpus.environment(too_old=True))
-    assert gpus.uses() == []
+    assert gpus.touched() == []

@@ -68,8 +68,8 @@ def test_every_strategy_and_api_and_no_rank_looks(gpus, run_python, tmp_path):
     found = run_grid(run_python, gpus.environment())
     assert len(found) == 6 and {device for device, _ in found} == {"cpu"}
     assert all(losses == pytest.approx(found[0][1], abs=1e-5) for _, losses in found)
-    assert gpus.uses() == []
-    saved = sorted((tmp_path / "beside" / "saved").iterdir())
+    assert gpus.touched() == []
+    saved = sorted((tmp_path / "saved").iterdir())
     assert len(saved) == 6
     for run in saved:
         names = [entry.name for entry in read_index(run / checkpoint_name(max(find_steps(run))))]
@@ -78,20 +78,20 @@ def test_every_strategy_and_api_and_no_rank_looks(gpus, run_python, tmp_path):
 
 def test_auto_with_more_ranks_than_gpus_is_the_cpu(gpus, run_python):
     assert {device for device, _ in run_grid(run_python, gpus.environment(2), num_ranks=3, device="auto")} == {"cpu"}
-    assert gpus.uses() == []
+    assert gpus.touched() == []
 
 
 def test_a_driver_that_torch_cannot_use_is_no_gpu(gpus, run_python):
     """One device is counted and one rank is wanted: `auto` would take it."""
     found = run_grid(run_python, gpus.environment(too_old=True), num_ranks=1, device="auto")
     assert {device for device, _ in found} == {"cpu"}
-    assert gpus.uses() == []
+    assert gpus.touched() == []
 
 
 def test_lessons_on_more_ranks_than_gpus(gpus, run_python):
     """Beside two GPUs a third rank that took "its own" would ask for one that is not there."""
     run_python(LESSONS, gpus.environment(2))
-    assert gpus.uses() == []
+    assert gpus.touched() == []
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -102,14 +102,14 @@ def test_under_torchrun(gpus, run_beside, api, tmp_path):
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     run_beside([*starter, *train], gpus.environment() | {"PET_LOG_DIR": "/dev/null"})
     assert json.loads((tmp_path / "run.json").read_text())["device"] == "cpu"
-    assert gpus.uses() == []
+    assert gpus.touched() == []
 
 
 def test_a_stopped_rank_is_named_within_the_time_out(gpus, run_python):
     """In a group of a mesh of its own: beside a visible GPU it would be a new group, with a time-out of half an hour."""
     line = run_python(STOPPED, gpus.environment()).strip()
     assert line.startswith("RankError") and "rank 1 did not answer within 6 s" in line
-    assert gpus.uses() == []
+    assert gpus.touched() == []
 
 
 def test_counting_leaves_the_gpu_alone(gpus, run_python):

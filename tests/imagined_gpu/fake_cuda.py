@@ -1,0 +1,82 @@
+"""One rank of four on fake CUDA tensors: `python fake_cuda.py` beside an imagined GPU prints what it keeps and sends.
+
+A fake tensor has a shape, a type and a device, and no memory; torch's fake process group answers every collective. So
+the real code of FSDP runs on "cuda:0", down to its streams and events, which the imagined driver gives it.
+"""
+
+import json
+import warnings
+from dataclasses import asdict
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.measuring.memory import state_bytes
+from fsdp_helpers.measuring.rank_of_n import fake_group
+from fsdp_helpers.sharding import strategies
+from fsdp_helpers.sharding.gradients import clip_gradients
+
+NUM_RANKS, STEPS = 4, 2
+CUDA = torch.device("cuda", 0)
+CUT = {"strategy": "fsdp-auto-wrap", "min_num_params": 200}  # each Linear is a unit
+RUNS = {
+    f"{api}{name}": {**CUT, "api": api, **levers}
+    for api in ("fsdp1", "fsdp2")
+    for name, levers in {"": {}, ", bf16": {"precision": "bf16"}, ", clipped": {"clip_norm": 0.1}}.items()
+}
+NOT_HERE = {
+    "fsdp1, offload": {**CUT, "strategy": "fsdp-offload", "api": "fsdp1"},
+    "fsdp2, offload": {**CUT, "strategy": "fsdp-offload"},
+    "ddp": {"strategy": "ddp"},
+}
+
+
+def build_model() -> nn.Module:
+    """330 and 217 parameters: four ranks divide neither, nor the 30 and 7 rows."""
+    return nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 7))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
+    optimizer.zero_grad()
+    model(torch.zeros(2, 10, device=CUDA)).float().sum().backward()
+    if clip_norm is not None:
+        clip_gradients(model, clip_norm)
+    optimizer.step()
+
+
+def run(settings: dict) -> dict:
+    """State and collectives of the last step, and where the parameters live."""
+    config = TrainConfig(**settings)
+    with fake_group(NUM_RANKS):
+        mesh = strategies.make_mesh(CUDA, config)  # before: a mesh reads values, and fake tensors have none
+        with patch.object(strategies, "make_mesh", return_value=mesh), FakeTensorMode(), torch.device(CUDA):
+            model = strategies.STRATEGIES[config.strategy](build_model(), CUDA, config)
+            optimizer = torch.optim.Adam(model.parameters(), fused=True)
+            for _ in range(STEPS):
+                with trace_collectives() as seen:
+                    train_step(model, optimizer, config.clip_norm)
+            return {
+                "state": asdict(state_bytes(model, optimizer)),
+                "devices": sorted({str(parameter.device) for parameter in model.parameters()}),
+                "collectives": [[one.op, one.count, one.bytes] for one in count_collectives(seen)],
+            }
+
+
+def failure_of(settings: dict) -> str:
+    """How a run fails that fake tensors do not carry, on one line."""
+    try:
+        run(settings)
+    except (RuntimeError, AssertionError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor is deprecated")
+    found = {name: run(settings) for name, settings in RUNS.items()}
+    failed = {name: failure_of(settings) for name, settings in NOT_HERE.items()}
+    print(json.dumps(found | failed))

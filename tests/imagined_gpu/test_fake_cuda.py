@@ -1,0 +1,68 @@
+"""FSDP on CUDA tensors without a GPU: fake tensors on "cuda:0", torch's fake process group, and the imagined driver.
+
+State and collectives are exact there; losses do not exist. Two things do not work on fake tensors, and wait for a real
+GPU: CPU offload, since pinned memory and FSDP1's handles want real storage, and DDP, whose buckets do.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from gpu_driver import ImaginedGpus
+
+APIS = ("fsdp1", "fsdp2")
+# FSDP1 cuts each unit, 330 and 217 parameters, into four equal pieces: ceil(330 / 4) + ceil(217 / 4) = 83 + 55 = 138.
+# FSDP2 cuts each tensor by rows, ceil(30 / 4) = 8 and ceil(7 / 4) = 2: 8 x 10 + 8 + 2 x 30 + 2 = 150.
+SLICE = {"fsdp1": 138, "fsdp2": 150}
+# In bf16 FSDP1 pads each piece to a multiple of 16 bytes, 4 parameters in fp32: 84 + 56 = 140.
+BF16_SLICE = {"fsdp1": 140, "fsdp2": 150}
+
+
+@pytest.fixture(scope="module")
+def found(libraries, run_beside, tmp_path_factory) -> dict:
+    """What every run keeps and sends, or how it fails: one process for all, since each loads torch."""
+    gpus = ImaginedGpus(libraries, tmp_path_factory.mktemp("fake-cuda") / "uses.log")
+    program = Path(__file__).with_name("fake_cuda.py")
+    runs = json.loads(run_beside([sys.executable, program], gpus.environment()).stdout)
+    assert "allocate" not in {use.what for use in gpus.uses()}, "a tensor was real"
+    return runs
+
+
+def state_of(pieces: int) -> dict:
+    """4 bytes for a parameter and for its gradient, 8 for Adam's two moments."""
+    return {"parameter_bytes": 4 * pieces, "gradient_bytes": 4 * pieces, "optimizer_bytes": 8 * pieces}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_state_and_collectives(found, api):
+    run, full_bytes = found[api], 4 * 4 * SLICE[api]
+    assert run["devices"] == ["cuda:0"]
+    assert run["state"] == state_of(SLICE[api])
+    # Both units are gathered in forward and in backward, and reduced once; the root has no parameters of its own.
+    assert run["collectives"] == [["all_gather", 4, 2 * full_bytes], ["reduce_scatter", 2, full_bytes]]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_bf16_halves_what_is_gathered_and_nothing_else(found, api):
+    run, full_bytes = found[f"{api}, bf16"], 4 * 4 * BF16_SLICE[api]
+    assert run["state"] == state_of(BF16_SLICE[api])
+    assert run["collectives"] == [["all_gather", 4, full_bytes], ["reduce_scatter", 2, full_bytes]]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_clipping_sums_one_number_over_the_ranks(found, api):
+    assert found[f"{api}, clipped"]["state"] == found[api]["state"]
+    assert found[f"{api}, clipped"]["collectives"] == [*found[api]["collectives"], ["all_reduce", 1, 8]]  # in fp64
+
+
+@pytest.mark.parametrize(
+    "run, error",
+    [
+        ("fsdp1, offload", "RuntimeError: An FSDP-managed module with parameter CPU offloading enabled has parameters on"),
+        ("fsdp2, offload", "AssertionError: NYI: aten._pin_memory"),
+        ("ddp", "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated"),
+    ],
+)
+def test_what_needs_a_real_gpu(found, run, error):
+    assert found[run].startswith(error)
