@@ -10,6 +10,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
+from fsdp_helpers.checkup.gpu_check import add_gpu_check_arguments, gpu_check_command
 from fsdp_helpers.config import MODELS, Flag, TrainConfig, flags
 from fsdp_helpers.planning.command import add_plan_arguments, plan_command
 from fsdp_helpers.quantities import format_bytes
@@ -71,6 +72,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="predict memory, traffic and time of a large model on many devices")
     add_plan_arguments(plan)
+
+    gpu_check = commands.add_parser("gpu-check", help="try everything on this machine's GPUs: a table to paste")
+    add_gpu_check_arguments(gpu_check)
+    gpu_check.set_defaults(run=check_gpus_command)
     return parser
 
 
@@ -96,7 +101,7 @@ def _argument(flag: Flag) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 for a failed rank, 2 for bad input, 130 for an interrupt."""
+    """Run one command; the exit status: 0, 1 for a failed rank or check, 2 for bad input, 130 for an interrupt."""
     options = build_parser().parse_args(arguments)
     if options.command == "plan":  # it needs no torch, whose import would take longer than the plan
         return write_plan(options)
@@ -107,14 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         with in_lines():
-            options.run(options)
+            return options.run(options) or 0
     except (ValueError, DataError, CheckpointError) as error:
         return _complain(BAD_INPUT, str(error))
     except RankError as error:
         return _complain(FAILED, str(error))
     except KeyboardInterrupt:
         return _complain(INTERRUPTED, "interrupted; all ranks are stopped")
-    return 0
 
 
 def run() -> NoReturn:
@@ -219,6 +223,11 @@ def compare_command(options: argparse.Namespace) -> None:
         from fsdp_helpers.teaching.plots import plot_comparison
 
         plot_comparison(rows)[0].savefig(options.figure)
+
+
+def check_gpus_command(options: argparse.Namespace) -> int:
+    _check_output_path(options.json)
+    return 0 if gpu_check_command(options, _write_json) else FAILED
 
 
 def write_plan(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the highest floor down: a room imports from its own floor and those below it.
 FLOORS = (
     {"__main__"},
-    {"teaching"},
+    {"checkup", "teaching"},
     {"training"},
     {"measuring"},
     {"sharding", "checkpointing"},

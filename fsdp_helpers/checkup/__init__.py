@@ -1,0 +1,1 @@
+"""What this machine can do, one line per check."""

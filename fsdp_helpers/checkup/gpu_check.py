@@ -1,0 +1,136 @@
+"""Check a machine with GPUs: `python -m fsdp_helpers gpu-check`, a table to paste and its numbers as JSON."""
+
+import argparse
+import math
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdp_helpers.checkup.facts import DESCRIBE, fact_lines
+from fsdp_helpers.checkup.one_check import ask_child, describe_process, marked_processes, run_check
+from fsdp_helpers.checkup.rows import FAIL, PASS, SKIP, Check, Row, count_results, markdown_table
+from fsdp_helpers.quantities import MB, format_bytes
+from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, find_gpus
+
+LIMIT_S = 60.0
+PASTE = "-" * 20 + " paste from here " + "-" * 20
+LEFT_BEHIND, NOTHING = "nothing is left behind", "no process, no memory of a GPU"
+NOISE_BYTES = 32 * MB  # of a GPU's memory, which a desktop or a neighbour may take meanwhile
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows, and what the machine is made of."""
+
+    rows: list[Row]
+    facts: dict
+
+    @property
+    def passed(self) -> bool:
+        return all(row.result != FAIL for row in self.rows)
+
+    def lines(self) -> list[str]:
+        """What is to be pasted, between two lines that say so."""
+        failed = [row for row in self.rows if row.result == FAIL and row.details]
+        ends = [line for row in failed for line in ("", f"{row.check}:", "```", *row.details, "```")]
+        table = markdown_table(self.rows)
+        return [PASTE, *table, *ends, "", count_results(self.rows) + ".", *fact_lines(self.facts), PASTE]
+
+    def to_json(self) -> dict:
+        return {"facts": self.facts, "rows": [asdict(row) for row in self.rows]}
+
+
+def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", type=float, metavar="S", default=LIMIT_S, help="seconds for one check (60)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
+
+
+def gpu_check_command(options: argparse.Namespace, write_json: Callable[[dict, Path], None]) -> bool:
+    """Run the checks and print the report; whether nothing failed. Raises ValueError for a limit that cannot be."""
+    from fsdp_helpers.checkup.gpu_checks import CHECKS
+
+    if not 0 < options.limit < math.inf:
+        raise ValueError(f"--limit {options.limit:g}: give a number of seconds above 0")
+    report = check_gpus(CHECKS.values(), options.limit, on_row=_say)
+    print("\n".join(report.lines()))
+    if options.json:
+        write_json(report.to_json(), options.json)
+    return report.passed
+
+
+def _say(number: int, total: int, row: Row) -> None:
+    """One line on standard error as soon as a check has ended, unless it did not run."""
+    if row.result != SKIP:
+        print(f"{number}/{total} {row.check}: {row.result}, {row.seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def check_gpus(checks: Iterable[Check], limit_s: float, on_row: Callable[[int, int, Row], None]) -> Report:
+    """Run all checks that this machine has GPUs for, one after the other, and look for what they left behind."""
+    checks, mark = list(checks), uuid.uuid4().hex
+    gpus = find_gpus(1)  # and try the first
+    if gpus.count == 0:
+        return _without_gpus(checks)
+    facts = _describe(gpus, limit_s, mark)
+    rows: list[Row] = []
+    for check in checks:
+        rows.append(run_check(check, gpus, limit_s, mark))
+        on_row(len(rows), len(checks) + 1, rows[-1])
+    rows.append(_look_for_leftovers(facts, gpus, limit_s, mark))
+    on_row(len(rows), len(rows), rows[-1])
+    return Report(rows, facts)
+
+
+def _without_gpus(checks: list[Check]) -> Report:
+    from fsdp_helpers.training.worker import versions
+
+    expected = [(check.title, check.expected) for check in checks] + [(LEFT_BEHIND, NOTHING)]
+    return Report([Row(title, SKIP, _why_none(), what, 0.0) for title, what in expected], versions())
+
+
+def _why_none() -> str:
+    """Why torch sees no GPU here."""
+    import torch
+
+    if are_hidden():
+        return f"no GPU: {VISIBLE} hides them"
+    if not torch.backends.cuda.is_built():
+        return "no GPU: this torch is built for the CPU alone"
+    return "no GPU here"
+
+
+def _describe(gpus: Gpus, limit_s: float, mark: str) -> dict:
+    """What a child says of the GPUs; without its answer, how it ended."""
+    answer = ask_child(DESCRIBE, gpus, limit_s, mark)
+    return answer.content or {"the GPUs cannot be described:": answer.ended}
+
+
+def _look_for_leftovers(before: dict, gpus: Gpus, limit_s: float, mark: str) -> Row:
+    """Processes of the checks that still run, which are ended, and memory of the GPUs that was free before."""
+    began_s = time.monotonic()
+    left = marked_processes(mark)
+    commands = tuple(describe_process(process) for process in left)
+    for process in left:
+        process.kill()
+    after = _describe(gpus, limit_s, mark)
+    taken = _taken_bytes(before, after)
+    memory = "memory of the GPUs unknown" if taken is None else f"{format_bytes(taken)} of a GPU"
+    passed = not left and taken is not None and taken <= NOISE_BYTES
+    return Row(
+        check=LEFT_BEHIND,
+        result=PASS if passed else FAIL,
+        measured=f"{len(left)} processes, {memory}",
+        expected=NOTHING,
+        seconds=time.monotonic() - began_s,
+        details=commands,
+    )
+
+
+def _taken_bytes(before: dict, after: dict) -> int | None:
+    """The most that any GPU has less free than before; None if that is unknown."""
+    if not before.get("gpus") or not after.get("gpus"):
+        return None
+    pairs = zip(before["gpus"], after["gpus"], strict=True)
+    return max(0, *(was["free_bytes"] - now["free_bytes"] for was, now in pairs))

@@ -1,0 +1,141 @@
+"""One check in a process of its own, with a limit: what hangs or crashes there becomes a row of the table.
+
+`python -m fsdp_helpers.checkup.one_check TITLE NUM_GPUS PROBLEM FILE` is that process, which writes what it found to
+FILE. It is told how many GPUs there are, and what torch said if it could not use them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from fsdp_helpers.checkup.rows import FAIL, PASS, SKIP, Check, Outcome, Row, Unfit
+from fsdp_helpers.ranks.gpus import Gpus, believe
+
+MARK = "FSDP_GPU_CHECK"  # a variable that every process of a check inherits
+NUM_DETAILS = 15  # last lines of a failure
+PACKAGE_HOME = Path(__file__).resolve().parents[2]
+END_S = 10.0  # processes that were killed have this long to go
+
+
+def run_check(check: Check, gpus: Gpus, limit_s: float, mark: str) -> Row:
+    """The row of `check`: its outcome, or why there is none."""
+    if gpus.count < check.gpus:
+        return Row(check.title, SKIP, f"needs {check.gpus} GPUs, this machine has {gpus.count}", check.expected, 0.0)
+    began_s = time.monotonic()
+    answer = ask_child(check.title, gpus, limit_s, mark)
+    found = answer.content or {"result": FAIL, "measured": answer.ended, "values": {}}
+    details = last_lines(answer.printed) if found["result"] == FAIL else ()
+    seconds = time.monotonic() - began_s
+    return Row(check=check.title, expected=check.expected, seconds=seconds, details=details, **found)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a child found, None if it failed; all that it printed; and how it ended, in words."""
+
+    content: dict | None
+    printed: str
+    ended: str
+
+
+def ask_child(title: str, gpus: Gpus, limit_s: float, mark: str) -> Answer:
+    """Run a check, or the description of the machine, in a child; no later than `limit_s` seconds on it is gone."""
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
+        answer, output = Path(folder, "answer.json"), Path(folder, "output.txt")
+        command = [sys.executable, "-m", __name__, title, str(gpus.count), gpus.problem, str(answer)]
+        with open(output, "wb") as file, running(command, folder, mark, file) as process:
+            try:
+                status = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                status = None
+        printed = output.read_text(errors="replace")
+        content = json.loads(answer.read_text()) if status == 0 and answer.exists() else None
+    ended = f"still running after {limit_s:g} s" if status is None else f"ended with exit status {status}"
+    return Answer(content, printed, last_error(printed) if status == 1 else ended)
+
+
+@contextmanager
+def running(command: list[str], folder: str, mark: str, output: object) -> Iterator[subprocess.Popen]:
+    """A child in a session of its own, with its temporary files in `folder`; killed with all that it started."""
+    paths = os.pathsep.join(filter(None, [str(PACKAGE_HOME), os.environ.get("PYTHONPATH")]))
+    # The bundled digits: no download, and the same data on every machine.
+    variables = {**os.environ, "PYTHONPATH": paths, "TMPDIR": folder, MARK: mark, "FSDP_OFFLINE": "1"}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True, **pipes)
+    try:
+        yield process
+    finally:
+        kill_with_children(process)
+
+
+def kill_with_children(process: subprocess.Popen) -> None:
+    """End a child that still runs, and then those that it had started; ranks also end by themselves without it."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    for one in family:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(family, timeout=END_S)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Processes that the checks of this run started and that still exist."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it ended, or belongs to somebody else
+            if process.environ().get(MARK) == mark and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+def describe_process(process: psutil.Process) -> str:
+    """A process's number and the start of its command."""
+    with suppress(psutil.Error):
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    return f"{process.pid}, gone by now"
+
+
+def last_error(printed: str) -> str:
+    """The line in which a traceback ended."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    errors = [line for line in lines if not line.startswith(" ") and "Error" in line.split(":")[0]]
+    return (errors or lines or ["no output"])[-1]
+
+
+def last_lines(printed: str) -> tuple[str, ...]:
+    """The end of what a check printed; people paste it, so their home folder has no name in it."""
+    text = printed.replace(str(Path.home()), "~") if Path.home() != Path("/") else printed
+    return tuple(text.rstrip().splitlines()[-NUM_DETAILS:])
+
+
+def main(title: str, num_gpus: str, problem: str, answer: str) -> None:
+    """The child: run one check, or describe the machine."""
+    from fsdp_helpers.checkup.facts import DESCRIBE, describe_gpus
+    from fsdp_helpers.checkup.gpu_checks import CHECKS
+
+    believe(Gpus(int(num_gpus), problem))
+    if title == DESCRIBE:
+        content = describe_gpus()
+    else:
+        try:
+            outcome = CHECKS[title].run(int(num_gpus))
+            content = asdict(outcome) | {"result": PASS if outcome.passed else FAIL}
+        except Unfit as reason:
+            content = asdict(Outcome(True, str(reason))) | {"result": SKIP}
+    Path(answer).write_text(json.dumps(content))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""A check of this machine, what came of it, and the table that people paste. No torch import."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+HEADERS = ("check", "result", "measured", "expected", "seconds")
+
+
+class Unfit(Exception):
+    """This machine cannot run the check, which is therefore skipped; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found: whether it is as expected, in words, and its numbers for whoever draws them."""
+
+    passed: bool
+    measured: str
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row: `run(num_gpus)` does the work, in a process of its own, on a machine with at least `gpus` GPUs."""
+
+    title: str
+    run: Callable[[int], Outcome]
+    expected: str
+    gpus: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; `details` are the last lines that a failed check printed."""
+
+    check: str
+    result: str
+    measured: str
+    expected: str
+    seconds: float
+    values: dict[str, float] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+
+
+def markdown_table(rows: Sequence[Row]) -> list[str]:
+    """The lines of the table, in Markdown; no cell breaks it."""
+    lines = [HEADERS, ("---",) * len(HEADERS)]
+    lines += [(row.check, row.result, row.measured, row.expected, f"{row.seconds:.1f}") for row in rows]
+    return [f"| {' | '.join(map(_one_cell, line))} |" for line in lines]
+
+
+def _one_cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def count_results(rows: Sequence[Row]) -> str:
+    """How many checks came out how: "12 PASS, 1 FAIL, 9 SKIP"."""
+    return ", ".join(f"{sum(row.result == result for row in rows)} {result}" for result in (PASS, FAIL, SKIP))
