@@ -10,7 +10,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_helpers.checkup.gpu_check import add_gpu_check_arguments, gpu_check_command
 from fsdp_helpers.config import MODELS, Flag, TrainConfig, flags
 from fsdp_helpers.planning.command import add_plan_arguments, plan_command
 from fsdp_helpers.quantities import format_bytes
@@ -74,8 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan_arguments(plan)
 
     gpu_check = commands.add_parser("gpu-check", help="try everything on this machine's GPUs: a table to paste")
-    add_gpu_check_arguments(gpu_check)
-    gpu_check.set_defaults(run=check_gpus_command)
+    gpu_check.add_argument("--limit", type=float, metavar="S", default=60.0, help="seconds for one check (60)")
+    gpu_check.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
+    gpu_check.set_defaults(run=gpu_check_command)
     return parser
 
 
@@ -225,9 +225,17 @@ def compare_command(options: argparse.Namespace) -> None:
         plot_comparison(rows)[0].savefig(options.figure)
 
 
-def check_gpus_command(options: argparse.Namespace) -> int:
+def gpu_check_command(options: argparse.Namespace) -> int:
+    from fsdp_helpers.checkup.gpu_check import check_gpus, check_limit, say_row
+    from fsdp_helpers.checkup.gpu_checks import CHECKS
+
+    check_limit(options.limit)
     _check_output_path(options.json)
-    return 0 if gpu_check_command(options, _write_json) else FAILED
+    report = check_gpus(CHECKS.values(), options.limit, on_row=say_row)
+    print("\n".join(report.lines()))
+    if options.json:
+        _write_json(report.to_json(), options.json)
+    return 0 if report.passed else FAILED
 
 
 def write_plan(options: argparse.Namespace) -> int:

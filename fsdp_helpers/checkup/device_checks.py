@@ -42,9 +42,7 @@ def usable_through_launch(num_gpus: int) -> Outcome:
     use_gpu()
     found = launch(collectives_on_device, world_size=num_gpus, device="cuda", progress=False)
     everything = [float(rank + 1) for rank in range(num_gpus)]
-    expected = [
-        (f"cuda:{rank}", sum(everything), everything, [num_gpus * (rank + 1.0)]) for rank in range(num_gpus)
-    ]
+    expected = [(f"cuda:{rank}", sum(everything), everything, [num_gpus * (rank + 1.0)]) for rank in range(num_gpus)]
     devices = ", ".join(device for device, *_ in found)
     return Outcome(found == expected, f"{devices}: sums are {'right' if found == expected else found}")
 
@@ -86,9 +84,7 @@ def stopped_cpu_rank_is_named(num_gpus: int) -> Outcome:
 def who_is_blamed(way: str, world_size: int, device: str) -> Outcome:
     """Lose rank 1, and read whom the error names."""
     try:
-        launch(
-            lose_rank_1, way, world_size=world_size, device=device, progress=False, group_timeout_s=WAIT_S
-        )
+        launch(lose_rank_1, way, world_size=world_size, device=device, progress=False, group_timeout_s=WAIT_S)
     except RankError as error:
         # A dead rank is the one that failed; a stopped one is named by the rank that waited for it.
         named = error.rank == 1 if way == "dead" else "rank 1 did not answer" in str(error)

@@ -8,7 +8,7 @@ ASK_S = 20.0
 
 
 def describe_gpus() -> dict:
-    """Versions and flags, and of each GPU its name, size and free bytes. It takes a context on every GPU: ask a child."""
+    """Versions and flags, and each GPU's name, size and free bytes. It takes a context on every GPU: ask a child."""
     import torch
 
     from fsdp_helpers.training.worker import versions

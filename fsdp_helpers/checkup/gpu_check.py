@@ -1,13 +1,11 @@
 """Check a machine with GPUs: `python -m fsdp_helpers gpu-check`, a table to paste and its numbers as JSON."""
 
-import argparse
 import math
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from fsdp_helpers.checkup.facts import DESCRIBE, fact_lines
 from fsdp_helpers.checkup.one_check import ask_child, describe_process, marked_processes, run_check
@@ -15,7 +13,6 @@ from fsdp_helpers.checkup.rows import FAIL, PASS, SKIP, Check, Row, count_result
 from fsdp_helpers.quantities import MB, format_bytes
 from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, find_gpus
 
-LIMIT_S = 60.0
 PASTE = "-" * 20 + " paste from here " + "-" * 20
 LEFT_BEHIND, NOTHING = "nothing is left behind", "no process, no memory of a GPU"
 NOISE_BYTES = 32 * MB  # of a GPU's memory, which a desktop or a neighbour may take meanwhile
@@ -43,25 +40,13 @@ class Report:
         return {"facts": self.facts, "rows": [asdict(row) for row in self.rows]}
 
 
-def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--limit", type=float, metavar="S", default=LIMIT_S, help="seconds for one check (60)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
+def check_limit(limit_s: float) -> None:
+    """Raise ValueError for a limit that is not a number of seconds above 0."""
+    if not 0 < limit_s < math.inf:
+        raise ValueError(f"--limit {limit_s:g}: give a number of seconds above 0")
 
 
-def gpu_check_command(options: argparse.Namespace, write_json: Callable[[dict, Path], None]) -> bool:
-    """Run the checks and print the report; whether nothing failed. Raises ValueError for a limit that cannot be."""
-    from fsdp_helpers.checkup.gpu_checks import CHECKS
-
-    if not 0 < options.limit < math.inf:
-        raise ValueError(f"--limit {options.limit:g}: give a number of seconds above 0")
-    report = check_gpus(CHECKS.values(), options.limit, on_row=_say)
-    print("\n".join(report.lines()))
-    if options.json:
-        write_json(report.to_json(), options.json)
-    return report.passed
-
-
-def _say(number: int, total: int, row: Row) -> None:
+def say_row(number: int, total: int, row: Row) -> None:
     """One line on standard error as soon as a check has ended, unless it did not run."""
     if row.result != SKIP:
         print(f"{number}/{total} {row.check}: {row.result}, {row.seconds:.0f} s", file=sys.stderr, flush=True)

@@ -62,15 +62,13 @@ def offload(api: str, num_gpus: int) -> Outcome:
     """The state lies on the host, in pinned memory, and the GPU holds that much less."""
     config = settings(strategy="fsdp-offload", api=api)
     kept, moved = (run.ranks[0] for run in runs([settings(api=api), config], num_gpus))
-    devices, pinned = launch(
-        where_slices_live, config, world_size=ranks_of(num_gpus), device="cuda", progress=False
-    )[0]
+    devices, pinned = launch(where_slices_live, config, world_size=ranks_of(num_gpus), device="cuda", progress=False)[0]
     state = kept.parameter_bytes + kept.gradient_bytes + kept.optimizer_bytes
     less = kept.held_bytes - moved.held_bytes
     where = f"slices on {' and '.join(devices)}, {'pinned' if pinned else 'not pinned'}"
     measured = f"{where}; the GPU holds {format_bytes(less)} less, the state is {format_bytes(state)}"
     values = {"held_bytes": kept.held_bytes, "held_offloaded_bytes": moved.held_bytes, "state_bytes": state}
-    return Outcome(devices == ["cpu"] and pinned and 0.9 * state <= less <= 1.1 * state, measured, values)
+    return Outcome(devices == ["cpu"] and pinned and 0.9 * state <= less <= 1.25 * state, measured, values)
 
 
 def resume(api: str, num_gpus: int) -> Outcome:

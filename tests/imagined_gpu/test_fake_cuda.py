@@ -59,7 +59,10 @@ def test_clipping_sums_one_number_over_the_ranks(found, api):
 @pytest.mark.parametrize(
     "run, error",
     [
-        ("fsdp1, offload", "RuntimeError: An FSDP-managed module with parameter CPU offloading enabled has parameters on"),
+        (
+            "fsdp1, offload",
+            "RuntimeError: An FSDP-managed module with parameter CPU offloading enabled has parameters on",
+        ),
         ("fsdp2, offload", "AssertionError: NYI: aten._pin_memory"),
         ("ddp", "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated"),
     ],
