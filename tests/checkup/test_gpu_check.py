@@ -86,7 +86,7 @@ def test_a_check_in_its_process_passes():
 
 
 def test_what_is_left_behind_is_found_and_ended(monkeypatch):
-    monkeypatch.setattr(gpu_check, "find_gpus", lambda: ONE_GPU)
+    monkeypatch.setattr(gpu_check, "find_gpus", lambda wanted: ONE_GPU)
     monkeypatch.setattr(gpu_check, "ask_child", lambda *_: one_check.Answer({"gpus": [{"free_bytes": 5}]}, "", ""))
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(sleeper, env={**os.environ, MARK: "left"}) as left:
