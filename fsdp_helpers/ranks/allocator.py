@@ -1,4 +1,4 @@
-"""The allocator of a rank's host memory: a step's large buffers are kept for the next step.
+"""The allocator of a CPU rank's memory: a step's large buffers are kept for the next step.
 
 Each step allocates the same large buffers again; when they come fresh from the system, it has to clear them page by
 page first. glibc reads one half of what it needs to be told when a process starts, and hears the other half later.

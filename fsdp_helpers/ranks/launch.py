@@ -99,7 +99,7 @@ def _run(job: Job, start_method: str, output: "_Output", timeout_s: float | None
     """Start the ranks, wait for their results, and stop whatever still runs, however this ends."""
     ranks: list[_Rank] = []
     try:
-        with interrupts_wait(), ready_to_start(start_method) as context:
+        with interrupts_wait(), ready_to_start(start_method, job.device) as context:
             for rank in range(job.world_size):
                 ranks.append(_start_rank(rank, job, context))
         return _collect(ranks, job, output, timeout_s, stall_s)

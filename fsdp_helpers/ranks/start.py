@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.context import BaseContext
 
 from fsdp_helpers.ranks.allocator import malloc_tunables
@@ -22,6 +22,7 @@ _loads_worker = False
 _server_lock, _num_launches = threading.Lock(), 0
 _end_of_server: threading.Timer | None = None
 _environment: dict[str, str] = {}  # as it was when the server was started
+_server_device = "cpu"  # the kind of ranks that it was started for
 PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
@@ -48,15 +49,17 @@ def choose_start_method(start_method: str | None) -> str:
 
 
 @contextmanager
-def ready_to_start(start_method: str) -> Iterator[BaseContext]:
-    """Processes that are started within the block, with the context that it gets, become ranks.
+def ready_to_start(start_method: str, device: str) -> Iterator[BaseContext]:
+    """Processes that are started within the block, with the context that it gets, become ranks on `device`.
 
-    They have interrupts held back for good. Jupyter interrupts a kernel's whole process group, and the server, or a
+    CPU ranks get settings of the host's allocator, which keep buffers of their steps; on CUDA these are on the GPU.
+    All have interrupts held back for good. Jupyter interrupts a kernel's whole process group, and the server, or a
     spawned rank, would die of it while it still loads torch.
     """
     context = multiprocessing.get_context(start_method)
+    settings = malloc_tunables() if device == "cpu" else nullcontext()
     if not hasattr(signal, "pthread_sigmask"):
-        with malloc_tunables():
+        with settings:
             yield context
         return
     from multiprocessing import resource_tracker
@@ -64,19 +67,26 @@ def ready_to_start(start_method: str) -> Iterator[BaseContext]:
     resource_tracker.ensure_running()  # first: starting it lets interrupts through again
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with malloc_tunables():
+        with settings:
             if start_method == "forkserver":
-                _start_server()
+                _start_server(device)
             yield context
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
 
 
-def _start_server() -> None:
+def _start_server(device: str) -> None:
+    """Start the server, unless it runs; one for the other kind of ranks has to end, if no other launch needs it."""
+    global _server_device
     from multiprocessing import forkserver  # not on Windows
 
+    with _server_lock:
+        if _environment and _server_device != device and _num_launches == 1:
+            forkserver._forkserver._stop()  # glibc reads its settings when a process starts
+            _environment.clear()
     if not _environment:
         _environment.update(os.environ)
+        _server_device = device
     forkserver.set_forkserver_preload(PRELOADED)
     _tidy_up_on_sigterm()
     forkserver.ensure_running()

@@ -74,3 +74,10 @@ def test_a_setting_of_the_readers_own_stays(no_group, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
     with group.process_group(0, 2, device="cuda", timeout_s=10.0):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and not group.waits_in_the_open()
+
+
+def test_a_group_for_both_devices_waits_as_long_as_gloo():
+    """As 02 and 06 say: 10 minutes are NCCL's own, and 30 those of every other group, of one for both devices too."""
+    defaults = dist.distributed_c10d._get_default_timeout
+    minutes = {name: defaults(name).total_seconds() / 60 for name in ("nccl", "gloo", "cpu:gloo,cuda:nccl")}
+    assert minutes == {"nccl": 10, "gloo": 30, "cpu:gloo,cuda:nccl": 30}

@@ -4,6 +4,7 @@ import ast
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
+import os
 import sys
 from pathlib import Path
 
@@ -165,3 +166,24 @@ def test_the_server_ends_when_it_is_idle_and_the_next_launch_starts_another():
     assert not is_running(server)
     assert launch(workers.return_rank, world_size=1, device="cpu") == [(0, 1)]
     assert multiprocessing.forkserver._forkserver._forkserver_pid != server
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the environment of a process is read from /proc")
+def test_the_settings_of_the_allocator_are_for_cpu_ranks_alone():
+    """glibc reads them when a process starts, so a server for the other kind of ranks is a different process."""
+
+    def server() -> tuple[int, bool]:
+        pid = multiprocessing.forkserver._forkserver._forkserver_pid
+        return pid, b"arena_max" in Path(f"/proc/{pid}/environ").read_bytes()  # glibc cuts its variable where it reads
+
+    launch(workers.return_rank, world_size=1, device="cpu")
+    of_cpu_ranks, has_settings = server()
+    assert has_settings
+    with start.server_in_use(), start.ready_to_start("forkserver", "cuda"):
+        assert MALLOC_TUNABLES not in os.environ.get("GLIBC_TUNABLES", "")
+        of_cuda_ranks, has_settings = server()
+        assert of_cuda_ranks != of_cpu_ranks and not has_settings
+    with start.server_in_use(), start.ready_to_start("forkserver", "cuda"):
+        assert server() == (of_cuda_ranks, False)  # it serves on
+    launch(workers.return_rank, world_size=1, device="cpu")
+    assert server()[1] and not is_running(of_cuda_ranks)
