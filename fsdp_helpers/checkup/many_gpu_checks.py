@@ -59,9 +59,12 @@ def take_home(script: str) -> Callable[[int], Outcome]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         variables = {**os.environ, "PET_LOG_DIR": os.devnull}
         done = subprocess.run(
-            [*torchrun, str(TAKE_HOME / script)], env=variables, stdout=subprocess.PIPE, text=True, check=False
+            [*torchrun, str(TAKE_HOME / script)], env=variables, capture_output=True, text=True, check=False
         )
-        lines = done.stdout.strip().splitlines() or ["no output"]
-        return Outcome(done.returncode == 0, f"exit status {done.returncode}; {lines[-1]}")
+        if done.returncode:
+            print(done.stderr)
+            errors = [line for line in done.stderr.splitlines() if "Error: " in line] or ["no error was printed"]
+            return Outcome(False, f"exit status {done.returncode}; {errors[0]}")
+        return Outcome(True, f"exit status 0; {(done.stdout.splitlines() or ['no output'])[-1]}")
 
     return check

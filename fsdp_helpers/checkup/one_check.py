@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from fsdp_helpers.ranks.gpus import Gpus, believe
 MARK = "FSDP_GPU_CHECK"  # a variable that every process of a check inherits
 NUM_DETAILS = 15  # last lines of a failure
 PACKAGE_HOME = Path(__file__).resolve().parents[2]
+MOST_OF_ERROR = 200  # characters of it in the table
 END_S = 10.0  # processes that were killed have this long to go
 
 
@@ -59,8 +61,14 @@ def ask_child(title: str, gpus: Gpus, limit_s: float, mark: str) -> Answer:
                 status = None
         printed = output.read_text(errors="replace")
         content = json.loads(answer.read_text()) if status == 0 and answer.exists() else None
-    ended = f"still running after {limit_s:g} s" if status is None else f"ended with exit status {status}"
-    return Answer(content, printed, last_error(printed) if status == 1 else ended)
+    return Answer(content, printed, how_it_ended(status, printed, limit_s))
+
+
+def how_it_ended(status: int | None, printed: str, limit_s: float) -> str:
+    """The error that a child printed last, else its exit status; None for one that was still running."""
+    if status is None:
+        return f"still running after {limit_s:g} s"
+    return last_error(printed) or f"ended with exit status {status}"
 
 
 @contextmanager
@@ -108,10 +116,10 @@ def describe_process(process: psutil.Process) -> str:
 
 
 def last_error(printed: str) -> str:
-    """The line in which a traceback ended."""
-    lines = [line for line in printed.splitlines() if line.strip()]
-    errors = [line for line in lines if not line.startswith(" ") and "Error" in line.split(":")[0]]
-    return (errors or lines or ["no output"])[-1]
+    """The beginning of the line in which the last traceback ended, or ""."""
+    lines = [line for line in printed.splitlines() if not line.startswith(" ")]
+    errors = [line for line in lines if "Error" in line.split(":")[0]]
+    return textwrap.shorten(errors[-1], MOST_OF_ERROR, placeholder=" ...") if errors else ""
 
 
 def last_lines(printed: str) -> tuple[str, ...]:
@@ -131,9 +139,10 @@ def main(title: str, num_gpus: str, problem: str, answer: str) -> None:
     else:
         try:
             outcome = CHECKS[title].run(int(num_gpus))
-            content = asdict(outcome) | {"result": PASS if outcome.passed else FAIL}
+            result = PASS if outcome.passed else FAIL
         except Unfit as reason:
-            content = asdict(Outcome(True, str(reason))) | {"result": SKIP}
+            outcome, result = Outcome(True, str(reason)), SKIP
+        content = {"result": result, "measured": outcome.measured, "values": outcome.values}
     Path(answer).write_text(json.dumps(content))
 
 

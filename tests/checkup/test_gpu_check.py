@@ -14,7 +14,15 @@ from runs import main_in_process, mostly_long
 from fsdp_helpers.checkup import device_checks, gpu_check, many_gpu_checks, one_check, training_checks
 from fsdp_helpers.checkup.gpu_check import PASTE, Report, check_gpus
 from fsdp_helpers.checkup.gpu_checks import CHECKS
-from fsdp_helpers.checkup.one_check import MARK, describe_process, last_error, last_lines, marked_processes, run_check
+from fsdp_helpers.checkup.one_check import (
+    MARK,
+    describe_process,
+    how_it_ended,
+    last_error,
+    last_lines,
+    marked_processes,
+    run_check,
+)
 from fsdp_helpers.checkup.rows import FAIL, PASS, SKIP, Check, Row, count_results, markdown_table
 from fsdp_helpers.measuring.step_profile import measure_run
 from fsdp_helpers.ranks.gpus import NONE, VISIBLE, Gpus
@@ -132,7 +140,9 @@ def test_the_end_of_an_output(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     printed = f"Traceback\n  File {tmp_path}/x.py\nValueError: a: b\n  more\nbye\n"
     assert last_error(printed) == "ValueError: a: b"
-    assert last_error("killed\n") == "killed" and last_error("") == "no output"
+    assert last_error("killed\n") == last_error("") == ""
+    assert how_it_ended(-11, "", 60) == "ended with exit status -11"
+    assert how_it_ended(1, "ValueError: " + "a " * 500, 60).endswith("a ...")
     assert last_lines(printed)[1] == "  File ~/x.py"
 
 
