@@ -35,12 +35,19 @@ OFFLINE = offline()  # asked for once: the tests themselves start without the va
 LONG_TIMEOUT_S = 1800  # of a test of the long evidence; pyproject.toml has that of all others
 
 
+def pytest_configure(config):
+    """Hide GPUs, unless the tests on them are asked for: all others run CPU ranks, also where `auto` would be CUDA."""
+    asked_for = "gpu" in config.option.markexpr.replace("not gpu", "").split()
+    if not asked_for and torch.cuda.device_count():  # counting initialises nothing
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if "long" in item.keywords and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
         if "gpu" in item.keywords and torch.cuda.device_count() == 0:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here, or not asked for: pytest -m gpu"))
         if {"mnist_dir", "packed_mnist"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("mnist")
 

@@ -58,6 +58,7 @@ class ImaginedGpus:
             "LD_PRELOAD": str(self.folder / "libimagined_runtime.so"),
             "LD_LIBRARY_PATH": str(self.folder),
             "IMAGINED_GPU_COUNT": str(count),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),  # pytest hides real ones
             "IMAGINED_GPU_LOG": str(self.log),
         }
         return variables | ({"IMAGINED_GPU_TOO_OLD": "1"} if too_old else {})

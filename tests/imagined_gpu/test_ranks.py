@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from leftovers import PROJECT
 
 from fsdp_helpers.checkpointing.folder import checkpoint_name, find_steps
 from fsdp_helpers.checkpointing.index import read_index
@@ -127,3 +128,11 @@ def test_a_gpu_is_tried_by_a_child(gpus, run_python):
 def test_a_driver_that_is_too_old_says_so(gpus, run_python):
     found = run_python(FIND.replace("WANTED", "0"), gpus.environment(too_old=True))
     assert "Gpus(count=1, problem='The NVIDIA driver on your system is too old (found version " in found
+
+
+def test_tests_use_a_gpu_only_if_asked(gpus, run_beside):
+    """Without `-m gpu` its tests are skipped, and all others run CPU ranks."""
+    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", PROJECT / "tests" / "test_gpu.py"]
+    done = run_beside(program, gpus.environment())
+    assert "not asked for: pytest -m gpu" in done.stdout and "passed" not in done.stdout
+    assert gpus.uses() == []
