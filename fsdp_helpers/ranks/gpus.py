@@ -68,7 +68,10 @@ def unhide_gpus() -> None:
     """Take back `hide_gpus`, for processes that start from now on; a choice of the reader's own stays."""
     if _hidden:
         before = _hidden.pop()
-        os.environ.pop(VISIBLE) if before is None else os.environ.update({VISIBLE: before})
+        if before is None:
+            os.environ.pop(VISIBLE, None)  # the reader may have removed it meanwhile
+        else:
+            os.environ[VISIBLE] = before
 
 
 def are_hidden() -> bool:

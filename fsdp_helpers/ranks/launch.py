@@ -115,7 +115,7 @@ def _check_numbers(world_size: int, **limits_s: float | None) -> None:
     for name, limit_s in limits_s.items():
         is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool)
         if limit_s is not None and not (is_number and 0 < limit_s < math.inf):
-            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0, or None to wait for ever")
+            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0, or None to wait forever")
 
 
 @dataclass

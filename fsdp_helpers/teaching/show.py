@@ -157,9 +157,9 @@ def machine(
 ) -> str:
     """Set a notebook up on `device` and show what its numbers are measured with; returns the device, "cpu" or "cuda".
 
-    The variable FSDP_DEVICE overrides `device`, unless that is `fixed`. On the CPU, GPUs are hidden from this kernel and from all that it
-    starts. The data are prepared, unless `data` says why none are needed. Shown are versions, device, ranks, data,
-    the memory that is free beside what the notebook `needs_bytes` of it, and GPUs that stay idle.
+    The variable FSDP_DEVICE overrides `device`, unless that is `fixed`. On the CPU, GPUs are hidden from this kernel and
+    from all that it starts. The data are prepared, unless `data` says why none are needed. Shown are versions, device,
+    ranks, data, the memory that is free beside what the notebook `needs_bytes` of it, and GPUs that stay idle.
     Raises ValueError for "cuda" if there are too few GPUs or torch cannot use them.
     """
     import torch

@@ -190,7 +190,7 @@ def test_a_folder_of_anyone(foreign, tmp_path, capfd, monkeypatch):
         output = capfd.readouterr()
         first, second = output.out.splitlines()
         assert first.endswith("2 tensors, 32 B") and output.err == ""  # (3 x 2 + 2) x 4
-        assert second.startswith("left out, being no tensors: ")
+        assert second.startswith("skipped (not tensors): ")
         named = second.partition(": ")[2].split(", ")
         assert {"epoch", "mark"} <= set(named) and any(name.startswith("optimizer.param_groups") for name in named)
     assert "MARKED" not in os.environ

@@ -41,6 +41,13 @@ def test_what_is_hidden_can_be_seen_again(own, monkeypatch):
     assert os.environ.get(VISIBLE) == own
 
 
+def test_what_the_reader_removed_meanwhile_is_not_missed(monkeypatch):
+    hide_gpus()
+    monkeypatch.delenv(VISIBLE)
+    unhide_gpus()
+    assert VISIBLE not in os.environ
+
+
 def test_what_the_reader_hides_stays_hidden(monkeypatch):
     monkeypatch.setenv(VISIBLE, NONE)
     hide_gpus()
