@@ -195,7 +195,7 @@ relock: $(INSTALLED)
 	$(LOCK) --upgrade --group dev --output-file requirements.lock
 	$(LOCK) --upgrade --resolution lowest-direct --output-file oldest.lock
 
-# Fails for nothing: an old lock is no fault of a push.
+# Never fails: a push is not to blame for an old lock.
 outdated: $(INSTALLED)
 	@mkdir -p $(CACHE)
 	@cp requirements.lock $(CACHE)/newest.lock
