@@ -1,6 +1,6 @@
 # make lab          install, then open JupyterLab on the notebooks   (LAB_ARGS="--port 9000" hands on arguments)
 # make student      the same on copies in work/, so that working changes no file of the project
-# make reset        take one of the copies anew   (NOTEBOOK=03)
+# make reset        take one of the copies anew   (NOTEBOOK=3)
 # make test         install, then run the tests and every notebook
 # make test-all     the same, and the long evidence
 # make test-browser every notebook in JupyterLab, in a browser
@@ -27,7 +27,7 @@ WORK ?= work
 CACHE := $(CURDIR)/.venv/cache
 # Markers of tests that need more than the installation.
 PLAIN := not xla and not browser and not cluster and not imagined
-# So many test files at a time, since tests wait a lot: `make test WORKERS=1` where memory is short.
+# Test files that run at a time, since tests wait a lot: `make test WORKERS=1` where memory is short.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 NOTEBOOKS_TOO = $(PYTEST) --nbmake --timeout=1200 notebooks
@@ -40,9 +40,6 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --custom-compile-command 'make relock' pyproject.toml
-# JupyterLab refuses to run as root, as in a container, unless told that it may.
-ROOT_ARGS := $(if $(filter 0,$(shell id -u)),--allow-root)
-
 .PHONY: lab student reset test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
@@ -73,28 +70,19 @@ $(RUNS): export UV_CACHE_DIR := $(CACHE)/uv
 $(RUNS): export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 
 # Threads that wait sleep: on cores that are in use spinning ones make a step take ten times as long.
-lab student $(RUNS): export OMP_WAIT_POLICY := PASSIVE
+$(RUNS): export OMP_WAIT_POLICY := PASSIVE
 
 # What torchrun would write into log files is shown in the notebook; left alone, every run of it leaves a folder in /tmp.
-lab student $(RUNS): export PET_LOG_DIR := /dev/null
-
-# Terminals and kernels of JupyterLab find the environment first; lab/ holds the kernel's name and JupyterLab's settings.
-lab student: export PATH := $(abspath $(BIN)):$(PATH)
-lab student: export VIRTUAL_ENV := $(abspath $(BIN)/..)
-lab student: export JUPYTER_PATH := $(CURDIR)/lab$(if $(JUPYTER_PATH),:$(JUPYTER_PATH))
-lab student: export JUPYTER_CONFIG_PATH := $(CURDIR)/lab/config$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))
-lab student: SHELL_ARGS = --ServerApp.terminado_settings="shell_command=['sh', '$(CURDIR)/lab/shell']"
-lab student: OPEN_LAB = $(BIN)/jupyter lab $(ROOT_ARGS) --ServerApp.root_dir='$(CURDIR)' $(SHELL_ARGS) $(LAB_ARGS)
+$(RUNS): export PET_LOG_DIR := /dev/null
 
 lab: $(INSTALLED)
-	$(OPEN_LAB) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
+	$(BIN)/python -m fsdp_helpers lab $(LAB_ARGS)
 
 student: $(INSTALLED)
-	$(BIN)/python lab/working_copies.py '$(WORK)'
-	$(OPEN_LAB) --LabApp.default_url='/lab/tree/$(WORK)/00_start_here.ipynb'
+	$(BIN)/python -m fsdp_helpers lab --copies '$(WORK)' $(LAB_ARGS)
 
 reset:
-	$(PYTHON) lab/working_copies.py '$(WORK)' --reset '$(NOTEBOOK)'
+	$(PYTHON) -m fsdp_helpers.lab.working_copies '$(WORK)' --reset '$(NOTEBOOK)'
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not long and $(PLAIN)" tests
@@ -164,7 +152,7 @@ can-test-network: $(INSTALLED)
 	@PYTHONPATH=tests:tests/cluster $(call missing_for,network)
 
 can-test-slurm: $(INSTALLED)
-	@$(call missing_for,fsdp_helpers.teaching.slurm)
+	@$(call missing_for,fsdp_helpers.teaching.machines.slurm)
 
 can-test-mnist:
 	@ls data/MNIST/raw/*.gz > /dev/null 2>&1 || { echo "no MNIST: its four .gz files are not in data/MNIST/raw"; exit 1; }
@@ -204,7 +192,7 @@ outdated: $(INSTALLED)
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)
-	$(BIN)/python lab/run_notebooks.py $(NOTEBOOKS)
+	$(BIN)/python -m fsdp_helpers.lab.run_notebooks $(NOTEBOOKS)
 
 clean:
 	rm -rf .venv .venv-oldest .venv-xla

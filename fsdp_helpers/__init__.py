@@ -12,7 +12,7 @@ __version__ = "1.0.0"
 _HOMES = {
     "TrainConfig": "config",
     "consolidate": "checkpointing.consolidate",
-    "launch": "ranks.launch",
+    "launch": "ranks.launching.launch",
     "load": "checkpointing.checkpoint",
     "save": "checkpointing.checkpoint",
     "train": "training.run",

@@ -1,23 +1,22 @@
 """The command line, which is also what torchrun starts: `python -m fsdp_helpers train --help`."""
 
 import argparse
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_helpers.config import MODELS, Flag, TrainConfig, flags
+from fsdp_helpers.commands.compare import add_compare_arguments
+from fsdp_helpers.commands.files import check_output_path, print_data_source, write_json
+from fsdp_helpers.config import Flag, TrainConfig, flags
 from fsdp_helpers.planning.command import add_plan_arguments, plan_command
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.torchrun import end_with_agent
 from fsdp_helpers.training.summary import print_summary
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
-FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 CALL_FLAGS = (
     Flag(setting="world_size", kind=int, meaning="number of ranks (default: 1 for local, else 2)"),
     Flag(
@@ -59,15 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     consolidate.set_defaults(run=consolidate_command)
 
     compare = commands.add_parser("compare", help="run every strategy on both APIs and compare them")
-    compare.add_argument("--models", nargs="+", choices=MODELS, default=["shallow", "deep"])
-    compare.add_argument("--world-size", type=int, metavar="N", default=2)
-    compare.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    compare.add_argument("--steps", type=int, metavar="N", default=8, help="steps of each run, 4 or more")
-    compare.add_argument("--global-batch-size", type=int, metavar="N", default=64)
-    compare.add_argument("--data-dir", metavar="DIR")
-    compare.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
-    compare.add_argument("--figure", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
-    compare.set_defaults(run=compare_command)
+    add_compare_arguments(compare)
 
     plan = commands.add_parser("plan", help="predict memory, traffic and time of a large model on many devices")
     add_plan_arguments(plan)
@@ -76,6 +67,10 @@ def build_parser() -> argparse.ArgumentParser:
     gpu_check.add_argument("--limit", type=float, metavar="S", default=60.0, help="seconds for one check (60)")
     gpu_check.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
     gpu_check.set_defaults(run=gpu_check_command)
+
+    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; it gets all other arguments")
+    lab.add_argument("--copies", type=Path, metavar="DIR", help="work in copies in DIR, such as work")
+    lab.set_defaults(run=lab_command)
     return parser
 
 
@@ -102,12 +97,17 @@ def _argument(flag: Flag) -> dict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 for a failed rank or check, 2 for bad input, 130 for an interrupt."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, others = parser.parse_known_args(arguments)
+    if options.command == "lab":
+        options.arguments = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     if options.command == "plan":  # it needs no torch, whose import would take longer than the plan
         return write_plan(options)
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.mnist import DataError
-    from fsdp_helpers.ranks.launch import RankError
+    from fsdp_helpers.ranks.launching.launch import RankError
     from fsdp_helpers.ranks.progress import in_lines
 
     try:
@@ -148,25 +148,25 @@ def train_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.training.run import train, train_as_rank_of_torchrun
 
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
-    _check_output_path(options.json)
+    check_output_path(options.json)
     start = train_as_rank_of_torchrun if started_as_rank() else train
     record = start(
         config,
         world_size=options.world_size,
         device=options.device,
         group_timeout_s=options.timeout,
-        on_data=lambda source: _print_data_source(source, config),
+        on_data=lambda source: print_data_source(source, config),
     )
     if record is not None:
         print_summary(record)
         if options.json:
-            _write_json(record.to_json(), options.json)
+            write_json(record.to_json(), options.json)
 
 
 def consolidate_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.checkpointing.consolidate import consolidate
 
-    _check_output_path(options.out)
+    check_output_path(options.out)
     done = consolidate(options.checkpoint, options.out, prefix=options.prefix)
     num_bytes = sum(entry.num_bytes for entry in done.tensors)
     print(f"{options.out}: {len(done.tensors)} tensors, {format_bytes(num_bytes)}")
@@ -174,102 +174,32 @@ def consolidate_command(options: argparse.Namespace) -> None:
         print(f"skipped (not tensors): {', '.join(done.skipped)}")
 
 
-def compare_command(options: argparse.Namespace) -> None:
-    import torch
-
-    from fsdp_helpers.data import num_train_images
-    from fsdp_helpers.ranks.group import choose_device, device_name
-    from fsdp_helpers.ranks.progress import ProgressBar
-    from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
-    from fsdp_helpers.training.run import prepare_run_data
-    from fsdp_helpers.training.watch import STEADY_STEP
-    from fsdp_helpers.training.worker import time_stamp, versions
-
-    if options.steps <= STEADY_STEP:
-        raise ValueError(
-            f"--steps {options.steps}: the first {STEADY_STEP} are not timed, give {STEADY_STEP + 1} or more"
-        )
-    for path in (options.json, options.figure):
-        _check_output_path(path)
-    if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
-        raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
-    base = TrainConfig(
-        epochs=options.steps,  # as many as it takes: one epoch may have a single step
-        max_steps=options.steps,
-        global_batch_size=options.global_batch_size,
-        test_images=1,
-        data_dir=options.data_dir,
-    )
-    replace(base, strategy="ddp").check_world_size(options.world_size)
-    device = choose_device(options.device, options.world_size)
-    source = prepare_run_data(base)
-    _print_data_source(source, base)
-    images = min(options.steps * options.global_batch_size, num_train_images(source))
-    configs = comparison_configs(options.models, replace(base, train_images=images), device)
-    bar = ProgressBar()
-    rows = compare(configs, world_size=options.world_size, device=device, on_done=bar.update)
-    bar.close()
-    print(plain_table(rows))
-    if options.json:
-        content = {
-            "device": device,
-            "device_name": device_name(torch.device(device)),
-            "finished": time_stamp(),
-            "versions": versions(),
-            "rows": [asdict(row) for row in rows],
-        }
-        _write_json(content, options.json)
-    if options.figure:
-        from fsdp_helpers.teaching.plots import plot_comparison
-
-        plot_comparison(rows)[0].savefig(options.figure)
-
-
 def gpu_check_command(options: argparse.Namespace) -> int:
     from fsdp_helpers.checkup.gpu_check import check_gpus, check_limit, say_row
     from fsdp_helpers.checkup.gpu_checks import CHECKS
 
     check_limit(options.limit)
-    _check_output_path(options.json)
+    check_output_path(options.json)
     report = check_gpus(CHECKS.values(), options.limit, on_row=say_row)
     print("\n".join(report.lines()))
     if options.json:
-        _write_json(report.to_json(), options.json)
+        write_json(report.to_json(), options.json)
     return 0 if report.passed else FAILED
+
+
+def lab_command(options: argparse.Namespace) -> None:
+    from fsdp_helpers.lab.server import open_lab
+
+    open_lab(options.copies, options.arguments)
 
 
 def write_plan(options: argparse.Namespace) -> int:
     try:
-        _check_output_path(options.json)
-        plan_command(options, _write_json)
+        check_output_path(options.json)
+        plan_command(options, write_json)
     except ValueError as error:
         return _complain(BAD_INPUT, str(error))
     return 0
-
-
-def _print_data_source(source: str, config: TrainConfig) -> None:
-    from fsdp_helpers.data import describe_source
-
-    print(describe_source(source, config.data_dir), file=sys.stderr)
-
-
-def _check_output_path(path: Path | None) -> None:
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"{path}: the folder {path.parent} does not exist")
-    if path is not None and path.is_dir():
-        raise ValueError(f"{path} is a folder; give a file")
-    if path is not None:
-        try:
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            raise ValueError(f"{path}: the folder {path.parent} cannot be written ({error.strerror})") from error
-
-
-def _write_json(content: dict, path: Path) -> None:
-    from fsdp_helpers.checkpointing.folder import whole_file
-
-    with whole_file(path, "w") as file:
-        json.dump(content, file, indent=1)
 
 
 def _complain(status: int, message: str) -> int:

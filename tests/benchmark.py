@@ -38,7 +38,7 @@ from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.sharding.strategies import STRATEGIES
 from fsdp_helpers.training.loop import train_one_epoch
 from fsdp_helpers.training.watch import STEADY_STEP

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.sharding.gradients import clip_gradients
-from fsdp_helpers.teaching import real_model
+from fsdp_helpers.teaching.lessons import real_model
 from fsdp_helpers.training.worker import first_batches
 
 

@@ -4,13 +4,13 @@ import json
 
 import nbformat
 import pytest
-import run_notebooks
-import sources
+
+from fsdp_helpers.lab import run_notebooks, sources
 
 MODULES = {
-    "__init__": '"""A package."""\n_HOMES = {"launch": "ranks.launch"}',
+    "__init__": '"""A package."""\n_HOMES = {"launch": "ranks.launching.launch"}',
     "__main__": "print('the command line')",
-    "ranks/launch": "from fsdp_helpers.quantities import MB\n\n\ndef launch():\n    '''Start ranks.'''\n    return MB  # bytes",
+    "ranks/launching/launch": "from fsdp_helpers.quantities import MB\n\n\ndef launch():\n    '''Start ranks.'''\n    return MB  # bytes",
     "quantities": "MB = 10**6",
     "planning": "MB = 2**20",
 }
@@ -59,14 +59,14 @@ def kept(project, *cells: str):
 @pytest.mark.parametrize(
     "name, before, after, is_outdated",
     [
-        ("fsdp_helpers/ranks/launch.py", "return MB", "return 2 * MB", True),
+        ("fsdp_helpers/ranks/launching/launch.py", "return MB", "return 2 * MB", True),
         ("fsdp_helpers/quantities.py", "10**6", "2**20", True),  # behind it
         ("fsdp_helpers/planning.py", "2**20", "10**6", False),  # neither imports it
         ("fsdp_helpers/__main__.py", "the", "a", False),  # nor runs it
         ("notebooks/take_home/ddp.py", "import torch", "import numpy", True),  # the cells name it
-        ("fsdp_helpers/ranks/launch.py", "# bytes", "# of a rank", False),
-        ("fsdp_helpers/ranks/launch.py", "Start ranks.", "Start the ranks.", False),
-        ("fsdp_helpers/ranks/launch.py", "\n\n\ndef", "\n\n\n\ndef", False),
+        ("fsdp_helpers/ranks/launching/launch.py", "# bytes", "# of a rank", False),
+        ("fsdp_helpers/ranks/launching/launch.py", "Start ranks.", "Start the ranks.", False),
+        ("fsdp_helpers/ranks/launching/launch.py", "\n\n\ndef", "\n\n\n\ndef", False),
     ],
 )
 def test_what_outdates_kept_outputs(project, name, before, after, is_outdated):
@@ -101,7 +101,7 @@ def test_a_file_that_a_cell_writes_counts_word_for_word(project):
 def test_what_is_shown_counts_word_for_word(project, before, after):
     """The page shows the docstring, the comment, and the number of the line."""
     notebook = kept(project, *CELLS, "show.source(launch)")
-    change(project, "fsdp_helpers/ranks/launch.py", before, after)
+    change(project, "fsdp_helpers/ranks/launching/launch.py", before, after)
     assert sources.outdated(notebook, project) == ["the code that they call"]
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from sources import outdated
+
+from fsdp_helpers.lab.sources import outdated
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))

@@ -13,8 +13,8 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
 from fsdp_helpers.quantities import MB, format_bytes
-from fsdp_helpers.ranks.errors import RankError
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.errors import RankError
+from fsdp_helpers.ranks.launching.launch import launch
 
 GPU = torch.device("cuda", 0)
 CPU_RANKS = 2

@@ -9,9 +9,9 @@ from fsdp_helpers.checkup.gpu_workers import train_each, where_slices_live
 from fsdp_helpers.checkup.rows import Outcome, Unfit
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.teaching import real_model
+from fsdp_helpers.teaching.lessons import real_model
 
 STEPS = 8
 SAME, SAME_AFTER_RESUMING, SAME_COMPILED, SAME_IN_BF16 = 1e-5, 1e-4, 1e-4, 0.05

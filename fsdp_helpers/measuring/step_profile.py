@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
-from fsdp_helpers.planning.ledger import Peak
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
+from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.sharding.strategies import recompute_units
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 

@@ -11,7 +11,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES, num_shards
 from fsdp_helpers.planning.traffic import ALIGNED_VALUES
-from fsdp_helpers.planning.units import cut
+from fsdp_helpers.planning.walk.units import cut
 from fsdp_helpers.records import StateBytes
 
 

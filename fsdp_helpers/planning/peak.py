@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.fsdp1 import FlatParameters
-from fsdp_helpers.planning.fsdp2 import FullyShard
-from fsdp_helpers.planning.ledger import Ledger, Peak
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.state import num_shards
-from fsdp_helpers.planning.units import Shards
-from fsdp_helpers.planning.whole import WholeModel
+from fsdp_helpers.planning.walk.fsdp1 import FlatParameters
+from fsdp_helpers.planning.walk.fsdp2 import FullyShard
+from fsdp_helpers.planning.walk.ledger import Ledger, Peak
+from fsdp_helpers.planning.walk.units import Shards
+from fsdp_helpers.planning.walk.whole import WholeModel
 from fsdp_helpers.records import CollectiveCount
 
 WHEN = {

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.held import own_state
-from fsdp_helpers.planning.ledger import Peak
 from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.peak import walk_step
 from fsdp_helpers.planning.traffic import step_range_s
+from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.records import CollectiveCount, StateBytes
 

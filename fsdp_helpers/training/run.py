@@ -10,12 +10,12 @@ from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import num_test_images, num_train_images, prepare_data
 from fsdp_helpers.mnist import DataError
-from fsdp_helpers.ranks.errors import shown_by_message
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.gpus import hide_gpus
 from fsdp_helpers.ranks.group import check_timeout, choose_device, process_group
-from fsdp_helpers.ranks.launch import RankError, launch
-from fsdp_helpers.ranks.process import describe_error
+from fsdp_helpers.ranks.launching.errors import shown_by_message
+from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.ranks.launching.process import describe_error
 from fsdp_helpers.ranks.progress import ProgressBar, is_notebook, send_reports_to
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm

@@ -36,7 +36,7 @@ INTERRUPT = ':is([data-command="notebook:interrupt-kernel"], [data-jp-item-name=
 CLOSE = """path => [...window.jupyterapp.shell.widgets("main")]
     .filter(panel => panel.context?.path === path).forEach(panel => panel.dispose())"""
 LONG_RUN = """from fsdp_helpers import TrainConfig, launch, train
-from fsdp_helpers.teaching.probes import say_hello
+from fsdp_helpers.teaching.lessons.probes import say_hello
 train(TrainConfig(model="simple", strategy="ddp", epochs=1_000), device="cpu", watch={watch})"""
 
 

@@ -16,7 +16,7 @@ from fsdp_helpers.checkpointing.flat import boxes
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, read_checkpoint
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.plain import put_together, take_apart
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.launch import launch
 
 OPTIMISERS = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),

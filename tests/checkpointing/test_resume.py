@@ -23,7 +23,7 @@ from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, 
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.resume import find_start
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.launch import RankError, launch
+from fsdp_helpers.ranks.launching.launch import RankError, launch
 from fsdp_helpers.training.run import train as train_run
 from fsdp_helpers.training.worker import train_worker
 
@@ -477,7 +477,9 @@ def run_folder(saved_run, tmp_path) -> Path:
 
 @pytest.fixture
 def no_rank(monkeypatch):
-    monkeypatch.setattr("fsdp_helpers.ranks.launch._start_rank", lambda *args: pytest.fail("a rank was started"))
+    monkeypatch.setattr(
+        "fsdp_helpers.ranks.launching.launch._start_rank", lambda *args: pytest.fail("a rank was started")
+    )
 
 
 def complaints(capfd) -> list[str]:

@@ -26,7 +26,7 @@ from fsdp_helpers.checkup.one_check import (
 from fsdp_helpers.checkup.rows import FAIL, PASS, SKIP, Check, Row, count_results, markdown_table
 from fsdp_helpers.measuring.step_profile import measure_run
 from fsdp_helpers.ranks.gpus import NONE, VISIBLE, Gpus
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.launch import launch
 
 ONE_GPU = Gpus(1)
 

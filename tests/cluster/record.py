@@ -10,7 +10,7 @@ import network
 from leftovers import PROJECT
 
 from fsdp_helpers.ranks.group import device_name
-from fsdp_helpers.teaching import slurm
+from fsdp_helpers.teaching.machines import slurm
 from fsdp_helpers.training.worker import time_stamp, versions
 
 REFERENCE = PROJECT / "notebooks" / "reference"
@@ -46,7 +46,7 @@ def record_slurm(folder: Path) -> dict:
     os.environ |= {"PYTHONPATH": str(PROJECT), "FSDP_OFFLINE": "1"}
     with slurm.running_slurm(folder / "cluster") as cluster:
         queue, output = cluster.watch_job(SCRIPT, *train, "--json", folder / "run.json", folder=folder)
-        homes = cluster.submit(SCRIPT, "-m", "fsdp_helpers.teaching.homes", folder / "homes", folder=folder)
+        homes = cluster.submit(SCRIPT, "-m", "fsdp_helpers.teaching.machines.homes", folder / "homes", folder=folder)
         cluster.wait_for(homes, "COMPLETED")
     return {
         "command": " ".join(["sbatch train.sbatch", *map(str, train)]),

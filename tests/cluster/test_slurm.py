@@ -12,8 +12,8 @@ from torchrun_jobs import SMALL, read_losses
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.teaching import slurm as cluster
-from fsdp_helpers.teaching.homes import torchrun_command
+from fsdp_helpers.teaching.machines import slurm as cluster
+from fsdp_helpers.teaching.machines.homes import torchrun_command
 from fsdp_helpers.training.run import train
 
 SCRIPT = PROJECT / "notebooks" / "cluster" / "train.sbatch"

@@ -17,7 +17,7 @@ import torch
 from workers_for_tests import train_each
 from fsdp_helpers.config import APIS, TrainConfig
 from fsdp_helpers.data import prepare_data
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.launch import launch
 
 if __name__ == "__main__":
     prepare_data()
@@ -42,7 +42,7 @@ assert not torch.cuda.is_initialized()
 """
 STOPPED = """
 from workers_for_tests import stop_rank_1
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.launch import launch
 
 if __name__ == "__main__":
     try:
@@ -51,8 +51,8 @@ if __name__ == "__main__":
         print(type(error).__name__, str(error).splitlines()[0])
 """
 LESSONS = """
-from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.teaching import probes, unit_probes
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.teaching.lessons import probes, unit_probes
 
 if __name__ == "__main__":
     for worker in (probes.train_your_own, probes.start_on_meta, unit_probes.are_still_tied):

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.ledger import KINDS, Ledger, Term
 from fsdp_helpers.planning.peak import peak_of_step, walk_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
-from fsdp_helpers.planning.units import cut
+from fsdp_helpers.planning.walk.ledger import KINDS, Ledger, Term
+from fsdp_helpers.planning.walk.units import cut
 
 UNITS = ("a", "b")
 

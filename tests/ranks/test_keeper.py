@@ -7,7 +7,7 @@ import pytest
 import workers_for_tests as workers
 from programs import is_running, running_python
 
-from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
+from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="keepers adopt orphans on Linux alone")
 
@@ -53,7 +53,7 @@ def test_fifty_interrupted_launches_leave_no_process(tmp_path):
     code = f"""
         import os, signal, threading, time
         from pathlib import Path
-        from fsdp_helpers.ranks.launch import launch
+        from fsdp_helpers.ranks.launching.launch import launch
         from workers_for_tests import leave_processes
 
         written = Path({str(tmp_path)!r}, "pids-0")

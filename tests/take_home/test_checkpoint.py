@@ -18,7 +18,7 @@ from take_home_workers import FOLDER, ask_one_rank_to_end, load_script, run_main
 from torch.distributed import TCPStore
 from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_output
 
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.launch import launch
 
 SCRIPT = load_script("checkpoint.py")
 MANY = 1_000_000  # steps: a run that is ended

@@ -21,7 +21,7 @@ from take_home_workers import (
 from torch.distributed import TCPStore
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.ranks.launching.launch import launch
 
 NAMES = ("checkpoint.py", "ddp.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py", "vit.py")
 MAX_WIDTH = 110

@@ -9,7 +9,7 @@ from runs import main_in_process, tiny_record
 
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.records import ComparisonRow
-from fsdp_helpers.teaching.plots import plot_comparison
+from fsdp_helpers.teaching.figures.plots import plot_comparison
 from fsdp_helpers.training.compare import (
     SHORT_HEADERS,
     comparison_cells,
@@ -157,7 +157,9 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
 )
 def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fsdp_helpers.ranks.launch._start_rank", lambda *args: pytest.fail("a rank was started"))
+    monkeypatch.setattr(
+        "fsdp_helpers.ranks.launching.launch._start_rank", lambda *args: pytest.fail("a rank was started")
+    )
     assert main_in_process("compare", *arguments, "--data-dir", "data") == 2
     output = capfd.readouterr()
     assert len(output.err.splitlines()) == 1, output.err

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from leftovers import PROJECT
 
-from fsdp_helpers.teaching import xla
+from fsdp_helpers.teaching.machines import xla
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_no_file_of_the_package_imports_torch_xla():
 
 def test_what_both_environments_import_needs_only_what_both_have():
     allowed = set(sys.stdlib_module_names) | {"torch", "numpy"}
-    waiting, found = ["fsdp_helpers.teaching.xla_inputs"], {}
+    waiting, found = ["fsdp_helpers.teaching.machines.xla_inputs"], {}
     while waiting:
         module = waiting.pop()
         found[module] = imported_by(PROJECT / f"{module.replace('.', '/')}.py")

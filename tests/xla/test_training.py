@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp_helpers.teaching import xla
-from fsdp_helpers.teaching import xla_compare as beside
-from fsdp_helpers.teaching.xla_inputs import read_batches
+from fsdp_helpers.teaching.machines import xla
+from fsdp_helpers.teaching.machines import xla_compare as beside
+from fsdp_helpers.teaching.machines.xla_inputs import read_batches
 
 STEPS, BATCH = 20, 32
 LAYERS = ("layers.0", "layers.3", "layers.7")

@@ -1,0 +1,1 @@
+"""The launcher: start ranks from a fork server, watch them, and bring their results home."""

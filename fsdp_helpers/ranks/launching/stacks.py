@@ -1,0 +1,68 @@
+"""Where a rank stands: asked by a signal, it writes its stack into a file, whatever it is doing."""
+
+import faulthandler
+import os
+import re
+import signal
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BODY_OF_A_RANK = str(Path(__file__).with_name("process.py"))
+PACKAGE = str(Path(__file__).parents[2]) + os.sep
+ANSWER_S = 0.5  # the ranks get this long to write
+CAN_ASK = hasattr(signal, "SIGUSR1") and hasattr(faulthandler, "register")  # not on Windows
+
+
+@contextmanager
+def written_on_request(file: Path) -> Iterator[None]:
+    """Within the block, this process writes the stack of its main thread to `file` when it is asked."""
+    if not CAN_ASK:
+        yield
+        return
+    with open(file, "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+
+def ask(pids: list[int]) -> None:
+    """Ask these processes, or the ranks that they keep, and wait until they have written."""
+    if CAN_ASK:
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(ANSWER_S)
+
+
+def has_answered(stack_file: Path) -> bool:
+    """Whether a rank has written after it was asked; one that is stopped has not. True where nobody can be asked."""
+    return not CAN_ASK or not stack_file.exists() or stack_file.stat().st_size > 0
+
+
+def describe(stack_file: Path) -> str:
+    """Return the innermost line outside the libraries, and the library function it was waiting in.
+
+    A line outside this package counts before one inside it: a reader's module before the exercise that called it.
+    """
+    if not CAN_ASK:
+        return "was running; this system cannot ask it where"
+    text = stack_file.read_text() if stack_file.exists() else ""
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+    called = in_package = None
+    for path, line, function in frames:  # innermost first
+        if path == BODY_OF_A_RANK:
+            break
+        if not path.startswith(libraries):
+            where = f"{os.path.basename(path)} line {line}, in {function}"
+            place = f"was waiting in {called}(), called from {where}" if called else f"was at {where}"
+            if not path.startswith(PACKAGE):
+                return place
+            in_package = in_package or place
+        if function != "wrapper":
+            called = function
+    return in_package or ("was still starting" if not called else f"was waiting in {called}()")

@@ -1,0 +1,1 @@
+"""Checkers of the exercises, and what their ranks run."""

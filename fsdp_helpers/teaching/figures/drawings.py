@@ -1,0 +1,255 @@
+"""What lies where, drawn: in a step, in a model that is cut, in a checkpoint. Nothing here is measured.
+
+Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from os import PathLike
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from torch import nn
+
+from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
+from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
+from fsdp_helpers.teaching.figures.style import (
+    FRAME_COLOUR,
+    OP_COLOURS,
+    OP_HATCHES,
+    STATE_COLOURS,
+    TEXT_COLOUR,
+    figure_style,
+)
+
+WHOLE, SLICE, NOTHING, OWN = "whole", "slice", "nothing", "own"
+ROWS = ("parameters", "gradients", "optimiser")
+KEY = (
+    "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One moment of a step: how much of the parameters, gradients and optimiser state every rank has then.
+
+    "own" are whole gradients of the rank's own images, not yet averaged with those of the other ranks.
+    """
+
+    title: str
+    parameters: str
+    gradients: str
+    optimiser: str
+    leads_to: str = ""  # what happens between this moment and the next
+
+
+FSDP_STEP = (
+    Moment(title="between steps", parameters=SLICE, gradients=SLICE, optimiser=SLICE, leads_to="all-gather"),
+    Moment(title="forward", parameters=WHOLE, gradients=NOTHING, optimiser=SLICE, leads_to="backward"),
+    Moment(title="end of backward", parameters=WHOLE, gradients=OWN, optimiser=SLICE, leads_to="reduce-\nscatter"),
+    Moment(title="optimiser's step", parameters=SLICE, gradients=SLICE, optimiser=SLICE),
+)
+DDP_STEP = (
+    Moment(title="between steps", parameters=WHOLE, gradients=WHOLE, optimiser=WHOLE, leads_to="zero_grad"),
+    Moment(title="forward", parameters=WHOLE, gradients=NOTHING, optimiser=WHOLE, leads_to="backward"),
+    Moment(title="end of backward", parameters=WHOLE, gradients=OWN, optimiser=WHOLE, leads_to="all-reduce"),
+    Moment(title="optimiser's step", parameters=WHOLE, gradients=WHOLE, optimiser=WHOLE),
+)
+
+
+def draw_step(moments: Sequence[Moment], num_ranks: int = 2) -> tuple[Figure, Axes]:
+    """What each rank has at each moment of a step: one box per rank and moment, one bar per kind of state."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 1.15 * num_ranks), layout="constrained")
+        for column, moment in enumerate(moments):
+            ax.text(column + 0.36, -0.08, f"{column + 1}  {moment.title}", ha="center", va="bottom", weight="bold")
+            for rank in range(num_ranks):
+                _draw_rank(ax, column, rank, moment, num_ranks)
+            if moment.leads_to:
+                _draw_arrow(ax, column + 0.75, num_ranks / 2 - 0.05, moment.leads_to)
+        for rank in range(num_ranks):
+            ax.text(-0.35, rank + 0.42, f"rank {rank}", ha="right", va="center", weight="bold")
+            for row, name in enumerate(ROWS):
+                ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", fontsize=8, color=TEXT_COLOUR)
+        ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=8, color=TEXT_COLOUR)
+        ax.set(xlim=(-0.62, len(moments) - 0.25), ylim=(num_ranks + 0.25, -0.28))
+        ax.axis("off")
+    return fig, ax
+
+
+def write_step_image(path: str | PathLike) -> None:
+    """The drawing of FSDP's step as a picture, as README shows it."""
+    fig, _ = draw_step(FSDP_STEP)
+    fig.savefig(path, dpi=160)
+    plt.close(fig)
+
+
+def _draw_rank(ax: Axes, column: int, rank: int, moment: Moment, num_ranks: int) -> None:
+    for row, name in enumerate(ROWS):
+        has = getattr(moment, name)
+        for part in range(num_ranks):
+            left, width = column + 0.72 * part / num_ranks, 0.72 / num_ranks
+            filled = has in (WHOLE, OWN) or (has == SLICE and part == rank)
+            box = Rectangle((left, rank + _top_of(row)), width, 0.2, facecolor=STATE_COLOURS[name], linewidth=0)
+            if has == OWN:
+                box.set(hatch="////", edgecolor="white")
+            if filled:
+                ax.add_patch(box)
+            frame = Rectangle(
+                (left, rank + _top_of(row)), width, 0.2, fill=False, edgecolor=FRAME_COLOUR, linewidth=0.8
+            )
+            ax.add_patch(frame)
+
+
+def _top_of(row: int) -> float:
+    return 0.06 + 0.26 * row
+
+
+def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
+    ax.annotate("", (left + 0.22, middle), (left, middle), arrowprops={"arrowstyle": "-|>", "color": TEXT_COLOUR})
+    ax.text(left + 0.11, middle - 0.05, label, ha="center", va="bottom", fontsize=8, color=TEXT_COLOUR)
+
+
+def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
+    """One rank, one step of FSDP2, one row per unit (the root first): when its parameters and its gradients are whole.
+
+    Time runs to the right: forward through the units, then backward through them in reverse. The root stays whole
+    from its first gather to the end of backward. Each other unit is gathered twice, the second time while backward
+    is still busy with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
+    """
+    root, *below = units
+    turn = len(below) + 0.25  # forward ends
+    end = turn + len(below) + 0.5
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.5 * len(units)), layout="constrained")
+        _draw_stretch(ax, 0, 0, end, "parameters, whole from forward to backward")
+        _draw_stretch(ax, 0, end - 0.5, end, "gradients", gradients=True)
+        for row, _ in enumerate(below, start=1):
+            backward = turn + len(below) - row  # the last unit first
+            _draw_stretch(ax, row, row - 1, row, "parameters")
+            ahead = min(1, backward - turn)  # backward begins with the last unit, which nothing precedes
+            label = "parameters, gathered ahead" if ahead else "parameters"
+            _draw_stretch(ax, row, backward - ahead, backward + 1, label)
+            _draw_stretch(ax, row, backward, backward + 1, "gradients", gradients=True)
+        ax.axvline(turn, color=TEXT_COLOUR, linestyle=":", linewidth=1)
+        for middle, label in ((turn / 2, "forward"), ((turn + end) / 2, "backward")):
+            ax.text(middle, -0.62, label, ha="center", va="bottom", weight="bold")
+        ax.set_yticks(range(len(units)), [f"{root} (root)", *below])
+        ax.set_xticks([])
+        ax.spines[:].set_visible(False)
+        ax.tick_params(length=0)
+        ax.set(xlim=(-0.05, end + 0.05), ylim=(len(units) - 0.4, -0.7), xlabel="time in the step →")
+    return fig, ax
+
+
+def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, gradients: bool = False) -> None:
+    colour = STATE_COLOURS["gradients" if gradients else "parameters"]
+    lane = row + 0.17 if gradients else row - 0.17
+    ax.barh(lane, end - start, left=start, height=0.32, color=colour, edgecolor="white")
+    ax.text(
+        (start + end) / 2, lane, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white"
+    )
+
+
+def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
+    """Draw the two queues of a GPU for each choice, one below the other; `given` says what it was computed from."""
+    colours = {"forward": FRAME_COLOUR, "backward": TEXT_COLOUR, **OP_COLOURS}
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.9 * len(choices)), layout="constrained")
+        names = []
+        for name, spans in choices.items():
+            for queue in (ARITHMETIC, COMMUNICATION):
+                for span in (span for span in spans if span.queue == queue):
+                    _draw_span(ax, len(names), span, colours[span.what])
+                names.append(f"{name}: {queue}")
+        drawn = dict.fromkeys(span.what for spans in choices.values() for span in spans)
+        handles = [Patch(label=what, facecolor=colours[what], hatch=OP_HATCHES.get(what)) for what in drawn]
+        fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="the number is the unit's")
+        ax.set_yticks(range(len(names)), names)
+        ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=f"time (ms), not measured: computed from {given}")
+    return fig, ax
+
+
+def _draw_span(ax: Axes, row: int, span: Span, colour: str) -> None:
+    width_ms, left_ms = 1e3 * (span.end_s - span.start_s), 1e3 * span.start_s
+    ax.barh(row, width_ms, left=left_ms, height=0.7, color=colour, hatch=OP_HATCHES.get(span.what), edgecolor="white")
+    behind = {"facecolor": colour, "edgecolor": "none", "pad": 1}
+    middle_ms = left_ms + width_ms / 2
+    ax.text(middle_ms, row, str(span.unit), bbox=behind, ha="center", va="center", fontsize=7, color="white")
+
+
+def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
+    """The model as a tree of modules with parameters; one column per choice, one colour per unit, grey for the root."""
+    leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
+        for column, units in enumerate(choices.values()):
+            for row, leaf in enumerate(leaves):
+                owner = _owner(leaf, units)
+                colour = "#e5e7eb" if owner == "root" else plt.get_cmap("Set2")(list(units).index(owner) % 8)
+                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colour))
+                ax.text(column, row, owner, ha="center", va="center")
+        sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
+        labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
+        ax.set_yticks(range(len(leaves)), labels, family="monospace")
+        ax.set_xticks(range(len(choices)), [f"{name}\n{len(units) + 1} units" for name, units in choices.items()])
+        ax.xaxis.tick_top()
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set(xlim=(-0.5, len(choices) - 0.5), ylim=(len(leaves) - 0.5, -0.5))
+    return fig, ax
+
+
+def _owner(leaf: str, units: Sequence[str]) -> str:
+    """The innermost unit around a module."""
+    around = [unit for unit in units if leaf == unit or leaf.startswith(f"{unit}.")]
+    return max(around, key=len, default="root")
+
+
+def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
+    """Who wrote what: one row per tensor, from its first value to its last, one bar per slice.
+
+    A row's height grows with the tensor's bytes, from a least height at which its name can be read.
+    """
+    ranks = sorted({part.rank for entry in entries for part in entry.slices})
+    colours = dict(zip(ranks, cycle(plt.get_cmap("Set2").colors), strict=False))
+    heights = _row_heights(entries)
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 1 + 0.24 * sum(heights)), layout="constrained")
+        middles = []
+        for entry, height in zip(entries, heights, strict=True):
+            middles.append(sum(heights[: len(middles)]) + height / 2)
+            for part in entry.slices:
+                _draw_slice(ax, entry, part, (middles[-1], 0.9 * height), colours[part.rank])
+        ax.set_yticks(middles, [f"{entry.name}  {list(entry.shape)}  {entry.num_bytes:,} B" for entry in entries])
+        ax.tick_params(axis="y", length=0)
+        ax.set(
+            xlim=(0, 1),
+            ylim=(sum(heights), 0),
+            xlabel="along the first dimension (fraction of the tensor); numbers are rows",
+        )
+        handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
+        fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
+    return fig, ax
+
+
+def _row_heights(entries: Sequence[TensorEntry]) -> list[float]:
+    """1 for a tensor of next to no bytes, 5 for the largest, in between in proportion."""
+    largest = max(entry.num_bytes for entry in entries)
+    return [1 + 4 * entry.num_bytes / largest for entry in entries]
+
+
+def _draw_slice(
+    ax: Axes, entry: TensorEntry, part: SliceEntry, row: tuple[float, float], colour: tuple[float, ...]
+) -> None:
+    """One bar in `row`, its middle and height; it says the rank and, of a tensor with rows, how many they are."""
+    num_rows, all_rows = (part.sizes[0], entry.shape[0]) if entry.shape else (1, 1)
+    width, left = num_rows / all_rows, (part.offsets[0] if part.offsets else 0) / all_rows
+    middle, height = row
+    ax.barh(middle, width, left=left, color=colour, edgecolor="white", height=height)
+    text = f"rank {part.rank}: {num_rows:,}" if entry.shape else f"rank {part.rank}"
+    text = text if width > 0.12 else f"{num_rows:,}"
+    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7)

@@ -1,0 +1,75 @@
+"""Figures of runs between machines: how long a step takes, and what crosses the cable."""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+from fsdp_helpers.planning.traffic import step_range_s
+from fsdp_helpers.quantities import MB
+from fsdp_helpers.teaching.figures.style import OP_COLOURS, OP_HATCHES, STRATEGY_COLOURS, TEXT_COLOUR, figure_style
+
+MBIT = 1e6
+BAND = "the planner: from all of it overlapped to nothing"
+
+
+def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
+    """Measured step times over the bandwidth, in front of what the planner says: from the shortest to the longest step.
+
+    Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as the kept record holds them.
+    """
+    (unlimited_s,) = [row["step_s"] for row in rates if row["bits_per_s"] is None]
+    limited = [row for row in rates if row["bits_per_s"] is not None]
+    bandwidths = [row["bits_per_s"] / MBIT for row in limited]
+    between = np.geomspace(min(bandwidths), max(bandwidths))
+    network_s = 8 * limited[0]["sent_bytes"] / (between * MBIT)
+    shortest_s, longest_s = zip(*(step_range_s(unlimited_s, one_s) for one_s in network_s), strict=True)
+    colour = STRATEGY_COLOURS["ddp"]
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+        ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color="black", label="measured")
+        ax.fill_between(between, milli(shortest_s), milli(longest_s), color=colour, alpha=0.15, label=BAND)
+        ax.plot(between, milli(network_s), "--", color=colour, label="sent bytes / bandwidth")
+        ax.axhline(1000 * unlimited_s, linestyle=":", color=TEXT_COLOUR, label="measured, unlimited")
+        ax.set(xscale="log", yscale="log", xlabel="bandwidth (Mbit/s)", ylabel="step time (ms)")
+        ax.set_xticks(bandwidths, [f"{bandwidth:,.0f}" for bandwidth in bandwidths])
+        ax.set_xticks([], minor=True)
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.set_title("A step of ShallowNet under DDP, between two machines")
+        ax.legend(fontsize=8)
+    return fig, ax
+
+
+def plot_shardings(shardings: Sequence[dict]) -> tuple[Figure, Sequence[Axes]]:
+    """One bar per way of sharding: what a rank sends in a step, what crosses the cable, and how long the step takes."""
+    names = [row["sharding"] for row in shardings]
+    with figure_style():
+        fig, (bytes_ax, cable_ax, time_ax) = plt.subplots(1, 3, figsize=(9, 2.4), layout="constrained", sharey=True)
+        for op in dict.fromkeys(op for row in shardings for op in row["sent_bytes"]):
+            sizes = [row["sent_bytes"].get(op, 0) / MB for row in shardings]
+            before = [sum(_earlier(row["sent_bytes"], op)) / MB for row in shardings]
+            bytes_ax.barh(names, sizes, left=before, color=OP_COLOURS[op], hatch=OP_HATCHES.get(op), label=op)
+        cable_ax.barh(names, [row["cable_bytes_per_step"] / MB for row in shardings], color=TEXT_COLOUR)
+        time_ax.barh(names, milli([row["step_s"] for row in shardings]), color=TEXT_COLOUR)
+        bytes_ax.set(xlabel="MB", title="A rank sends in a step")
+        cable_ax.set(xlabel="MB", title="The slow cable carries")
+        time_ax.set(xlabel="ms", title="The step takes")
+        bytes_ax.invert_yaxis()
+        fig.legend(loc="outside lower center", ncols=3, fontsize=8)
+    return fig, (bytes_ax, cable_ax, time_ax)
+
+
+def milli(values: Sequence[float]) -> list[float]:
+    """Seconds as milliseconds."""
+    return [1000 * value for value in values]
+
+
+def _earlier(sent_bytes: dict[str, int], op: str) -> list[int]:
+    """The bytes of the collectives that stand to the left of `op` in a bar."""
+    ops = list(sent_bytes)
+    return [sent_bytes[other] for other in ops[: ops.index(op)]] if op in ops else []

@@ -1,0 +1,94 @@
+"""Figures of plans: what a rank needs against the number of ranks, what fits where, how far predictions are off."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fsdp_helpers.measuring.errors import ErrorRow
+from fsdp_helpers.planning.plan import CATEGORIES, Plan
+from fsdp_helpers.quantities import GB
+from fsdp_helpers.teaching.figures.style import FRAME_COLOUR, MARKERS, STATE_COLOURS, TEXT_COLOUR, figure_style
+
+CATEGORY_COLOURS = {
+    "parameters": STATE_COLOURS["parameters"],
+    "gradients": STATE_COLOURS["gradients"],
+    "optimiser state": STATE_COLOURS["optimiser"],
+    "gathered units": "#d97706",
+    "activations": "#059669",
+    "communication buffers": "#fcd34d",
+}
+CATEGORY_HATCHES = {"gathered units": "////", "communication buffers": "....", "activations": "xx"}
+FITS, FITS_NOT = "#bbf7d0", "#fecaca"
+
+
+def plot_waterfall(plans: Sequence[Plan], title: str) -> tuple[Figure, Axes]:
+    """One bar per number of ranks, stacked by category, with what is outside the count and the device's memory."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
+        draw_waterfall(ax, plans)
+        ax.set(title=title)
+    return fig, ax
+
+
+def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
+    """The bars of `plot_waterfall`."""
+    places = range(len(plans))
+    below = [0.0] * len(plans)
+    for category in CATEGORIES.values():
+        sizes = [plan.by_category()[category] / GB for plan in plans]
+        look = {"color": CATEGORY_COLOURS[category], "hatch": CATEGORY_HATCHES.get(category), "edgecolor": "white"}
+        ax.bar(places, sizes, bottom=below, width=0.7, label=category, linewidth=0, **look)
+        below = [low + size for low, size in zip(below, sizes, strict=True)]
+    outside = [plan.cluster.allowance_bytes / GB for plan in plans]
+    ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="white", edgecolor=FRAME_COLOUR)
+    memory = plans[0].cluster.device_memory_bytes / GB
+    ax.axhline(memory, color="#b91c1c", linestyle="--", label=f"{memory:.0f} GB")
+    for place, plan in enumerate(plans):
+        top = plan.needed_bytes / GB
+        ax.text(place, top, f"{top:,.0f}", ha="center", va="bottom", color=TEXT_COLOUR)
+    ax.set_xticks(places, [f"{plan.cluster.world_size:,}" for plan in plans])
+    highest = max(memory, max(plan.needed_bytes for plan in plans) / GB)
+    ax.set(xlabel="ranks, each with the same batch", ylabel="on one rank (GB)", ylim=(0, 1.1 * highest))
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figure, Sequence[Axes]]:
+    """For each name a grid, ranks across, device memory down: what a rank needs in GB, and whether that fits."""
+    with figure_style():
+        fig, axes = plt.subplots(1, len(plans), figsize=(9, 2.2), layout="constrained", sharey=True, squeeze=False)
+        for ax, (name, rows) in zip(axes[0], plans.items(), strict=True):
+            for down, row in enumerate(rows):
+                for across, plan in enumerate(row):
+                    colour = FITS if plan.fits else FITS_NOT
+                    ax.add_patch(plt.Rectangle((across - 0.5, down - 0.5), 1, 1, color=colour, linewidth=0))
+                    text = f"{plan.needed_bytes / GB:,.0f}" + ("" if plan.fits else " ✗")
+                    ax.text(across, down, text, ha="center", va="center", fontsize=8)
+            ax.set_xticks(range(len(rows[0])), [f"{plan.cluster.world_size:,}" for plan in rows[0]])
+            memory = [f"{row[0].cluster.device_memory_bytes / GB:.0f}" for row in rows]
+            ax.set_yticks(range(len(rows)), memory)
+            ax.set(xlim=(-0.5, len(rows[0]) - 0.5), ylim=(len(rows) - 0.5, -0.5), title=name, xlabel="ranks")
+        axes[0][0].set(ylabel="memory of a device (GB)")
+    return fig, axes[0]
+
+
+def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
+    """How far predictions are off, in percent: a mark for each run, a column for each variant, a marker per model."""
+    variants = list(dict.fromkeys(row.variant for row in rows))
+    models = list(dict.fromkeys(row.model for row in rows))
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        for shift, (model, marker) in enumerate(zip(models, MARKERS, strict=False)):
+            for real in (True, False):
+                chosen = [row for row in rows if (row.model, row.real) == (model, real)]
+                places = [variants.index(row.variant) + 0.2 * (shift - 1) + (0.0 if real else 0.08) for row in chosen]
+                look = {"facecolor": f"C{shift}" if real else "white", "edgecolor": f"C{shift}", "marker": marker}
+                label = f"{model}, {'real ranks' if real else 'a rank of N'}"
+                ax.scatter(places, [100 * row.error for row in chosen], s=22, label=label, **look)
+        ax.axhspan(-1, 1, color="#f3f4f6", zorder=0)
+        ax.axhline(0, color=FRAME_COLOUR, linewidth=0.8, zorder=0)
+        ax.set_xticks(range(len(variants)), variants)
+        ax.set(ylabel="predicted / measured - 1 (%)", title="Peaks: error of the prediction; grey: 1 %")
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return fig, ax

@@ -1,0 +1,75 @@
+"""The look of all figures: one colour per strategy through the series, one per kind of state.
+
+A colour never stands alone: a label, a hatch, a line's pattern or a fixed order says the same.
+"""
+
+import sys
+from contextlib import AbstractContextManager
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from fsdp_helpers.teaching.figures.descriptions import describe
+
+# After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any colour vision.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7"
+STATE_COLOURS = {"parameters": BLUE, "gradients": "#56b4e9", "optimiser": "#c6e2f5", "other": "#d1d5db"}
+STRATEGY_COLOURS = {
+    "local": "#6b7280",
+    "ddp": BLUE,
+    "fsdp": ORANGE,
+    "fsdp-auto-wrap": GREEN,
+    "fsdp-offload": PURPLE,
+}
+SAVING_COLOURS = {"full": ORANGE, "sharded": GREEN, "asynchronous": BLUE}
+PHASE_COLOURS = {"forward": "#e0f2fe", "backward": "#fdecd2", "step": "#ececf1"}
+# Darker, since numbers are written on them in white.
+OP_COLOURS = {"all_gather": "#00735c", "reduce_scatter": "#b34700", "all_reduce": BLUE, "broadcast": "#7b4b94"}
+OP_HATCHES = {"reduce_scatter": "////", "all_reduce": "....", "broadcast": "xxxx"}
+PEAK_COLOUR = "#a03c00"
+LINE_PATTERNS = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+TEXT_COLOUR, FRAME_COLOUR = "#4b5563", "#9ca3af"
+STYLE = {
+    "figure.facecolor": "white",  # on a dark page, too
+    "axes.facecolor": "white",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "black"),
+    "figure.dpi": 110,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+
+
+def figure_style() -> AbstractContextManager:
+    """A context in which figures are drawn. The backend is loaded first: what it sets while loading must outlive it."""
+    plt.switch_backend(plt.get_backend())
+    _describe_in_notebook()
+    return plt.rc_context(STYLE)
+
+
+def _describe_in_notebook() -> None:
+    """Have a notebook show figures with twice the pixels, for sharp screens, and with a description in words."""
+    if "IPython" not in sys.modules:
+        return
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is not None:
+        formatters = shell.display_formatter.formatters
+        formatters["image/png"].for_type(Figure, described_png)
+        formatters["text/plain"].for_type(Figure, lambda fig, printer, cycle: printer.text(describe(fig)))
+
+
+def described_png(fig: Figure) -> tuple[str, dict[str, object]] | None:
+    """A figure as a PNG in base64, and what goes with it: the size in which to show it, and its description."""
+    from IPython.core.pylabtools import retina_figure
+
+    shown = retina_figure(fig, base64=True, bbox_inches="tight")
+    if shown is None:  # an empty figure
+        return None
+    picture, size = shown
+    return picture, {**size, "alt": describe(fig)}

@@ -1,0 +1,121 @@
+"""One step of a run on a time line, drawn into the axes that `plots` hands over."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.quantities import MB
+from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
+from fsdp_helpers.teaching.figures.style import FRAME_COLOUR, OP_COLOURS, OP_HATCHES, PHASE_COLOURS, TEXT_COLOUR
+
+NARROW = 0.05  # of the time line: a bar this narrow has no room for its number
+
+
+def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
+    end_s = max((phase.end_s for phase in curve.phases), default=curve.times_s[-1])  # the last event may come before
+    times_ms = [1e3 * time_s for time_s in (*curve.times_s, max(end_s, curve.times_s[-1]))]
+    sizes_mb = [size / MB for size in (*curve.allocated_bytes, curve.allocated_bytes[-1])]
+    for phase in curve.phases:
+        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
+        middle_ms = 500 * (phase.start_s + phase.end_s)
+        ax.text(middle_ms, 0.02, phase.name, transform=ax.get_xaxis_transform(), ha="center", color=TEXT_COLOUR)
+    ax.step(times_ms, sizes_mb, where="post", color="#111827", linewidth=1.2)
+    peak_mb = curve.peak_bytes / MB
+    ax.axhline(peak_mb, color=FRAME_COLOUR, linestyle=":", linewidth=1)
+    place = {"transform": ax.get_yaxis_transform(), "va": "center"}
+    ax.text(1, peak_mb, f" peak {peak_mb:,.1f} MB", color=TEXT_COLOUR, **place)
+    ax.set(xlabel="time in the step (ms)", ylabel="allocated (MB)", ylim=(0, 1.15 * peak_mb))
+
+
+def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None:
+    """Texts above the curve, each on a height of its own, in an order in which no line crosses a text."""
+    peak_mb = curve.peak_bytes / MB
+    in_time = sorted(notes.items(), key=lambda note: note[1])
+    early = [note for note in in_time if note[1] < curve.times_s[-1] / 2]
+    for above, (text, time_s) in enumerate(reversed([*early, *reversed(in_time[len(early) :])])):
+        place = max(0, bisect_right(curve.times_s, time_s) - 1)
+        height_mb = (1.12 + 0.12 * above) * peak_mb
+        line = [curve.allocated_bytes[place] / MB, height_mb]
+        ax.plot([1e3 * time_s] * 2, line, color=TEXT_COLOUR, linewidth=0.8, marker="o", markevery=[0], markersize=3)
+        side = "left" if (text, time_s) in early else "right"
+        ax.text(1e3 * time_s, height_mb, f" {text} ", ha=side, va="center", fontsize=8, color=TEXT_COLOUR)
+    if notes:
+        ax.set(ylim=(0, (1.12 + 0.12 * len(notes)) * peak_mb))
+
+
+def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
+    ends_s = [stretch.end_s for trace in traces for stretch in (*trace.curve.phases, *trace.collectives)]
+    length_ms = 1e3 * max(ends_s, default=1e-3)
+    for rank, trace in enumerate(traces):
+        for phase in trace.curve.phases:
+            width_ms = 1e3 * (phase.end_s - phase.start_s)
+            ax.barh(rank, width_ms, left=1e3 * phase.start_s, color=PHASE_COLOURS[phase.name], height=0.9)
+            if rank == 0:
+                middle_ms = 1e3 * phase.start_s + width_ms / 2
+                ax.text(middle_ms, -0.5, phase.name, ha="center", va="bottom", fontsize=8, color=TEXT_COLOUR)
+        _draw_row(ax, rank, trace.collectives, length_ms)
+    ops = dict.fromkeys(seen.op for trace in traces for seen in trace.collectives)
+    handles = [Patch(label=op, **_look(op)) for op in ops]
+    ax.figure.legend(handles=handles, loc="outside upper right", ncols=max(1, len(handles)))
+    ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
+    ax.set(xlim=(0, length_ms), ylim=(len(traces) - 0.5, -0.95))
+
+
+def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> None:
+    """Collectives as bars on the first line; below them the copies of each unit, to the device and to the host."""
+    lines = ("collectives", TO_DEVICE, TO_HOST)
+    for phase in trace.curve.phases:
+        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
+        ax.text(500 * (phase.start_s + phase.end_s), -0.55, phase.name, ha="center", va="bottom", color=TEXT_COLOUR)
+    length_s = max(stretch.end_s for stretch in (*trace.curve.phases, *trace.collectives))
+    for seen in trace.collectives:
+        width_s = max(seen.end_s - seen.start_s, 0.004 * length_s)  # visible, however short
+        ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, height=0.5, linewidth=0, **_look(seen.op))
+    for unit, way, start_s in unit_copies(copies, units):
+        line, time_ms = lines.index(way), 1e3 * (start_s - trace.began_s)
+        ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color="black", markersize=5)
+        ax.text(time_ms, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top", fontsize=8)
+    ops = dict.fromkeys(seen.op for seen in trace.collectives)
+    handles = [Patch(label=op, **_look(op)) for op in ops]
+    ax.figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    ax.set_yticks(range(len(lines)), lines)
+    ax.set(xlabel="time in the step (ms)", ylim=(len(lines) - 0.4, -0.95))
+
+
+def unit_copies(copies: Sequence[OffloadCopy], units: Sequence[str]) -> list[tuple[str, str, float]]:
+    """Unit, way and time of each group of copies: one of each parameter of a unit, one after the other."""
+    found: list[tuple[str, str, float]] = []
+    names: set[str] = set()  # of the parameters in the last group
+    for copy in copies:
+        unit = copy.unit(units)
+        if not found or found[-1][:2] != (unit, copy.way) or copy.name in names:
+            found.append((unit, copy.way, copy.start_s))
+            names = set()
+        names.add(copy.name)
+    return found
+
+
+def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms: float) -> None:
+    """A bar for each collective; those too narrow for a number are added up in a note at the end of the row."""
+    narrow = []
+    for seen in collectives:
+        width_ms = 1e3 * (seen.end_s - seen.start_s)
+        visible_ms = max(width_ms, 0.004 * length_ms)
+        ax.barh(rank, visible_ms, left=1e3 * seen.start_s, height=0.5, linewidth=0, **_look(seen.op))
+        if width_ms > NARROW * length_ms:
+            number = {"ha": "center", "va": "center", "color": "white"}
+            behind = {"facecolor": _look(seen.op)["facecolor"], "edgecolor": "none", "pad": 1}
+            middle_ms = 1e3 * seen.start_s + width_ms / 2
+            ax.text(middle_ms, rank, f"{seen.sent_bytes / MB:.1f}", bbox=behind, **number)
+        else:
+            narrow.append(seen.sent_bytes)
+    if narrow:
+        text = f" {len(narrow)} narrow bar{'s' * (len(narrow) > 1)}: {sum(narrow) / MB:.1f}"
+        ax.text(length_ms, rank, text, va="center", fontsize=8, color=TEXT_COLOUR)
+
+
+def _look(op: str) -> dict:
+    return {"facecolor": OP_COLOURS.get(op, "#6b7280"), "hatch": OP_HATCHES.get(op), "edgecolor": "white"}

@@ -1,0 +1,1 @@
+"""Rank functions, one idea each: what the notebooks show, and then run."""

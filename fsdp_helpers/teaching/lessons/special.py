@@ -1,0 +1,204 @@
+"""Rank functions about parameters that are not like the others: tied, frozen, ignored; and buffers. For notebook 08."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.measuring.memory import state_bytes
+from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.records import CollectiveCount, StateBytes
+from fsdp_helpers.shapes import ViTShape
+from fsdp_helpers.teaching.lessons.starts import shard_blocks
+from fsdp_helpers.vit import Block, ViT
+
+STEPS = 4
+
+
+# ---------------------------------------------------------------- tied
+
+
+class TinyLanguageModel(nn.Module):
+    """The word that follows each word; one matrix turns words into vectors and back. (N, words) -> (N, words, 20)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # the same on every rank
+        self.embed = nn.Embedding(20, 16)
+        self.hidden = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight  # tied: one parameter with two names
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.embed(words))))
+
+
+def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
+    """Shard `model`. `cut` says what is a unit besides the root: "nothing", "the head", or "both ends" together."""
+    if cut == "FSDP1, the head":
+        policy = CustomPolicy(lambda module: module is model.head)
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=rank_device(), use_orig_params=True)
+    if cut == "the head":
+        fully_shard(model.head, mesh=mesh)
+    if cut == "both ends":
+        fully_shard([model.embed, model.head], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
+    """Losses, the number of parameters that the optimiser has, and the largest difference of the two ends afterwards.
+
+    `cut` is that of `cut_tied`, or "not sharded".
+    """
+    model = TinyLanguageModel().to(rank_device())
+    if cut != "not sharded":
+        model = cut_tied(model, cut, init_device_mesh(rank_device().type, (world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    for _ in range(STEPS):
+        words = torch.arange(20, device=rank_device()).expand(4, -1)  # the same on every rank
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    ends = [whole(end.weight) for end in (model.embed, model.head)]
+    return losses, len(optimizer.param_groups[0]["params"]), (ends[0] - ends[1]).abs().max().item()
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The whole values, on every rank."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+# ---------------------------------------------------------------- frozen
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a small trained detour around it, as in LoRA (Hu and others 2021, arXiv:2106.09685)."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)  # at first the detour adds nothing
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) + self.up(self.down(inputs))
+
+
+def add_detours(model: ViT, rank: int) -> ViT:
+    """Freeze everything; then train a detour of `rank` columns around the attention of each block."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.attention.qkv = LowRank(block.attention.qkv, rank)
+    return model
+
+
+def train_frozen(
+    rank: int, world_size: int, shape: ViTShape, detour: int, api: str
+) -> tuple[StateBytes, tuple[CollectiveCount, ...]]:
+    """What this rank keeps, and the collectives of a step, with all parameters trained (`detour` 0) or detours only."""
+    torch.manual_seed(0)
+    model = ViT(shape)
+    model = (add_detours(model, detour) if detour else model).to(rank_device())
+    if api == "fsdp1":
+        warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad")  # the notebook says it
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=rank_device(), use_orig_params=True
+        )
+    else:
+        shard_blocks(model, init_device_mesh(rank_device().type, (world_size,)))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained)
+    images = torch.randn(4, shape.channels, shape.image_size, shape.image_size, device=rank_device())
+    for _ in range(2):
+        optimizer.zero_grad()
+        with trace_collectives() as seen:
+            model(images).square().mean().backward()
+        optimizer.step()
+    return state_bytes(model, optimizer), count_collectives(seen)
+
+
+def wrap_frozen_as_one_tensor(rank: int, world_size: int, shape: ViTShape) -> str:
+    """FSDP1 without `use_orig_params`, its default: what it says to a block that is frozen in part."""
+    model = add_detours(ViT(shape), rank=4)
+    try:
+        FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=rank_device())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+# ---------------------------------------------------------------- ignored
+
+
+def train_ignoring(rank: int, world_size: int, shape: ViTShape, averaged: bool) -> tuple[str, float]:
+    """The type of an ignored parameter, and how far it lies apart on the ranks after a few steps.
+
+    With `averaged`, its gradient is averaged by hand.
+    """
+    torch.manual_seed(0)
+    model = ViT(shape).to(rank_device())
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.positions})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # slices and a whole tensor, one by one
+    torch.manual_seed(rank)  # every rank sees images of its own
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        images = torch.randn(4, shape.channels, shape.image_size, shape.image_size, device=rank_device())
+        model(images).square().mean().backward()
+        if averaged:
+            dist.all_reduce(model.positions.grad)
+            model.positions.grad /= world_size
+        optimizer.step()
+    return type(model.positions).__name__, spread(model.positions.detach())
+
+
+def spread(values: Tensor) -> float:
+    """The largest difference between any two ranks' values."""
+    everywhere = torch.stack(gather_over_ranks(values.cpu()))
+    return (everywhere.max(dim=0).values - everywhere.min(dim=0).values).max().item()
+
+
+# ---------------------------------------------------------------- buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferRecord:
+    """A batch norm's running mean after a few steps of a strategy."""
+
+    num_values: int  # that this rank has of it
+    apart: float  # the largest difference between two ranks
+    saved: bool  # whether a state dict has it
+
+
+def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecord:
+    """Batch norm keeps a running mean of what it sees, in a buffer. `strategy` is "ddp", "fsdp1" or "fsdp2"."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8)
+    model = nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 1)).to(rank_device())
+    if strategy == "ddp":
+        model = DistributedDataParallel(model)
+    elif strategy == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=rank_device(), use_orig_params=True)
+    else:
+        fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))
+    torch.manual_seed(rank)  # every rank sees inputs of its own
+    for _ in range(STEPS):
+        model(torch.randn(16, 4, device=rank_device())).square().mean().backward()
+    saved = any(name.endswith("running_mean") for name in model.state_dict())
+    return BufferRecord(num_values=norm.running_mean.numel(), apart=spread(norm.running_mean), saved=saved)

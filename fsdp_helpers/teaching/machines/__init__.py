@@ -1,0 +1,1 @@
+"""Other places where ranks run: torchrun, Slurm, PyTorch/XLA."""

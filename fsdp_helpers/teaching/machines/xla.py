@@ -1,0 +1,185 @@
+"""PyTorch/XLA beside this package: scripts that run in an environment of their own, and what they are compared with.
+
+torch_xla fits one version of torch only, so nothing here imports it. A script of notebooks/xla gets a folder with its
+settings, its images and the first parameters, runs under the other interpreter, and leaves a result as JSON.
+"""
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import torch
+from IPython.display import Markdown
+from safetensors.torch import save_file
+
+PROJECT = Path(__file__).resolve().parents[3]
+SCRIPTS = PROJECT / "notebooks" / "xla"
+RECORDS = PROJECT / "notebooks" / "reference" / "xla"
+VARIABLE, BUILT_BY_MAKE = "FSDP_XLA_PYTHON", PROJECT / ".venv-xla" / "bin" / "python"
+TIMEOUT_S, TERM_S = 600.0, 5.0  # a script has this long; after SIGTERM, this long to end before SIGKILL
+STUCK = re.compile(r"only (\d+) of them arrived")
+
+
+class XlaMissing(RuntimeError):
+    """There is no environment with torch_xla; the message says how to get one."""
+
+
+class XlaError(RuntimeError):
+    """A script failed; the message holds its last lines, and what to do where that is known."""
+
+
+class XlaTimeout(TimeoutError):
+    """A script was still running when its time was up, and was ended."""
+
+
+# ---------------------------------------------------------------- a script of the other environment
+
+
+def find_python() -> Path:
+    """The interpreter that has torch_xla: FSDP_XLA_PYTHON, else the one that `make xla` built.
+
+    Raises XlaMissing where there is neither, ValueError where the variable names no file.
+    """
+    chosen = os.environ.get(VARIABLE)
+    python = Path(chosen) if chosen else BUILT_BY_MAKE
+    if python.exists():
+        return python
+    if chosen:
+        raise ValueError(f"{VARIABLE} names {chosen}, and there is no such file; `make xla` builds one in .venv-xla")
+    raise XlaMissing(f"PyTorch/XLA is not installed here; `make xla` installs it, or {VARIABLE} names its Python")
+
+
+def run_script(
+    name: str,
+    folder: Path,
+    settings: Mapping[str, object],
+    *,
+    starter: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> object:
+    """Run notebooks/xla/NAME.py in `folder` and return its result, None where it left none.
+
+    `starter` goes before the script, such as `-m torch.distributed.run`. Raises XlaMissing, XlaTimeout after
+    `timeout_s` seconds, XlaError where the script fails. No process outlives the call.
+    """
+    python = find_python()
+    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "result.json").unlink(missing_ok=True)
+    _run([str(python), *starter, str(SCRIPTS / f"{name}.py"), str(folder)], f"{name}.py", folder, timeout_s)
+    result = folder / "result.json"
+    return json.loads(result.read_text()) if result.exists() else None
+
+
+def consolidate(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
+    """One file of whole tensors from those of all replicas, by the library's own command, and then as safetensors.
+
+    The file has the names of the plain model, as what `fsdp_helpers.consolidate` writes. Raises as `run_script` does.
+    """
+    module = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"
+    files = ["--ckpt_prefix", str(folder / prefix), "--ckpt_suffix", "_rank-*-of-*.pth"]
+    _run([str(find_python()), "-m", module, *files], module, folder, timeout_s)
+    whole = torch.load(folder / f"{prefix}_consolidated.pth", weights_only=True)["model"]
+    path = folder / f"{prefix}.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path)
+    return path
+
+
+def settings_of_run(
+    name: str,
+    *,
+    model: str = "simple",
+    cut: str | None = None,
+    flatten: bool = False,
+    reshard: bool = True,
+    checkpoint: bool = False,
+    **more: object,
+) -> dict:
+    """One run of train.py: `cut` is "nested", "size", "transformer" or None; all steps, unless `steps` says which."""
+    given = {"name": name, "model": model, "cut": cut, "flatten": flatten, "reshard": reshard, "checkpoint": checkpoint}
+    return {**given, "steps": (0, None), **more}
+
+
+def _run(command: list[str], name: str, folder: Path, timeout_s: float) -> None:
+    temporary = folder / "tmp"  # a script that XLA ends does not tidy up; this goes with its folder
+    temporary.mkdir(exist_ok=True)
+    ours = {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "FSDP_XLA_HELD": "1", "TMPDIR": str(temporary)}
+    environment = {**os.environ, **ours}
+    with TemporaryFile("w+") as said:
+        streams = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said}  # its input closes when this process ends
+        process = subprocess.Popen(command, env=environment, **streams, start_new_session=True)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise XlaTimeout(
+                f"{name} was still running after {timeout_s:.0f} s and was ended; is the machine busy?"
+            ) from None
+        finally:
+            _end(process)
+        said.seek(0)
+        if process.returncode:
+            raise XlaError(f"{name} ended with status {process.returncode}: {explain(said.read())}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the script and all that it started: first politely, since torchrun ends its own processes then."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(TERM_S)
+    process.stdin.close()
+
+
+def explain(output: str) -> str:
+    """What a failed script said last, or the cause in words where it is a known one."""
+    if arrived := STUCK.search(output):
+        return (
+            f"a collective was stuck: {arrived.group(1)} replica(s) came to it within 10 s, and XLA ended the process. "
+            "On a CPU replicas meet only if all three measures are taken (a lock around each step, "
+            "XLA_ENABLE_PARAM_ALIASING=0, pin_layout_in_collective_ops=False); if they are, the machine is too busy: "
+            "run it again"
+        )
+    if "No module named 'torch_xla'" in output:
+        return f"its Python has no torch_xla; `make xla` builds one that has, and {VARIABLE} names another"
+    lines = [line for line in output.splitlines() if line.strip()]
+    return "\n".join(lines[-12:]) or "it said nothing"
+
+
+# ---------------------------------------------------------------- made anew, or kept
+
+
+def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
+    """What `work` returns, as JSON has it; where PyTorch/XLA is missing, the kept record, and a sentence that says so.
+
+    `keep` writes the record anew.
+    """
+    try:
+        result = work()
+    except XlaMissing as missing:
+        return kept(key, str(missing))
+    if keep:
+        record = {"finished": datetime.now(UTC).date().isoformat(), "result": result}
+        (RECORDS / f"{key}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return json.loads(json.dumps(result))
+
+
+def kept(key: str, why: str) -> object:
+    """What was kept of an earlier run; prints `why` it is not run here, and when it was."""
+    record = json.loads((RECORDS / f"{key}.json").read_text())
+    print(f"{why}. Below is the kept record of {record['finished']}.")
+    return record["result"]
+
+
+def listing(name: str, *functions: str) -> Markdown:
+    """Functions of notebooks/xla/NAME.py, as they stand there, highlighted."""
+    code = (SCRIPTS / f"{name}.py").read_text()
+    found = {node.name: ast.get_source_segment(code, node) for node in ast.parse(code).body if hasattr(node, "name")}
+    return Markdown("```python\n" + "\n\n\n".join(found[function] for function in functions) + "\n```")

@@ -1,0 +1,1 @@
+"""Tables, listings, sliders, and what a page says about its machine."""

@@ -1,0 +1,183 @@
+"""What notebooks show besides figures: source code, tables, the machine they run on."""
+
+import ast
+import difflib
+import inspect
+import platform
+import symtable
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from IPython.display import Markdown, display
+
+from fsdp_helpers.teaching.page.listings import Listing, SideBySide
+from fsdp_helpers.teaching.page.machine_memory import describe_memory
+
+MAX_IMPORT_WIDTH = 100
+Import = tuple[str, str, str]  # module, name in it ("" for the module itself), and the name it goes by here
+
+
+def source(*objects: Callable | type) -> Listing:
+    """The source of functions or classes, as a worker runs it, below the imports that it needs: it can be copied."""
+    parts = [textwrap.dedent(inspect.getsource(shown)) for shown in objects]
+    imports = needed_imports(*objects)
+    return Listing("\n\n".join([imports, *parts] if imports else parts), _places(objects))
+
+
+def _places(objects: Sequence[Callable | type]) -> str:
+    """Where `objects` stand: "fsdp_helpers/training/loop.py, lines 44, 78"."""
+    lines: dict[str, list[str]] = {}
+    for shown in map(inspect.unwrap, objects):  # what a decorator wraps is what is shown
+        lines.setdefault(_short_path(shown), []).append(str(inspect.getsourcelines(shown)[1]))
+    return "; ".join(f"{path}, line{'s' * (len(at) > 1)} {', '.join(at)}" for path, at in lines.items())
+
+
+def _short_path(shown: Callable | type) -> str:
+    """The file, from the folder of its package on; of a module without a package, the file alone."""
+    path, module = Path(inspect.getsourcefile(shown)), inspect.getmodule(shown)
+    return "/".join(path.parts[-1 - module.__name__.count(".") :]) if module.__package__ else path.name
+
+
+def needed_imports(*objects: Callable | type) -> str:
+    """The import statements for all names that `objects` use and their modules import or define, and for no other."""
+    found: set[Import] = set()
+    names = {thing.__name__ for thing in objects}
+    for thing in objects:
+        used = _global_names(textwrap.dedent(inspect.getsource(thing))) - names
+        found |= {entry for entry in _provided(inspect.getmodule(thing)) if entry[2] in used}
+    groups: dict[int, list[str]] = {}
+    for statement in sorted(_statements(found), key=lambda statement: (statement.startswith("from"), statement)):
+        groups.setdefault(_origin(statement.split()[1]), []).append(f"{statement}\n")
+    return "\n".join("".join(groups[origin]) for origin in sorted(groups))
+
+
+def _global_names(code: str) -> set[str]:
+    """What `code` uses and does not define itself."""
+    tables = [symtable.symtable(code, "shown", "exec")]
+    for table in tables:
+        tables += table.get_children()
+    defined = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned()}
+    used = {
+        symbol.get_name()
+        for table in tables
+        for symbol in table.get_symbols()
+        if symbol.is_global() and symbol.is_referenced()
+    }
+    return used - defined
+
+
+def _provided(module: ModuleType) -> Iterator[Import]:
+    """All that `module` imports at its top, and all that it defines there."""
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "", alias.asname or alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name, alias.asname or alias.name) for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield module.__name__, node.name, node.name
+        elif isinstance(node, ast.Assign):
+            names = [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            yield from ((module.__name__, name, name) for name in names)
+
+
+def _statements(imports: set[Import]) -> Iterator[str]:
+    """One `import` for each module, one `from` for all that comes out of the same one."""
+    from_modules: dict[str, list[str]] = {}
+    for module, name, here in sorted(imports):
+        if not name:
+            yield f"import {module}" if here == module.split(".")[0] else f"import {module} as {here}"
+        else:
+            from_modules.setdefault(module, []).append(name if here == name else f"{name} as {here}")
+    for module, names in from_modules.items():
+        statement = f"from {module} import {', '.join(names)}"
+        if len(statement) > MAX_IMPORT_WIDTH:
+            lines = textwrap.wrap(", ".join(names) + ",", MAX_IMPORT_WIDTH - 4)
+            statement = f"from {module} import (\n" + textwrap.indent("\n".join(lines), "    ") + "\n)"
+        yield statement
+
+
+def _origin(module: str) -> int:
+    """0 for Python's own modules, 2 for this package's, 1 for all others: the usual order of imports."""
+    top = module.split(".")[0]
+    return 0 if top in sys.stdlib_module_names else 2 if top == "fsdp_helpers" else 1
+
+
+def side_by_side(left: Callable, right: Callable) -> SideBySide:
+    """The source of two functions, the second to the right of the first."""
+    return SideBySide(*(Listing(textwrap.dedent(inspect.getsource(it)), _places([it])) for it in (left, right)))
+
+
+def difference(before: Callable, after: Callable) -> Listing:
+    """What makes one function another: how many lines come and go, and which.
+
+    Bodies are compared; names and docstrings are left aside.
+    """
+    changes = list(difflib.unified_diff(_body(before), _body(after), n=1, lineterm=""))[2:]
+    added, removed = (sum(line.startswith(sign) for line in changes) for sign in "+-")
+    shown = ["..." if line.startswith("@@") else line for line in changes]
+    summary = f"From {before.__name__} to {after.__name__}: {added} lines added, {removed} removed."
+    return Listing("\n".join(shown), summary, "diff")
+
+
+def _body(function: Callable) -> list[str]:
+    """The lines below the signature and the docstring, from the left margin."""
+    code = textwrap.dedent(inspect.getsource(function))
+    definition = ast.parse(code).body[0]
+    first = definition.body[1 if ast.get_docstring(definition) else 0]
+    return textwrap.dedent("\n".join(code.splitlines()[first.lineno - 1 :])).splitlines()
+
+
+def predictions(rows: Sequence[tuple[str, str, float, float]], *, what: str = "what", unit: str = "bytes") -> Markdown:
+    """Formula, prediction, measurement and their ratio, always together.
+
+    Each row holds what is meant, its formula as text, the predicted and the measured number, both in `unit`.
+    """
+    headers = [what, "formula", f"predicted {unit}", f"measured {unit}", "measured / predicted"]
+    return table(
+        headers,
+        [
+            [name, formula, f"{predicted:,.0f}", f"{measured:,.0f}", f"{measured / predicted:.5f}"]
+            for name, formula, predicted, measured in rows
+        ],
+    )
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
+    """A table: the first column to the left, the others to the right, where numbers belong."""
+    alignment = [":--", *["--:"] * (len(headers) - 1)]
+    lines = [headers, alignment, *rows]
+    return Markdown("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines))
+
+
+def machine(
+    device: str, num_ranks: int, *, data: str | None = None, needs_bytes: int | None = None, fixed: bool = False
+) -> str:
+    """Set a notebook up on `device` and show what its numbers are measured with; returns the device, "cpu" or "cuda".
+
+    The variable FSDP_DEVICE overrides `device`, unless that is `fixed`. On the CPU, GPUs are hidden from this kernel and
+    from all that it starts. The data are prepared, unless `data` says why none are needed. Shown are versions, device,
+    ranks, data, the memory that is free beside what the notebook `needs_bytes` of it, and GPUs that stay idle.
+    Raises ValueError for "cuda" if there are too few GPUs or torch cannot use them.
+    """
+    import torch
+
+    from fsdp_helpers.data import describe_source, prepare_data
+    from fsdp_helpers.ranks.group import device_name
+    from fsdp_helpers.ranks.launching.errors import shown_by_message
+    from fsdp_helpers.teaching.page.machine_gpus import settle_device
+
+    with shown_by_message(ValueError):
+        device, about_gpus = settle_device(device, num_ranks, fixed=fixed)
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}."
+    ranks = f"{num_ranks} rank(s) on {device_name(torch.device(device))}."
+    data = data or describe_source(prepare_data())
+    display(Markdown(" ".join(filter(None, [versions, ranks, data, describe_memory(needs_bytes), about_gpus]))))
+    return device
+
+
+def script(path: str) -> Listing:
+    """A whole script as it stands in its file."""
+    return Listing(Path(path).read_text(), path)

@@ -1,0 +1,359 @@
+import contextlib
+import io
+import multiprocessing
+import os
+import py_compile
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import workers_for_tests as workers
+from programs import is_running, running_python, wait_until
+
+from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, _collect, _Rank, launch
+from fsdp_helpers.ranks.launching.process import Failure, Job
+
+# ---------------------------------------------------------------- results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    """What each of three ranks says of itself."""
+    return launch(workers.describe_itself, world_size=3, device="cpu")
+
+
+def test_results_in_rank_order(ranks):
+    assert [rank["rank"] for rank in ranks] == [(0, 3), (1, 3), (2, 3)]
+    assert [rank["tensor"].tolist() for rank in ranks] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def test_ranks_talk(ranks):
+    assert [rank["sum"] for rank in ranks] == [6.0] * 3  # 1 + 2 + 3 on every rank
+    assert {rank["backend"] for rank in ranks} == {"gloo"}
+
+
+def test_one_rank_is_a_group_too():
+    assert launch(workers.all_reduce_rank, world_size=1, device="cpu") == [1.0]
+
+
+def test_every_rank_is_a_process_that_ends(ranks):
+    pids = [rank["pid"] for rank in ranks]
+    assert len({*pids, os.getpid()}) == 4
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_variables_as_under_torchrun_and_a_share_of_the_cores(ranks):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert [rank["variables"] for rank in ranks] == [[number, number, 3, 3] for number in range(3)]
+    assert [rank["num_threads"] for rank in ranks] == [max(1, cores // 3)] * 3
+
+
+def test_prints_arrive_as_whole_lines_and_say_who_printed_them(capsys):
+    launch(workers.print_lines, 50, world_size=2, device="cpu")
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
+    for rank in range(2):
+        own = [line.removeprefix(f"[rank {rank}] ") for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert own[:50] == [f"rank {rank} line {number}" for number in range(50)]
+        assert sorted(own[50:]) == ["and its rest", "by a process", "bytes: ü", "no newline at the end"]
+    assert len(lines) == 2 * 54
+    assert sorted(output.err.splitlines()) == ["[rank 0] to stderr 0", "[rank 1] to stderr 1"]
+
+
+@pytest.mark.parametrize("settings", [{"world_size": 2, "name_ranks": False}, {"world_size": 1}])
+def test_lines_without_names(settings, capsys):
+    launch(workers.print_lines, 1, device="cpu", **settings)
+    output = capsys.readouterr()
+    assert output.out.splitlines().count("no newline at the end") == settings["world_size"]
+    assert "[rank" not in output.out + output.err
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_rank_that_raises(bad_rank):
+    start_s = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch(workers.raise_on, bad_rank, world_size=3, device="cpu")
+    assert time.monotonic() - start_s < 30  # not the minutes that the others would wait in their barrier
+    message = str(caught.value)
+    assert message.startswith(f"rank {bad_rank} of 3 failed: ZeroDivisionError: on purpose, on rank {bad_rank}")
+    assert re.search(r'workers_for_tests.py", line \d+, in raise_on', message)
+    assert caught.value.rank == bad_rank
+
+
+def test_the_next_launch_works():
+    with pytest.raises(RankError):
+        launch(workers.raise_on, 0, world_size=2, device="cpu")
+    assert launch(workers.return_rank, world_size=2, device="cpu") == [(0, 2), (1, 2)]
+
+
+def test_a_rank_that_is_killed():
+    with pytest.raises(RankError, match="rank 1 of 2 failed: the process was ended by SIGKILL .*out of memory"):
+        launch(workers.kill_itself, 1, world_size=2, device="cpu")
+
+
+def failed_at(when_s: float, rank: int) -> _Rank:
+    """A rank that has said so, and is gone."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send(("failure", Failure(rank, when_s, f"failed at {when_s} s")))
+    sender.close()
+    return _Rank(rank, None, receiver)
+
+
+@pytest.mark.parametrize("times_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (3.0, 2.0, 1.0)])
+def test_of_several_failures_the_first_is_told(times_s):
+    """Whichever message is read first: the others fail because of it."""
+    job = Job(b"", 3, "cpu", "", {}, None)
+    with pytest.raises(RankError) as caught:
+        _collect([failed_at(when_s, rank) for rank, when_s in enumerate(times_s)], job, None, None)
+    assert str(caught.value) == f"rank {times_s.index(1.0)} of 3 failed: failed at 1.0 s"
+
+
+def test_after_an_abort_the_ranks_that_do_not_answer_are_named():
+    """So NCCL's watchdog ends a healthy rank that waited in vain. Rank 2 lives: it answers, although it waits too."""
+    with pytest.raises(RankError) as caught:
+        launch(workers.abort_while_rank_1_is_stopped, world_size=3, device="cpu", timeout_s=60)
+    assert str(caught.value) == (
+        "rank 0 of 3 failed: the process was ended by SIGABRT, and rank 1 did not answer: stopped or stuck, "
+        "and waited for in vain?"
+    )
+
+
+def test_after_an_abort_of_its_own_nobody_else_is_named():
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was ended by SIGABRT$"):
+        launch(workers.abort_itself, 1, world_size=2, device="cpu", timeout_s=60)
+
+
+def test_a_rank_that_leaves():
+    with pytest.raises(RankError, match="SystemExit: 0"):
+        launch(workers.leave_with, 0, world_size=2, device="cpu")
+    with pytest.raises(RankError, match="left with exit status 7 before its worker returned"):
+        launch(workers.leave_at_once, 7, world_size=1, device="cpu")
+
+
+def test_a_result_that_cannot_travel():
+    with pytest.raises(RankError, match="rank [01] of 2 failed: ValueError: the result of 'return_unpicklable' is of"):
+        launch(workers.return_unpicklable, world_size=2, device="cpu")
+    with pytest.raises(RankError, match="rank 0 of 1 failed: its result arrived and cannot be read: ValueError: inv"):
+        launch(workers.return_what_cannot_be_read, world_size=1, device="cpu")
+
+
+def test_a_rank_that_hangs():
+    with pytest.raises(RankTimeout) as caught:
+        launch(workers.hang_on, 1, world_size=2, device="cpu", timeout_s=2)
+    message = str(caught.value)
+    assert "after 2 s, 2 of 2 ranks had not finished" in message
+    assert re.search(
+        r"rank 0 was waiting in all_reduce\(\), called from workers_for_tests.py line \d+, in hang_on", message
+    )
+    assert re.search(r"rank 1 was at workers_for_tests.py line \d+, in sleep_for_ever", message)
+
+
+def test_a_rank_that_ignores_sigterm_is_ended_too():
+    start_s = time.monotonic()
+    with pytest.raises(RankTimeout):
+        launch(workers.ignore_sigterm, world_size=1, device="cpu", timeout_s=1)
+    assert time.monotonic() - start_s < 20
+
+
+class Nowhere(io.TextIOBase):
+    """Takes what is printed, and keeps none of it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@pytest.mark.timeout(60)  # where this goes wrong, it goes on for ever
+def test_a_rank_that_never_stops_printing_is_ended_like_any_other():
+    with contextlib.redirect_stdout(Nowhere()):
+        with pytest.raises(RankError, match="rank 0 of 2 failed: ZeroDivisionError: on purpose"):
+            launch(workers.raise_while_another_prints, world_size=2, device="cpu")
+        with pytest.raises(RankTimeout, match="after 1 s, 2 of 2 ranks had not finished"):
+            launch(workers.print_for_ever, world_size=2, device="cpu", timeout_s=1)
+
+
+# ---------------------------------------------------------------- refused before anything starts
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    monkeypatch.setattr(
+        "fsdp_helpers.ranks.launching.launch._start_rank", lambda *args: pytest.fail("a rank was started")
+    )
+
+
+def test_a_worker_that_cannot_be_imported(nothing_starts):
+    with pytest.raises(ValueError, match="is a lambda or is defined inside another function"):
+        launch(lambda rank, world_size: rank, world_size=2)
+
+
+def test_an_argument_that_cannot_travel(nothing_starts):
+    with pytest.raises(ValueError, match="argument 'bad_rank' of 'raise_on' is of type _thread.lock"):
+        launch(workers.raise_on, threading.Lock(), world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, "2", True])
+def test_numbers_of_ranks_that_cannot_be(world_size, nothing_starts):
+    with pytest.raises(ValueError, match=f"world_size is {world_size!r}; it must be a whole number, 1 or more"):
+        launch(workers.return_rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 0.0, float("nan"), float("inf"), True, "5"])
+def test_times_that_cannot_be(timeout_s, nothing_starts):
+    with pytest.raises(ValueError, match=f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0"):
+        launch(workers.return_rank, world_size=1, timeout_s=timeout_s)
+
+
+def test_more_ranks_than_cuda_devices():
+    found = torch.cuda.device_count()
+    wanted = found + 1
+    with pytest.raises(ValueError, match=f"{wanted} ranks need {wanted} CUDA devices, this machine has {found}"):
+        launch(workers.return_rank, world_size=wanted, device="cuda")
+
+
+def test_unknown_device():
+    with pytest.raises(ValueError, match="unknown device 'tpu'; choose one of auto, cpu, cuda"):
+        launch(workers.return_rank, world_size=1, device="tpu")
+
+
+# ---------------------------------------------------------------- edits between two launches
+
+
+def test_an_edit_counts_from_the_next_launch(tmp_path, monkeypatch):
+    module = tmp_path / "my_worker_to_edit.py"
+    module.write_text("def work(rank, world_size):\n    return 'old'\n")
+    os.utime(module, (1_000_000_000, 1_000_000_000))
+    py_compile.compile(str(module))  # the cache that a first import leaves
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_worker_to_edit
+
+    assert launch(my_worker_to_edit.work, world_size=1, device="cpu") == ["old"]
+    # The same number of bytes and the same second of change: all that Python compares with its cache.
+    module.write_text("def work(rank, world_size):\n    return 'new'\n")
+    os.utime(module, (1_000_000_000, 1_000_000_000))
+    assert launch(my_worker_to_edit.work, world_size=1, device="cpu") == ["new"]
+
+
+# ---------------------------------------------------------------- interrupts and kills
+
+
+@contextmanager
+def hanging_launches(folder: Path) -> Iterator:
+    """A Python that, for each line that it reads, launches ranks that hang, and others once it is interrupted."""
+    short = tempfile.mkdtemp()  # the server's socket lies there, and its path has to fit into 107 characters
+    (folder / "tmp").symlink_to(short)
+    code = f"""
+        import sys, tempfile
+        tempfile.tempdir = {short!r}
+        from fsdp_helpers.ranks.launching.launch import launch
+        from workers_for_tests import return_rank, leave_processes
+        for _ in sys.stdin:
+            print("starting", flush=True)
+            try:
+                launch(leave_processes, {str(folder)!r}, "interrupt", world_size=2, device="cpu")
+            except KeyboardInterrupt:
+                print("interrupted", launch(return_rank, world_size=2, device="cpu"), flush=True)
+    """
+    with running_python(code, stdin=subprocess.PIPE) as process:
+        yield process
+    shutil.rmtree(short)
+
+
+def start_hanging(process) -> None:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "starting\n", process.stderr.read()
+
+
+def written_pids(folder: Path) -> list[int]:
+    """The process ids of both ranks and of all that they started, once they are written."""
+    files = [folder / f"pids-{rank}" for rank in range(2)]
+    assert wait_until(lambda: all(file.exists() for file in files), 200)
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    for file in files:
+        file.unlink()
+    assert len(pids) == 16 and all(is_running(pid) for pid in pids)
+    return pids
+
+
+def launch_folders(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "tmp").iterdir() if path.name.startswith("fsdp_helpers-")]
+
+
+def interrupt(process, folder: Path) -> None:
+    """As Jupyter interrupts a kernel, the whole process group; and the next launch works."""
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout.readline() == "interrupted [(0, 2), (1, 2)]\n", process.stderr.read()
+    assert launch_folders(folder) == []
+
+
+def test_interrupted_while_starting_interrupted_while_running_and_killed(tmp_path):
+    """One Python after the other would say the same of each, and take three times as long to load torch."""
+    with hanging_launches(tmp_path) as process:
+        start_hanging(process)
+        time.sleep(0.5)  # torch is being loaded for the ranks, which takes seconds
+        interrupt(process, tmp_path)
+
+        start_hanging(process)
+        pids = written_pids(tmp_path)
+        interrupt(process, tmp_path)
+        assert not any(is_running(pid) for pid in pids)
+
+        start_hanging(process)
+        pids = written_pids(tmp_path)
+        assert launch_folders(tmp_path) != []
+        process.kill()
+        _, errors = process.communicate(timeout=100)
+        assert wait_until(lambda: not any(is_running(pid) for pid in pids))
+        assert wait_until(lambda: launch_folders(tmp_path) == [])
+        assert errors == ""
+
+
+# ---------------------------------------------------------------- side by side
+
+
+@pytest.mark.long
+def test_two_notebooks_launching_in_a_loop_never_collide():
+    code = """
+        from fsdp_helpers.ranks.launching.launch import launch
+        from workers_for_tests import all_reduce_rank
+        print([launch(all_reduce_rank, world_size=2, device="cpu") for _ in range(10)])
+    """
+    with running_python(code) as one, running_python(code) as other:
+        outputs = [process.communicate(timeout=120) for process in (one, other)]
+    # 1 + 2 = 3 on both ranks, ten times, in both
+    assert [output for output, _ in outputs] == [f"{[[3.0, 3.0]] * 10}\n"] * 2, outputs
+
+
+def test_a_launch_leaves_no_folder():
+    before = set(os.listdir(tempfile.gettempdir()))
+    launch(workers.return_rank, world_size=1, device="cpu")
+    with pytest.raises(RankError):
+        launch(workers.leave_at_once, 1, world_size=1, device="cpu")
+    assert set(os.listdir(tempfile.gettempdir())) == before
+
+
+# ---------------------------------------------------------------- the environment
+
+
+def test_ranks_have_the_environment_of_their_launch(monkeypatch):
+    """Also where the server that forks them is older than a change."""
+    launch(workers.return_rank, world_size=1, device="cpu")
+    monkeypatch.setenv("SET_AFTER_THE_FIRST_LAUNCH", "yes")
+    with_it = launch(workers.return_environment, world_size=1, device="cpu")[0]
+    monkeypatch.delenv("SET_AFTER_THE_FIRST_LAUNCH")
+    without = launch(workers.return_environment, world_size=1, device="cpu")[0]
+    assert with_it["SET_AFTER_THE_FIRST_LAUNCH"] == "yes"
+    assert "SET_AFTER_THE_FIRST_LAUNCH" not in without
+    assert without["WORLD_SIZE"] == "1"

@@ -1,0 +1,46 @@
+"""Ranks that wait for one another for ever are ended soon; slow ones are not."""
+
+import re
+import time
+
+import pytest
+import workers_for_tests as workers
+
+from fsdp_helpers.ranks.launching.launch import RankTimeout, launch
+
+STALL_S = 1.5
+
+
+def test_ranks_that_only_wait_are_ended_and_say_where():
+    start_s = time.monotonic()
+    with pytest.raises(RankTimeout) as caught:
+        launch(workers.hang_on, 1, world_size=2, device="cpu", timeout_s=60, stall_s=STALL_S)
+    assert time.monotonic() - start_s < 30
+    assert "after 1.5 s in which no rank computed or reported anything, 2 of 2 ranks had not" in str(caught.value)
+    first, second = caught.value.places
+    assert re.fullmatch(r"rank 0 was waiting in all_reduce\(\), called from workers_for_tests.py .* hang_on", first)
+    assert re.fullmatch(r"rank 1 was at workers_for_tests.py line \d+, in sleep_for_ever", second)
+
+
+@pytest.mark.parametrize("way", ["compute", "report", "print"])
+def test_one_rank_that_moves_is_enough(way):
+    answers = launch(
+        workers.keep_others_waiting, way, 3 * STALL_S, world_size=2, device="cpu", stall_s=STALL_S, progress=False
+    )
+    assert answers == [2.0, 2.0]
+
+
+def test_the_clock_runs_once_all_ranks_are_in_the_group(tmp_path, monkeypatch):
+    module = tmp_path / "slow_to_import.py"
+    module.write_text("import os, time\ntime.sleep(float(os.environ.get('WORLD_SIZE', 0)) * 1.5)\n")
+    with module.open("a") as file:
+        file.write("def work(rank, world_size):\n    return rank\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from slow_to_import import work
+
+    assert launch(work, world_size=2, device="cpu", stall_s=STALL_S) == [0, 1]
+
+
+def test_a_limit_must_be_a_number_of_seconds():
+    with pytest.raises(ValueError, match="stall_s is 0; it must be a number of seconds above 0, or None"):
+        launch(workers.hang_on, 1, world_size=2, device="cpu", stall_s=0)

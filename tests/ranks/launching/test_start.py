@@ -1,0 +1,189 @@
+"""How ranks are started: forked or spawned, with and without a main guard, where signals are missing or ignored."""
+
+import ast
+import importlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import workers_for_tests as workers
+from programs import is_running, running, running_python
+from runs import mostly_long
+
+from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES
+from fsdp_helpers.ranks.launching import start
+from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.ranks.launching.start import choose_start_method
+
+
+def test_a_server_where_there_can_be_one(monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["fork", "spawn", "forkserver"])
+    assert [choose_start_method(name) for name in (None, "forkserver", "spawn")] == [
+        "forkserver",
+        "forkserver",
+        "spawn",
+    ]
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert choose_start_method(None) == "spawn"
+    with pytest.raises(ValueError, match="unknown start method 'forkserver'; choose one of spawn"):
+        choose_start_method("forkserver")
+
+
+@pytest.mark.parametrize("name", ["fork", "thread", 3])
+def test_other_start_methods_are_refused(name):
+    with pytest.raises(ValueError, match=f"unknown start method {name!r}; choose one of forkserver, spawn"):
+        launch(workers.return_rank, world_size=1, start_method=name)
+
+
+def test_spawned_ranks_keep_every_promise():
+    """Results, talk, settings, and nothing left of what they start."""
+    found = launch(workers.describe_and_leave_processes, world_size=2, device="cpu", start_method="spawn")
+    assert [rank["rank"] for rank, _ in found] == [(0, 2), (1, 2)]
+    assert [rank["sum"] for rank, _ in found] == [3.0, 3.0]  # 1 + 2
+    assert not [pid for _, pids in found for pid in pids if Path("/proc", str(pid)).exists()]
+
+
+# What Windows lacks, taken away at the top of a script: a spawned rank imports the script, and lacks it too.
+WITHOUT = """
+import faulthandler, multiprocessing, os, signal, sys, tempfile
+import torch.distributed.checkpoint, torch.distributed.fsdp  # for other systems torch asks for other names
+from multiprocessing import resource_tracker
+
+resource_tracker._HAVE_SIGMASK = False  # as Python itself finds it there
+
+multiprocessing.get_all_start_methods = lambda: ["spawn"]
+for module, names in {
+    signal: ("SIGUSR1", "SIGALRM", "SIGKILL", "alarm", "pthread_sigmask"),
+    faulthandler: ("register", "unregister"),
+    os: ("fork", "setsid", "killpg"),
+}.items():
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+
+if __name__ == "__main__":
+    from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
+    from workers_for_tests import hang_on, raise_on, return_rank
+
+    print(launch(return_rank, world_size=2, device="cpu"))
+    for worker, timeout_s in ((raise_on, None), (hang_on, 1)):
+        try:
+            launch(worker, 1, world_size=2, device="cpu", timeout_s=timeout_s)
+        except (RankError, RankTimeout) as error:
+            print(str(error).splitlines()[0:2])
+"""
+
+
+def test_a_system_without_a_server_and_without_signals(tmp_path):
+    script = tmp_path / "without.py"
+    script.write_text(WITHOUT)
+    with running([sys.executable, str(script)]) as process:
+        output, errors = process.communicate(timeout=240)
+    assert output.splitlines() == [
+        "[(0, 2), (1, 2)]",
+        "['rank 1 of 2 failed: ZeroDivisionError: on purpose, on rank 1', '']",
+        "['after 1 s, 2 of 2 ranks had not finished (0 had)', 'rank 0 was running; this system cannot ask it where']",
+    ], errors
+
+
+UNGUARDED = """
+from fsdp_helpers.ranks.launching.launch import launch
+from workers_for_tests import return_rank
+
+print(launch(return_rank, world_size=2, device="cpu", start_method={start_method!r}))
+"""
+
+
+@pytest.mark.parametrize("start_method", mostly_long(["forkserver", "spawn"]))
+def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
+    script = tmp_path / "my_script.py"
+    script.write_text(UNGUARDED.format(start_method=start_method))
+    with running([sys.executable, str(script)]) as process:
+        output, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and output == ""
+    assert errors.count("main guard") == errors.count("Traceback") == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith("RuntimeError: my_script.py has no main guard: ") and '`if __name__ == "__main__":`' in last
+
+
+def test_a_module_that_launches_while_ranks_import_it_does_not_go_on_for_ever(tmp_path, monkeypatch, capfd):
+    (tmp_path / "module_that_launches.py").write_text(
+        "from fsdp_helpers.ranks.launching.launch import launch\n"
+        "def work(rank, world_size): return rank\n"
+        "print(launch(work, world_size=2, device='cpu'))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankError) as caught:
+        importlib.import_module("module_that_launches")
+    assert "calls launch while a rank imports it" in caught.value.summary
+    assert capfd.readouterr() == ("", "")
+
+
+OWN_TUNABLES = "glibc.malloc.perturb=0"  # a setting of the reader's
+OWN_WORKER = """
+import os
+
+def work(rank, world_size):
+    return rank * 10, os.environ.get("GLIBC_TUNABLES")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_a_python_with_settings_of_its_own(tmp_path):
+    """A worker that `%%writefile` put beside the notebook; the reader's allocator settings; and, as under
+    `nohup ... &`, interrupts that are ignored, and stay ignored."""
+    (tmp_path / "my_worker.py").write_text(OWN_WORKER)
+    code = """
+        import os, signal
+        from fsdp_helpers.ranks.launching.launch import launch
+        from my_worker import work
+        os.kill(os.getpid(), signal.SIGINT)
+        launch(work, world_size=1, device="cpu")
+        ranks = launch(work, world_size=2, device="cpu")
+        print((ranks, os.environ.get("GLIBC_TUNABLES"), signal.getsignal(signal.SIGINT) is signal.SIG_IGN))
+    """
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    own = {"GLIBC_TUNABLES": OWN_TUNABLES}
+    with running_python(code, prelude=ignoring, variables=own, cwd=tmp_path) as process:
+        output, errors = process.communicate(timeout=200)
+    assert errors == ""
+    ranks, tunables, ignored = ast.literal_eval(output)
+    # Ranks have the reader's setting after the series' own; the Python that launches has the reader's alone again.
+    assert ranks == [(0, f"{MALLOC_TUNABLES}:{OWN_TUNABLES}"), (10, f"{MALLOC_TUNABLES}:{OWN_TUNABLES}")]
+    assert (tunables, ignored) == (OWN_TUNABLES, True)
+
+
+def test_the_server_ends_when_it_is_idle_and_the_next_launch_starts_another():
+    launch(workers.return_rank, world_size=1, device="cpu")
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    with start.server_in_use():
+        start.end_idle_server()
+        assert is_running(server)  # a launch is under way
+    start.end_idle_server()
+    assert not is_running(server)
+    assert launch(workers.return_rank, world_size=1, device="cpu") == [(0, 1)]
+    assert multiprocessing.forkserver._forkserver._forkserver_pid != server
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the environment of a process is read from /proc")
+def test_the_settings_of_the_allocator_are_for_cpu_ranks_alone():
+    """glibc reads them when a process starts, so a server for the other kind of ranks is a different process."""
+
+    def server() -> tuple[int, bool]:
+        pid = multiprocessing.forkserver._forkserver._forkserver_pid
+        return pid, b"arena_max" in Path(f"/proc/{pid}/environ").read_bytes()  # glibc cuts its variable where it reads
+
+    launch(workers.return_rank, world_size=1, device="cpu")
+    of_cpu_ranks, has_settings = server()
+    assert has_settings
+    with start.server_in_use(), start.ready_to_start("forkserver", "cuda"):
+        assert MALLOC_TUNABLES not in os.environ.get("GLIBC_TUNABLES", "")
+        of_cuda_ranks, has_settings = server()
+        assert of_cuda_ranks != of_cpu_ranks and not has_settings
+    with start.server_in_use(), start.ready_to_start("forkserver", "cuda"):
+        assert server() == (of_cuda_ranks, False)  # it serves on
+    launch(workers.return_rank, world_size=1, device="cpu")
+    assert server()[1] and not is_running(of_cuda_ranks)

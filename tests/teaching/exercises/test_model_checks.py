@@ -1,0 +1,80 @@
+"""The small exercises of notebook 08: right answers pass, plausible wrong ones do not."""
+
+import math
+
+import pytest
+
+from fsdp_helpers.teaching.exercises import model_checks
+from fsdp_helpers.teaching.exercises.answers import NotYet
+
+
+def vit_parameters(image_size, channels, patch_size, width, depth, num_heads, mlp_width, num_classes, class_token):
+    tokens = (image_size // patch_size) ** 2 + class_token
+    attention = 4 * width * width + 4 * width
+    hidden = 2 * width * mlp_width + mlp_width + width
+    patches = channels * patch_size**2 * width + width
+    rest = tokens * width + class_token * width + 2 * width + width * num_classes + num_classes
+    return patches + depth * (4 * width + attention + hidden) + rest
+
+
+def fewest_ranks(layers, device_bytes):
+    spare = device_bytes - 4 * max(layers)
+    return max(1, math.ceil(4 * (sum(layers) + max(layers)) / spare)) if spare > 0 else None
+
+
+def counted_up(layers, device_bytes):
+    """The same, rank by rank."""
+    needs = (4 * ((sum(layers) + max(layers)) / n + max(layers)) for n in range(1, 1_000))
+    return next((n for n, size in enumerate(needs, start=1) if size <= device_bytes), None)
+
+
+def test_right_answers():
+    assert model_checks.check_vit_parameters(vit_parameters).startswith("Right")
+    assert model_checks.check_fewest_ranks(fewest_ranks).startswith("Right")
+    assert model_checks.check_fewest_ranks(counted_up).startswith("Right")
+
+
+def test_an_error_is_told_with_the_shape_it_was_called_with():
+    with pytest.raises(
+        NotYet, match=r"called with \(image_size=28, channels=1, .*\), your .* fails: TypeError"
+    ) as refused:
+        model_checks.check_vit_parameters(lambda image_size: 1)
+    assert "called with ()" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        lambda **shape: ...,
+        lambda **shape: 204_938,  # of the first shape alone
+        lambda **shape: vit_parameters(**shape) - shape["width"],  # a bias less
+        lambda **shape: vit_parameters(**shape | {"class_token": False}),
+        lambda **shape: vit_parameters(**shape | {"mlp_width": 4 * shape["width"]}),
+        lambda **shape: str(vit_parameters(**shape)),
+    ],
+)
+def test_wrong_counts(answer):
+    with pytest.raises(NotYet) as refused:
+        model_checks.check_vit_parameters(answer)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        lambda layers, device_bytes: ...,
+        lambda layers, device_bytes: math.ceil(4 * sum(layers) / device_bytes),  # the slices alone
+        lambda layers, device_bytes: fewest_ranks(layers, device_bytes) or 10**6,  # where no number does
+        lambda layers, device_bytes: (fewest_ranks(layers, device_bytes) or 0) + 1,
+        lambda layers, device_bytes: fewest_ranks([*layers, 0], device_bytes + max(layers)),
+        lambda layers, device_bytes: counted_up(layers, device_bytes - 1),  # exactly full fits
+        lambda layers, device_bytes: None,
+        lambda layers, device_bytes: 1.5,
+    ],
+)
+def test_wrong_numbers_of_ranks(answer):
+    with pytest.raises(NotYet) as refused:
+        model_checks.check_fewest_ranks(answer)
+    assert len(str(refused.value).splitlines()) == 1

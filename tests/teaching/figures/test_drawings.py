@@ -1,0 +1,168 @@
+import inspect
+import re
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+
+from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
+from fsdp_helpers.models import build_model
+from fsdp_helpers.planning.streams import step_spans
+from fsdp_helpers.teaching.figures import drawings
+from fsdp_helpers.teaching.figures.descriptions import describe
+from fsdp_helpers.teaching.figures.style import STATE_COLOURS
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def entry(name: str, *sizes: int) -> TensorEntry:
+    """A tensor of so many rows a rank, each row with 4 values."""
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    slices = tuple(
+        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
+        for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    )
+    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), slices=slices)
+
+
+ONE_NUMBER = TensorEntry(
+    name="step",
+    dtype=torch.float32,
+    shape=(),
+    slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
+)
+CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
+SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
+DRAWINGS = {
+    "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
+    "draw_step": (drawings.FSDP_STEP,),
+    "draw_units": (["net", "first", "second"],),
+    "draw_cut": (build_model("shallow"), CHOICES),
+    "draw_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_window():
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_every_drawing_has_room_for_its_labels(name):
+    fig, ax = getattr(drawings, name)(*DRAWINGS[name])
+    fig.canvas.draw()  # labels that do not fit, glyphs that are missing: this is where they are noticed
+    assert fig.axes == [ax]
+
+
+def test_every_drawing_is_in_the_table():
+    names = {name for name, value in vars(drawings).items() if name.startswith("draw_") and inspect.isfunction(value)}
+    assert names == set(DRAWINGS)
+
+
+def filled(ax: Axes, kind: str) -> int:
+    """How many slices of one kind of state are filled in a drawing."""
+    return sum(to_hex(box.get_facecolor()) == STATE_COLOURS[kind] and box.get_fill() for box in ax.patches)
+
+
+def test_a_step_of_fsdp_fills_what_each_rank_has():
+    ax = drawings.draw_step(drawings.FSDP_STEP, num_ranks=2)[1]
+    # Two ranks, two slices each: parameters are a slice, whole, whole, a slice
+    assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
+    assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
+    assert filled(ax, "optimiser") == 2 * (1 + 1 + 1 + 1)
+    assert sum(bool(box.get_hatch()) for box in ax.patches) == 2 * 2  # before the reduce-scatter, each rank its own
+
+
+def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
+    ax = drawings.draw_step(drawings.DDP_STEP, num_ranks=3)[1]
+    assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimiser")] == [36, 27, 36]
+
+
+def stretches(ax: Axes, kind: str) -> dict[int, list[tuple[float, float]]]:
+    """From when to when one kind of state is whole, for each row of the drawing of units."""
+    found = {}
+    for bar in ax.patches:
+        if to_hex(bar.get_facecolor()) == STATE_COLOURS[kind]:
+            row = round(bar.get_y() + bar.get_height() / 2)
+            found.setdefault(row, []).append((bar.get_x(), bar.get_x() + bar.get_width()))
+    return found
+
+
+def test_units_are_whole_twice_and_the_root_once():
+    ax = drawings.draw_units(["net", "first", "second"])[1]
+    assert [len(stretches(ax, "parameters")[row]) for row in range(3)] == [1, 2, 2]
+
+
+def test_parameters_and_gradients_of_a_unit_coexist_and_backward_gathers_ahead():
+    ax = drawings.draw_units(["net", "first", "second"])[1]
+    parameters, gradients = stretches(ax, "parameters"), stretches(ax, "gradients")
+    assert (parameters[1][0], parameters[2][0]) == ((0, 1), (1, 2)), "forward, one unit after the other"
+    # Forward ends at 2.25. Backward: the second unit from there to 3.25, the first one after it, to 4.25.
+    assert gradients[2] == [(2.25, 3.25)] and gradients[1] == [(3.25, 4.25)]
+    assert parameters[2][1] == (2.25, 3.25), "whole beside its gradients"
+    assert parameters[1][1] == (2.25, 4.25), "gathered while backward is busy with the second unit"
+    assert parameters[0][0][0] == 0 and parameters[0][0][1] > 4.25, "the root outlasts them all"
+
+
+def test_streams_are_drawn_where_they_were_computed():
+    ax = drawings.draw_streams({"early": SPANS}, "2 ms of forward")[1]
+    bars = [(round(bar.get_y() + 0.35), bar.get_x(), bar.get_width()) for bar in ax.patches]
+    assert bars[:2] == [(0, 1.0, 2.0), (0, 3.0, 2.0)]  # in ms: the forwards of both units, after the first gather
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["early: arithmetic", "early: communication"]
+    assert "not measured: computed from 2 ms of forward" in ax.get_xlabel()
+    text = describe(ax.figure)
+    assert "early: arithmetic: 2, 2, 4, 4; early: communication: 1, 1, 1, 1, 1, 1" in text and "reduce_scatter" in text
+
+
+def test_slices_lie_where_their_rows_are():
+    ax = drawings.draw_slices([entry("weight", 3, 3, 2)])[1]
+    # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
+    assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
+    assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
+    assert [text.get_text() for text in ax.texts] == ["rank 0: 3", "rank 1: 3", "rank 2: 2"]
+    assert len({bar.get_facecolor() for bar in ax.patches}) == 3
+
+
+def test_rows_of_a_checkpoint_weigh_what_their_tensors_weigh():
+    ax = drawings.draw_slices([entry("large", 8), entry("half", 4), ONE_NUMBER])[1]
+    # 8 x 4 x 4 = 128 bytes, 64 and 4: rows of 1 + 4, 1 + 4 / 2 and 1 + 4 / 32, nine tenths of them filled
+    assert [bar.get_height() for bar in ax.patches] == pytest.approx([0.9 * 5, 0.9 * 3, 0.9 * 1.125])
+    assert [bar.get_y() for bar in ax.patches] == pytest.approx([0.25, 5.15, 8.05625])
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == [
+        "large  [8, 4]  128 B",
+        "half  [4, 4]  64 B",
+        "step  []  4 B",
+    ]
+
+
+def test_a_slice_without_room_names_its_rows_alone():
+    ax = drawings.draw_slices([entry("weight", 19, 1)])[1]
+    assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
+
+
+def test_the_image_of_the_readme(tmp_path):
+    drawings.write_step_image(tmp_path / "step.png")
+    for picture in (tmp_path / "step.png", PROJECT / "notebooks" / "images" / "step.png"):
+        is_filled = abs(plt.imread(picture)[..., :3] - to_rgb(STATE_COLOURS["parameters"])).max(axis=-1) < 0.01
+        assert 0.04 < is_filled.mean() < 0.1  # 12 of the 48 slices of the drawing are filled with parameters
+    shown = re.findall(r"!\[.+\]\((.+\.png)\)", (PROJECT / "README.md").read_text())
+    assert shown[0] == "notebooks/images/step.png"
+    assert all((PROJECT / image).is_file() for image in shown)
+
+
+def test_the_innermost_unit_owns_a_layer():
+    ax = drawings.draw_cut(build_model("shallow"), CHOICES)[1]
+    # layers features.0, features.2, fc1, fc2, one column a choice
+    assert [text.get_text() for text in ax.texts] == [
+        *["root", "root", "root", "root"],
+        *["root", "root", "fc1", "root"],
+        *["features.0", "features", "root", "root"],
+    ]
+    # the root is a unit too
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["none\n1 units", "one\n2 units", "nested\n3 units"]

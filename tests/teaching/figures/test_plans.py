@@ -1,0 +1,111 @@
+"""Figures of plans and errors, and the controls of a plan."""
+
+import sys
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.colors import to_hex, to_rgb
+
+from fsdp_helpers.measuring.errors import ErrorRow
+from fsdp_helpers.planning.models import named_subject
+from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
+from fsdp_helpers.teaching.figures import plans
+from fsdp_helpers.teaching.page import sliders
+
+SUBJECT = named_subject("vit-b16")
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def planned(ranks: int, memory: float = 10e9):
+    return make_plan(SUBJECT, Settings(batch=8), Cluster(world_size=ranks, device_memory_bytes=memory))
+
+
+def error_row(variant: str, real: bool, predicted_bytes: int) -> ErrorRow:
+    sizes = dict.fromkeys(
+        ("predicted_state_bytes", "state_bytes", "predicted_sent_bytes", "sent_bytes", "accelerate_bytes"), 5
+    )
+    return ErrorRow(
+        model="m",
+        variant=variant,
+        world_size=2,
+        real=real,
+        when="",
+        predicted_bytes=predicted_bytes,
+        peak_bytes=100,
+        deepspeed_bytes=5,
+        **sizes,
+    )
+
+
+def test_a_waterfall_adds_up_to_what_is_needed():
+    three = [planned(ranks) for ranks in (8, 64, 1024)]
+    fig, ax = plans.plot_waterfall(three, "title")
+    bars = {container.get_label(): container for container in ax.containers}
+    assert list(bars) == [*CATEGORIES.values(), "outside the count"]
+    for place, plan in enumerate(three):
+        total = sum(container[place].get_height() for container in bars.values())
+        assert total == pytest.approx(plan.needed_bytes / 1e9)
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["8", "64", "1,024"]
+    assert "(GB)" in ax.get_ylabel()
+    assert list(ax.lines[0].get_ydata()) == [10, 10]  # the device's memory
+    assert [text.get_text() for text in ax.texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for plan in three]
+
+
+def test_what_fits_is_marked_by_more_than_a_colour():
+    rows = [[planned(8, memory), planned(64, memory)] for memory in (1e9, 10e9)]
+    fig, axes = plans.plot_what_fits({"one": rows, "another": rows})
+    texts = [text.get_text() for text in axes[0].texts]
+    assert [text.endswith("✗") for text in texts] == [True, True, False, False]
+    # red, red, green, green: 1 GB does not hold it, 10 GB do
+    assert [to_hex(cell.get_facecolor()) for cell in axes[0].patches] == [plans.FITS_NOT] * 2 + [plans.FITS] * 2
+    (red, green, _), (red_not, green_not, _) = to_rgb(plans.FITS), to_rgb(plans.FITS_NOT)
+    assert green > red and red_not > green_not
+    # ranks across, memory down, in each cell what a rank needs
+    assert [text.split()[0] for text in texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for row in rows for plan in row]
+    assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["8", "64"]
+    assert [tick.get_text() for tick in axes[0].get_yticklabels()] == ["1", "10"]
+    assert axes[0].get_title(loc="left") == "one" and "(GB)" in axes[0].get_ylabel()
+
+
+def test_errors_are_drawn_in_percent():
+    rows = [error_row("DDP", True, 101), error_row("DDP", False, 99), error_row("bf16", True, 100)]
+    fig, ax = plans.plot_errors(rows)
+    drawn = sorted(round(float(y), 6) for marks in ax.collections for _, y in marks.get_offsets())
+    assert drawn == [-1, 0, 1]
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["DDP", "bf16"]
+    assert rows[0].is_exact and rows[0].error == pytest.approx(0.01)
+
+
+def test_a_plan_is_drawn_for_any_choice():
+    fig, said = sliders.draw_plan(model="llama-70b", ranks=8, device_gb=24, precision="fp32", recompute=False)
+    assert said.startswith("On 8 ranks. It does not fit:")
+    assert fig.axes[0].get_title(loc="left") == "llama-70b, 8,192 tokens on each rank, fp32"
+
+
+def test_without_widgets_there_are_no_controls(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert sliders.plan_controls() is None
+
+
+def test_controls_draw_anew_at_each_change():
+    pytest.importorskip("ipywidgets")
+    *controls, picture, words = sliders.plan_controls().children
+    by_name = {control.description: control for control in controls}
+    assert list(by_name) == ["model", "ranks", "device GB", "precision", "recompute blocks"]
+    drawn_first = bytes(picture.value)
+    assert drawn_first.startswith(b"\x89PNG") and words.value.startswith("On 128 ranks.")
+    by_name["ranks"].value = 1024
+    assert bytes(picture.value).startswith(b"\x89PNG") and bytes(picture.value) != drawn_first
+    assert words.value.startswith("On 1,024 ranks.")
+
+
+def test_nobody_has_to_answer_the_controls():
+    """nbclient, which answers an `Output` widget, can miss the reply to the cell and wait until its time-out."""
+    widgets = pytest.importorskip("ipywidgets")
+    whole = sliders.plan_controls()
+    assert not [part for part in whole.children if isinstance(part, widgets.Output)]

@@ -1,0 +1,390 @@
+"""Every figure draws small records, returns `fig, ax`, says the unit of what it draws, and is described in words."""
+
+import base64
+import inspect
+import re
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from runs import tiny_record
+
+from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.records import (
+    Collective,
+    ComparisonRow,
+    MemoryCurve,
+    Phase,
+    RankRecord,
+    Rung,
+    SavingRecord,
+    StepTrace,
+)
+from fsdp_helpers.teaching.figures import plots
+from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
+from fsdp_helpers.teaching.figures.style import STATE_COLOURS, STRATEGY_COLOURS, described_png
+
+MB = 10**6
+COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit
+
+
+def rank_record(num_units: int = 1, peak_bytes: int = 40 * MB) -> RankRecord:
+    state = {"parameter_bytes": 4 * MB, "gradient_bytes": 4 * MB, "optimizer_bytes": 8 * MB}
+    return RankRecord(rank=0, **state, held_bytes=17 * MB, peak_bytes=peak_bytes, num_units=num_units, collectives=())
+
+
+def step_trace(*phases: str) -> StepTrace:
+    stretches = tuple(Phase(name=name, start_s=0.1 * i, end_s=0.1 * (i + 1)) for i, name in enumerate(phases))
+    curve = MemoryCurve(times_s=(0.0, 0.1, 0.2), allocated_bytes=(16 * MB, 40 * MB, 16 * MB), phases=stretches)
+    ops = ("all_gather", "reduce_scatter", "all_to_all")
+    seen = tuple(
+        Collective(op=op, bytes=4 * MB, sent_bytes=2 * MB, start_s=0.1 * i, end_s=0.1 * i + 0.05)
+        for i, op in enumerate(ops)
+    )
+    return StepTrace(curve=curve, collectives=seen)
+
+
+def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
+    sizes = {"held_bytes": 9 * MB, "peak_bytes": 20 * MB, "moved_bytes": 5 * MB, "sent_bytes": 4 * MB}
+    return ComparisonRow(model=model, strategy=strategy, api=api, world_size=2, step_s=0.01, final_loss=2.0, **sizes)
+
+
+def rung(name: str, peak_bytes: int) -> Rung:
+    return Rung(
+        name=name, strategy="ddp", predicted_bytes=39 * MB, peak_bytes=peak_bytes, held_bytes=9 * MB, step_s=0.01
+    )
+
+
+def saving(way: str) -> SavingRecord:
+    return SavingRecord(way=way, waiting_s=0.01, total_s=0.02, disk_bytes=12 * MB, extra_bytes=3 * MB)
+
+
+WAYS = [saving("full"), saving("sharded"), saving("asynchronous")]
+PHASES = ("forward", "backward", "step")
+RUNGS = [rung("DDP", 40 * MB), rung("+ a lever", 30 * MB), rung("+ another", 32 * MB)]
+EPOCHS = {"local": tiny_record().epochs * 2, "ddp": tiny_record().epochs}
+IMAGES, LABELS = torch.zeros(3, 1, 28, 28), torch.tensor([1, 2, 3])
+ROWS = [row("shallow", "ddp", None), row("shallow", "fsdp", "fsdp1"), row("deep", "ddp", None)]
+COPY = OffloadCopy(name="blocks.0.weight", way=TO_DEVICE, bytes=4 * MB, start_s=0.05, was_made=True)
+FIGURES = {
+    "plot_epochs": (EPOCHS,),
+    "plot_step_losses": ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]},),
+    "plot_digits": (IMAGES, LABELS, torch.tensor([1, 7, 3])),
+    "plot_memory_curve": (step_trace(*PHASES).curve, "One step"),
+    "plot_held_and_peak": ({"ddp": rank_record(), "fsdp": rank_record()},),
+    "plot_throughput": ({1: 100.0, 2: 180.0, 4: 190.0}, "ddp"),
+    "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
+    "plot_step": ([step_trace(*PHASES)] * 2, "One step"),
+    "plot_peak_against_units": ({"fsdp1": [rank_record(1), rank_record(6)]}, 50 * MB, "DDP"),
+    "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}},),
+    "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
+    "plot_ladder": (RUNGS,),
+    "plot_comparison": (ROWS,),
+    "plot_copies": (step_trace(*PHASES), [COPY], ["blocks.0"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_window():
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")
+
+
+def drawn(fig: Figure) -> list[Axes]:
+    fig.canvas.draw()  # labels that do not fit, glyphs that are missing: this is where they are noticed
+    return fig.axes
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_axis_has_room_for_its_label_and_a_unit(name):
+    fig, axes = getattr(plots, name)(*FIGURES[name])
+    assert list(np.ravel(axes)) == drawn(fig)
+    for label in [label for ax in fig.axes for label in (ax.get_xlabel(), ax.get_ylabel()) if label]:
+        assert re.search(r"\(.+\)", label) or label.startswith(COUNTS), label
+
+
+def test_every_figure_is_in_the_table():
+    names = {name for name, value in vars(plots).items() if name.startswith("plot_") and inspect.isfunction(value)}
+    assert names == set(FIGURES)
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("plot_digits", (IMAGES[:1], LABELS[:1])),
+        ("plot_collectives", ([step_trace()], "a step without phases")),
+        ("plot_step", ([step_trace()], "a step without phases")),
+        ("plot_memory_curve", (step_trace().curve, "a step without phases")),
+        ("plot_savings", ({"DDP": WAYS[:1]},)),
+        ("plot_ladder", (RUNGS[:1],)),
+        ("plot_comparison", (ROWS[:1],)),
+    ],
+)
+def test_one_of_a_kind(name, arguments):
+    fig, axes = getattr(plots, name)(*arguments)
+    assert list(np.ravel(axes)) == drawn(fig)
+
+
+def test_bars_are_as_long_as_the_bytes():
+    ax = plots.plot_held_and_peak({"fsdp": rank_record()})[1]
+    # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
+    assert [bar.get_width() for bar in ax.patches] == [4, 4, 8, 1]
+    assert [bar.get_x() for bar in ax.patches] == [0, 4, 8, 16]
+
+
+def test_a_line_stands_at_the_peak():
+    fsdp, ddp = rank_record(peak_bytes=30 * MB), rank_record(peak_bytes=40 * MB)
+    ax = plots.plot_held_and_peak({"ddp": ddp, "fsdp": fsdp})[1]
+    assert [list(line.get_xdata()) for line in ax.lines] == [[40, 40], [30, 30]]
+    assert texts(ax) == ["peak 40.0", "peak 30.0"]
+
+
+def test_epochs_are_drawn_in_nats_and_percent():
+    epoch = tiny_record().epochs[0]  # half of its two test images are right
+    better = replace(epoch, epoch=2, test_loss=0.4, test_accuracy=0.75)
+    loss_ax, accuracy_ax = plots.plot_epochs({"local": [epoch, better]})[1]
+    assert [list(line.get_ydata()) for line in (*loss_ax.lines, *accuracy_ax.lines)] == [[1.0, 0.4], [50, 75]]
+    assert list(accuracy_ax.lines[0].get_xdata()) == [1, 2]
+    assert accuracy_ax.get_ylabel() == "test accuracy (%)"
+
+
+def test_perfect_scaling_is_that_of_the_fewest_ranks():
+    ax = plots.plot_throughput({4: 190.0, 1: 100.0, 2: 180.0}, "ddp")[1]
+    assert [bar.get_height() for bar in ax.patches] == [100, 180, 190]
+    assert list(ax.lines[0].get_ydata()) == [100, 200, 400]
+
+
+def test_units_are_drawn_against_the_peak():
+    # 17 MB are held by each; what is drawn is the peak, from few units to many
+    ax = plots.plot_peak_against_units({"fsdp1": [rank_record(6, 30 * MB), rank_record(1, 40 * MB)]}, 50 * MB, "DDP")[1]
+    peaks, limit = ax.lines
+    assert (list(peaks.get_xdata()), list(peaks.get_ydata())) == ([1, 6], [40, 30])
+    assert list(limit.get_ydata()) == [50, 50]
+
+
+def test_a_variant_of_a_strategy_has_its_colour_and_a_broken_line():
+    ax = plots.plot_peak_by_ranks(*FIGURES["plot_peak_by_ranks"])[1]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines] == [
+        ([1, 2], [30, 25]),
+        ([1, 2], [30, 20]),
+    ]
+    assert {line.get_color() for line in ax.lines} == {STRATEGY_COLOURS["ddp"]}
+    assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
+
+
+def test_copies_are_marked_when_they_begin():
+    back = replace(COPY, way=TO_HOST, start_s=0.25)
+    trace = replace(step_trace(*PHASES), began_s=0.02)
+    ax = plots.plot_copies(trace, [COPY, back], ["blocks.0"])[1]
+    # 50 - 20 ms to the device, on the second line; 250 - 20 ms to the host, on the third
+    marks = [(line.get_xdata()[0], line.get_ydata()[0], line.get_marker()) for line in ax.lines]
+    assert marks == [(pytest.approx(30), 1, "v"), (pytest.approx(230), 2, "^")]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["collectives", TO_DEVICE, TO_HOST]
+    assert texts(ax)[-2:] == ["0", "0"]
+
+
+def texts(ax: Axes) -> list[str]:
+    return [text.get_text().strip() for text in ax.texts]
+
+
+def test_bars_of_collectives_say_what_the_rank_sends():
+    ax = plots.plot_collectives([step_trace(*PHASES)], "One step")[1]
+    # Each has a full tensor of 4 MB, of which the rank sends 2
+    assert sorted(texts(ax)) == ["2.0", "2.0", "2.0", *sorted(PHASES)]
+
+
+def test_bars_without_room_for_a_number_are_added_up():
+    short = [
+        Collective(op="all_gather", bytes=3 * MB, sent_bytes=sent, start_s=0.1 * i, end_s=0.1 * i + 0.001)
+        for i, sent in enumerate((2 * MB, 3 * MB))
+    ]
+    trace = replace(step_trace(*PHASES), collectives=(*short, *step_trace().collectives[2:]))
+    ax = plots.plot_collectives([trace, trace], "One step")[1]
+    # Two bars of 1 ms in 300 send 2 + 3 MB; the third, of 50 ms, has its number
+    for note in ("2.0", "2 narrow bars: 5.0"):
+        assert texts(ax).count(note) == 2  # one for each rank
+
+
+def test_collectives_differ_in_hatch_not_in_colour_alone():
+    fig, ax = plots.plot_collectives([step_trace()], "One step")
+    assert [bar.get_hatch() for bar in ax.patches] == [None, "////", None]
+    assert [text.get_text() for text in fig.legends[0].texts] == ["all_gather", "reduce_scatter", "all_to_all"]
+
+
+def test_traffic_and_memory_lie_on_one_time_line():
+    traffic, memory = plots.plot_step([step_trace(*PHASES)] * 2, "One step")[1]
+    assert traffic.get_shared_x_axes().joined(traffic, memory)
+    # A step of 300 ms; at 0.1 s, or 100 ms, memory rises to 40 MB and the reduce-scatter begins
+    assert memory.get_xlim() == pytest.approx((0, 300))
+    assert list(memory.lines[0].get_xdata()) == pytest.approx([0, 100, 200, 300])
+    assert [bar.get_x() for bar in traffic.patches if bar.get_hatch()] == [100, 100]
+
+
+def test_runs_that_coincide_can_all_be_seen():
+    runs = {name: [2.3, 2.0] for name in ("one", "two", "three")}
+    lines = plots.plot_step_losses(runs)[1].lines
+    assert [line.get_linewidth() for line in lines] == [5.5, 3.5, 1.5]  # thin on thick ...
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "-."]  # ... with gaps that show what lies below
+    assert [line.get_alpha() for line in lines] == [0.4, 1, 1]
+
+
+def test_steps_are_whole_numbers():
+    fig, ax = plots.plot_step_losses({"ddp": [2.0] * 20})
+    fig.canvas.draw()
+    assert all("." not in label.get_text() for label in ax.get_xticklabels())
+
+
+def test_a_rung_says_its_peak_and_the_change():
+    memory_ax, time_ax = plots.plot_ladder(RUNGS)[1]
+    assert [text.get_text().strip() for text in memory_ax.texts] == ["40.0", "30.0 (-10.0)", "32.0 (+2.0)"]
+    assert [bar.get_width() for bar in memory_ax.patches] == [40, 30, 32, 9, 9, 9]
+    assert [line.get_xdata()[0] for line in memory_ax.lines] == [39, 39, 39]  # the predictions
+    assert [bar.get_width() for bar in time_ax.patches] == [10, 10, 10]
+
+
+def test_a_memory_curve_in_megabytes_over_milliseconds():
+    ax = plots.plot_memory_curve(step_trace(*PHASES).curve, "One step")[1]
+    curve, peak = ax.lines
+    # 16, 40 and 16 MB, from 0, 0.1 and 0.2 s on, to the end of the last phase
+    assert list(curve.get_ydata()) == [16, 40, 16, 16]
+    assert list(curve.get_xdata()) == pytest.approx([0, 100, 200, 300])
+    assert list(peak.get_ydata()) == [40, 40]
+    assert texts(ax)[-1] == "peak 40.0 MB"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("time in the step (ms)", "allocated (MB)")
+
+
+def test_notes_stand_above_the_curve_at_their_moments():
+    trace = step_trace(*PHASES)
+    ax = plots.plot_memory_curve(trace.curve, "One step", plots.moments_of_one_unit(trace))[1]
+    # The gather ends at 50 ms, forward at 100; the reduce-scatter takes from 100 to 150; memory rises from 16 to 40 MB
+    lines = dict(zip(texts(ax)[-4:], ax.lines[2:], strict=True))
+    moments = {text.split()[0]: (round(line.get_xdata()[0]), line.get_ydata()[0]) for text, line in lines.items()}
+    assert moments == {
+        "all-gather:": (50, 16),
+        "forward": (100, 40),
+        "backward": (100, 40),
+        "reduce-scatter:": (150, 40),
+    }
+    heights = [line.get_ydata()[1] for line in lines.values()]
+    assert len(set(heights)) == 4 and min(heights) > 40  # no two texts side by side, none on the curve
+
+
+def test_the_comparison_draws_held_in_front_of_peak():
+    (memory_ax, time_ax), _ = plots.plot_comparison(ROWS)[1]
+    # The two rows of "shallow": peak 20 MB in the light colour, then held 9 MB in the solid one; 5 MB moved are no bar
+    assert [(bar.get_width(), bar.get_alpha()) for bar in memory_ax.patches] == [(20, 0.35)] * 2 + [(9, None)] * 2
+    assert [bar.get_width() for bar in time_ax.patches] == [10, 10]
+    assert [tick.get_text() for tick in memory_ax.get_yticklabels()] == ["ddp", "fsdp (fsdp1)"]
+
+
+def test_a_saving_says_how_long_training_waits():
+    time_ax, memory_ax, disk_ax = plots.plot_savings({"DDP": WAYS[:1]})[1]
+    assert [bar.get_width() for bar in time_ax.patches] == [20, 10]
+    assert [bar.get_width() for bar in (*memory_ax.patches, *disk_ax.patches)] == [3, 12]
+
+
+def test_wrong_predictions_say_what_would_be_right():
+    axes = plots.plot_digits(IMAGES, LABELS, torch.tensor([1, 7, 3]))[1]
+    assert [ax.get_title() for ax in axes] == ["1", "7 ≠ 2", "3"]
+    assert [ax.title.get_weight() for ax in axes] == ["normal", "bold", "normal"]
+
+
+def test_figures_are_white_on_a_dark_page():
+    with plt.style.context("dark_background"):
+        fig, ax = plots.plot_memory_curve(step_trace().curve, "One step")
+    assert fig.get_facecolor() == ax.get_facecolor() == (1, 1, 1, 1)
+    assert ax.xaxis.label.get_color() == ax.title.get_color() == "black"
+
+
+def test_the_style_stays_within_the_figure():
+    before = plt.rcParams["axes.spines.top"]
+    plots.plot_step_losses({"ddp": [1.0]})
+    assert plt.rcParams["axes.spines.top"] == before
+
+
+# ---------------------------------------------------------------- in words, and for every eye
+
+
+def of(name: str, *arguments: object) -> str:
+    return describe(getattr(plots, name)(*(arguments or FIGURES[name]))[0])
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_described_with_its_numbers(name):
+    text = of(name)
+    assert 10 < len(text) <= MOST_CHARACTERS and any(character.isdigit() for character in text), text
+    assert "\n" not in text and "_child" not in text
+
+
+def test_lines_say_where_they_begin_and_end():
+    text = of("plot_step_losses", {"ddp": [2.3, 2.0, 1.8, 1.9, 1.2], "fsdp": [2.3, 2.0]})
+    assert "Figure: Loss, step by step; loss over the global batch (nats) against step." in text
+    assert "ddp: from 2.3 at 1 to 1.2 at 5, lowest 1.2, highest 2.3." in text
+    assert "fsdp: 2.3 at 1, 2 at 2." in text
+
+
+def test_bars_say_their_rows_and_what_their_colours_mean():
+    text = of("plot_held_and_peak", {"ddp": rank_record(), "fsdp": rank_record(peak_bytes=30_000_000)})
+    # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
+    assert "Bars: ddp: 4, 4, 8, 1; fsdp: 4, 4, 8, 1." in text
+    assert "Key: parameters; gradients; optimiser; other." in text
+    assert "peak 40.0; peak 30.0" in text
+
+
+def test_columns_say_theirs():
+    assert "Bars: 1: 100; 2: 180; 4: 190." in of("plot_throughput")
+
+
+def test_axes_that_share_their_rows_have_the_names_of_the_others():
+    text = of("plot_comparison")
+    assert text.count("fsdp (fsdp1): ") == 2  # its bytes, held and at the peak, and its step time
+
+
+def test_wrong_digits_are_not_told_by_colour_alone():
+    assert of("plot_digits") == "Figure: 1. Figure: 7 ≠ 2. Figure: 3."
+
+
+def test_a_notebook_gets_twice_the_pixels_and_the_description():
+    fig, _ = plots.plot_throughput(*FIGURES["plot_throughput"])
+    picture, metadata = described_png(fig)
+    content = base64.b64decode(picture)
+    width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))  # of the PNG's first chunk
+    assert (width // 2, height // 2) == (metadata["width"], metadata["height"])
+    assert metadata["alt"] == describe(fig)
+
+
+def test_figures_that_are_shown_have_both(monkeypatch):
+    shell = InteractiveShell()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    fig, _ = plots.plot_throughput(*FIGURES["plot_throughput"])
+    data, metadata = shell.display_formatter.format(fig)
+    assert data["text/plain"] == describe(fig) == metadata["image/png"]["alt"]
+
+
+def seen_without_red(colour: str) -> tuple[float, float]:
+    """Roughly what is left of a colour for whoever lacks the cones for long waves: one yellow-blue axis, and lightness.
+
+    After F. Viénot, H. Brettel and J. Mollon, "Digital video colourmaps for checking the legibility of displays by
+    dichromats", 1999, in linear RGB.
+    """
+    red, green, blue = ((int(colour[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
+    yellow = 0.11238 * red + 0.88762 * green
+    return yellow, blue
+
+
+@pytest.mark.parametrize("colours", [STRATEGY_COLOURS, STATE_COLOURS], ids=["strategies", "states"])
+def test_colours_differ_for_whoever_does_not_see_red(colours):
+    seen = [seen_without_red(colour) for colour in colours.values()]
+    distances = [
+        max(abs(a - b) for a, b in zip(one, other, strict=True))
+        for place, one in enumerate(seen)
+        for other in seen[:place]
+    ]
+    assert min(distances) > 0.08

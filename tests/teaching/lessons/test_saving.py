@@ -1,0 +1,127 @@
+"""What notebook 06 shows about saving is what the package does, and each accident is one."""
+
+import os
+from dataclasses import replace
+
+import checkpoint_workers as workers
+import pytest
+import torch
+from runs import mostly_long
+
+from fsdp_helpers.checkpointing.folder import find_steps
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
+from fsdp_helpers.teaching.lessons import saving as lessons
+from fsdp_helpers.training.worker import train_worker
+
+P_SHALLOW = 1_199_882
+
+
+@pytest.fixture
+def config(digits_dir) -> TrainConfig:
+    return TrainConfig(
+        strategy="fsdp", global_batch_size=24, max_steps=6, test_images=12, dropout=False, data_dir=str(digits_dir)
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy, api",
+    mostly_long([("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")], telling=(0, 2)),
+)
+def test_every_way_writes_the_state_once(strategy, api, config, tmp_path):
+    chosen = replace(config, strategy=strategy, api=api)
+    for records in launch(lessons.save_every_way, chosen, str(tmp_path), world_size=2, device="cpu"):
+        assert [record.way for record in records] == ["full", "sharded", "asynchronous"]
+        for record in records:
+            # 12 bytes a parameter, and less than 2 % for descriptions
+            assert 12 * P_SHALLOW <= record.disk_bytes < 1.02 * 12 * P_SHALLOW
+            assert 0 < record.waiting_s <= record.total_s
+        full, sharded, in_background = (record.extra_bytes for record in records)
+        if strategy == "ddp":  # nothing to gather, and a copy of everything for the background
+            assert full < 1e5 and sharded < 1e5 and in_background == pytest.approx(12 * P_SHALLOW, rel=0.01)
+        elif api == "fsdp2":  # the gathered state; nothing; a copy of a half, and of one more tensor meanwhile
+            assert full >= 12 * P_SHALLOW and sharded < 1e5
+            assert 6 * P_SHALLOW <= in_background < 9 * P_SHALLOW
+
+
+def test_a_save_in_if_hangs(config, tmp_path):
+    with pytest.raises(RankTimeout) as caught:
+        launch(lessons.save_in_if, config, str(tmp_path), world_size=2, device="cpu", timeout_s=10)
+    first, second = str(caught.value).splitlines()[1:]
+    assert "rank 0 was waiting in full_tensor()" in first and "in gather_on_rank_0" in first
+    assert "rank 1 was waiting in barrier()" in second and "in save_in_if" in second
+
+
+def test_what_is_lost_shows_in_the_losses(config, tmp_path):
+    losses = {
+        lost: launch(lessons.resume_without, config, lost, str(tmp_path / lost), world_size=2, device="cpu")[0]
+        for lost in ("nothing", "optimiser", "schedule", "data position")
+    }
+    whole = losses.pop("nothing")
+    for lost, others in losses.items():
+        assert others[:3] == whole[:3]
+        # The first loss after the break is that of the same parameters; on other images it is another at once.
+        assert (others[3] == whole[3]) == (lost != "data position")
+        assert others[4:] != whole[4:]
+
+
+def test_nothing_lost_is_nothing_lost(config, tmp_path):
+    """Resumed with everything, the schedule included, it is the run that nobody stopped."""
+    resumed = launch(lessons.resume_without, config, "nothing", str(tmp_path), world_size=2, device="cpu")[0]
+    undisturbed = launch(_train_with_schedule, config, world_size=2, device="cpu")[0]
+    assert resumed == undisturbed
+
+
+def _train_with_schedule(rank, world_size, config):
+    dataset = lessons.load_rank_data(config, torch.device("cpu"))
+    built = lessons._build(config, seed=config.seed)
+    return [
+        loss
+        for step in range(config.max_steps)
+        for loss in lessons._train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
+    ]
+
+
+def test_plain_state_dicts_lose_the_optimiser_silently(config, tmp_path):
+    """8 parameters have moments; a new optimiser's dict has no place for them, and nothing complains."""
+    slices, plain = (
+        launch(lessons.resume_through, config, way, str(tmp_path / way), world_size=2, device="cpu")[0]
+        for way in ("slices", "plain")
+    )
+    assert slices[:2] == (8, 8)
+    assert plain[:2] == (8, 0)
+    assert slices[2] == launch(_train_with_schedule, config, world_size=2, device="cpu")[0]
+    assert plain[2][:4] == slices[2][:4]  # the parameters are there: the first loss is right
+    assert plain[2][4:] != slices[2][4:]
+
+
+def test_killed_while_writing(config, tmp_path):
+    risky = replace(config, checkpoint_dir=str(tmp_path), checkpoint_every=2)
+    with pytest.raises(RankError, match="rank 0 of 2 failed: the process was ended by SIGKILL"):
+        launch(lessons.train_and_be_killed, risky, 4, world_size=2, device="cpu")
+    assert find_steps(tmp_path) == [2]
+    assert ".writing-step-00000004" in os.listdir(tmp_path)
+    resumed = launch(train_worker, replace(risky, resume=True), world_size=2, device="cpu")[0]
+    assert (resumed.first_step, find_steps(tmp_path)) == (2, [2, 4, 6])
+
+
+def test_gathering_by_torch_is_told_as_it_is(config):
+    """FSDP2's and DDP's moments come back; of FSDP1 on the CPU the notebook reports what this torch does."""
+    for strategy, api in [("ddp", "fsdp2"), ("fsdp", "fsdp2")]:
+        answers = launch(
+            lessons.gather_by_torch, replace(config, strategy=strategy, api=api), world_size=2, device="cpu"
+        )
+        assert answers == [True, True]
+
+
+@pytest.mark.parametrize("gather", [workers.gather_one_moment_twice, workers.gather_both_moments])
+def test_a_moment_that_is_there_twice_is_noticed(gather, config):
+    """Whatever this torch does: as it is where FSDP1 gathers both into one buffer, and as it should be."""
+    answers = launch(gather, config, world_size=2, device="cpu")
+    assert answers == [gather is workers.gather_both_moments, True]  # rank 1 gathers nothing to look at
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="said of torch 2.15 and newer")
+def test_fsdp1_on_the_cpu_gathers_one_moment_twice(config):
+    answers = launch(lessons.gather_by_torch, replace(config, api="fsdp1"), world_size=2, device="cpu")
+    assert answers == [False, True]

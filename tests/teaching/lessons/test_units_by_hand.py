@@ -1,0 +1,49 @@
+"""FSDP by hand with several units is FSDP2: the same losses, the same collectives in the same order, slices held."""
+
+import pytest
+import workers_for_tests as workers
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.memory import traced
+from fsdp_helpers.models import build_model, count_params
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.teaching.lessons import units_by_hand
+
+QUIET = {"device": "cpu", "timeout_s": 120, "progress": False}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_units_by_hand_are_those_of_fully_shard(world_size):
+    config = TrainConfig(model="vit", global_batch_size=12, max_steps=3, train_images=60, test_images=10)
+    found = {}
+    for shard in (units_by_hand.shard_by_hand, units_by_hand.shard_by_torch):
+        worker = (traced, units_by_hand.train_in_units, config, shard)
+        found[shard.__name__] = launch(*worker, world_size=world_size, **QUIET)[0]
+    (losses, trace), (torch_losses, torch_trace) = found.values()
+    assert losses == pytest.approx(torch_losses, abs=1e-5)
+    # Four blocks and the root: 5 + 4 gathers, 5 reductions
+    ops = [seen.op for seen in trace.collectives]
+    assert ops == [seen.op for seen in torch_trace.collectives]
+    assert (ops.count("all_gather"), ops.count("reduce_scatter")) == (9, 5)
+    # Between steps a rank holds slices: 16 bytes per parameter, divided by the ranks, and a unit's padding
+    state = 16 * count_params(build_model("vit")) / world_size
+    assert 1 <= trace.curve.held_bytes / state < 1.001
+
+
+def test_a_gradient_is_the_mean_over_ranks():
+    """Adam would not notice a sum: it divides by the gradient's own size."""
+    by_hand, by_torch = (
+        launch(workers.gradient_norm_in_units, cut, world_size=2, **QUIET)
+        for cut in (units_by_hand.shard_by_hand, units_by_hand.shard_by_torch)
+    )
+    assert by_hand == pytest.approx(by_torch, rel=1e-5)
+
+
+def test_only_an_empty_storage_frees_what_autograd_holds():
+    # Three layers of 1,024 x 1,024: 12,582,912 bytes, of which each of two ranks keeps half; beside them two
+    # activations and the output, 4,096 bytes each, and the input
+    whole, activations = 3 * 4 * 1024**2, 4 * 4096
+    for found in launch(units_by_hand.bytes_after_forward, False, world_size=2, **QUIET):
+        assert found == {"slice": whole // 2, "allocated": whole // 2 + whole + activations}
+    for found in launch(units_by_hand.bytes_after_forward, True, world_size=2, **QUIET):
+        assert found == {"slice": whole // 2, "allocated": whole // 2 + activations}

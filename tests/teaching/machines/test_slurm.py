@@ -1,0 +1,48 @@
+"""A Slurm of one's own, where none can be started; `tests/cluster` starts a real one."""
+
+import re
+import stat
+
+import pytest
+
+from fsdp_helpers.teaching.machines import slurm, two_machines
+
+
+def test_what_is_missing_is_said_with_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(two_machines.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(two_machines.shutil, "which", lambda name: None if name.startswith("no-") else name)
+    assert two_machines.what_is_missing(("sh", "no-a", "no-b"), "apt") == "no-a, no-b not found here; to get them: apt"
+    assert two_machines.what_is_missing(("sh",), "apt") is None
+    monkeypatch.setattr(two_machines.os, "geteuid", lambda: 1000)
+    assert two_machines.what_is_missing((), "apt").startswith("root is needed")
+
+
+def test_a_notebook_without_slurm_says_why(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(slurm, "missing", lambda: "root is needed")
+    assert slurm.try_job(tmp_path / "train.sbatch", folder=tmp_path) is None
+    assert capsys.readouterr().out == "No Slurm here: root is needed.\n"
+
+
+def test_a_notebook_with_a_slurm_that_fails_goes_on(monkeypatch, tmp_path, capsys):
+    def fail(folder):
+        raise slurm.SlurmError("the nodes are [] after 90 s")
+
+    monkeypatch.setattr(slurm, "missing", lambda: None)
+    monkeypatch.setattr(slurm, "running_slurm", fail)
+    assert slurm.try_job(tmp_path / "train.sbatch", folder=tmp_path) is None
+    assert capsys.readouterr().out == "No Slurm here: it was tried, but the nodes are [] after 90 s.\n"
+
+
+def test_every_cluster_has_ports_and_a_key_of_its_own(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        slurm.write_files(tmp_path / name)
+        ports = re.findall(r"Port=(\d+)", (tmp_path / name / "slurm.conf").read_text())
+        assert len(ports) == len(set(ports)) == 3  # of the controller and of two nodes
+        assert stat.S_IMODE((tmp_path / name / "munge.key").stat().st_mode) == 0o400
+    assert (tmp_path / "one" / "munge.key").read_bytes() != (tmp_path / "other" / "munge.key").read_bytes()
+
+
+@pytest.mark.parametrize("output, found", [("", ""), ("[default0]:a\nslurm: b\n[default1]:c\n", "[default0]:a")])
+def test_what_rank_0_printed(output, found):
+    assert slurm.rank_0_of(output) == found

@@ -1,0 +1,247 @@
+"""What is shown: code that can be copied, differences that are counted, tables."""
+
+import builtins
+import inspect
+import textwrap
+
+import pytest
+import torch
+import workers_for_tests as workers
+
+from fsdp_helpers import models
+from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers.ranks import group
+from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
+from fsdp_helpers.sharding import strategies
+from fsdp_helpers.sharding.wrapping import size_policy
+from fsdp_helpers.teaching.lessons import by_hand, saving, starts
+from fsdp_helpers.teaching.lessons.by_hand import FlatUnit
+from fsdp_helpers.teaching.lessons.probes import say_hello, show_all_reduce
+from fsdp_helpers.teaching.page import machine_gpus, show
+from fsdp_helpers.training import loop, worker
+
+
+def test_source_of_functions_and_methods():
+    shown = show.source(size_policy, FlatUnit.gather, show_all_reduce)
+    assert shown.code.startswith("from functools import partial\n\nimport torch\n")
+    assert "\n\n\ndef size_policy(min_num_params: int) -> Policy:\n" in shown.code
+    assert "\n\n\ndef gather(self) -> None:\n    " in shown.code  # a method starts at the left margin too
+    assert shown.code.endswith("return before, values.tolist()\n")
+
+
+def test_a_listing_says_file_and_line():
+    lines = [inspect.getsourcelines(shown)[1] for shown in (loop.train_step, loop.batch_loss, worker.versions)]
+    assert show.source(loop.train_step, loop.batch_loss, worker.versions).caption == (
+        f"fsdp_helpers/training/loop.py, lines {lines[0]}, {lines[1]}; fsdp_helpers/training/worker.py, line {lines[2]}"
+    )
+    assert show.source(workers.return_rank).caption.startswith("workers_for_tests.py, line ")  # of no package
+    assert show.source(starts.keep_own_rows).caption.startswith(
+        "fsdp_helpers/teaching/lessons/starts.py, line "
+    )  # decorated
+
+
+def test_the_imports_are_those_that_the_code_needs():
+    # `ones` and `rank` are its own, `int` is Python's, `nn` and others are imported by the module and not used here
+    assert show.needed_imports(say_hello) == (
+        "import os\n\n"
+        "import torch\nimport torch.distributed as dist\n\n"
+        "from fsdp_helpers.ranks.group import rank_device\n"
+    )
+
+
+def test_what_a_module_defines_itself_is_imported_from_it_unless_it_is_shown():
+    of_module = "from fsdp_helpers.teaching.lessons.by_hand import FlatUnit\n"
+    assert of_module in show.needed_imports(by_hand.train_fsdp_by_hand)
+    assert of_module not in show.needed_imports(by_hand.train_fsdp_by_hand, FlatUnit)
+    # a constant, and an alias of a type
+    assert "loop import Batches, layer_by_layer\n" in show.needed_imports(loop.evaluate)
+    assert show.needed_imports(needs_nothing) == ""
+
+
+def needs_nothing(value):
+    """Needs nothing: a name inside a comprehension is its own."""
+    return sum(value * part for part in range(3))
+
+
+LISTINGS = [
+    (by_hand.train_ddp_by_hand, by_hand.FlatUnit, by_hand.train_fsdp_by_hand, by_hand.train_by_fully_shard),
+    (by_hand.all_reduce_in_two_halves,),
+    (worker.train_epochs,),
+    (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
+    (strategies.shard, strategies.shard_fsdp1, strategies.shard_fsdp2),
+    (state.save_full, state.gather_on_rank_0),
+    (saving.save_slices, saving.load_slices),
+    (saving.save_plainly, saving.load_plainly),
+    (folder.commit, folder.sync_folder),
+    (models.ShallowNet, models.DeepNet),
+]
+
+
+@pytest.mark.parametrize("objects", LISTINGS, ids=lambda objects: objects[0].__name__)
+def test_what_is_shown_can_be_copied(objects):
+    """It runs where nothing else is defined, and no name in it is unknown."""
+    copied = show.source(*objects).code
+    names = {"__name__": "copied"}
+    exec(copied, names)
+    assert all(thing.__name__ in names for thing in objects)
+    unknown = {name for thing in objects for name in show._global_names(textwrap.dedent(inspect.getsource(thing)))}
+    assert unknown - names.keys() - vars(builtins).keys() == set()
+
+
+def test_long_imports_are_broken():
+    text = show.needed_imports(strategies.shard_fsdp1, strategies.shard_fsdp2)
+    assert "from torch.distributed.fsdp import (\n    CPUOffload, " in text
+    assert max(map(len, text.splitlines())) <= show.MAX_IMPORT_WIDTH
+
+
+def first_version(values):
+    """Adds."""
+    total = 0
+    for value in values:
+        total += value
+    return total
+
+
+def second_version(values):
+    """Adds the squares,
+
+    in two lines."""
+    total = 0
+    for value in values:
+        square = value * value
+        total += square
+    return total
+
+
+def test_difference():
+    shown = show.difference(first_version, second_version)
+    assert shown.caption == "From first_version to second_version: 2 lines added, 1 removed."
+    assert shown.code.splitlines() == [
+        "...",
+        " for value in values:",
+        "-    total += value",
+        "+    square = value * value",
+        "+    total += square",
+        " return total",
+    ]
+
+
+def test_the_loops_by_hand_differ_in_the_lesson_alone():
+    lines = show.difference(by_hand.train_ddp_by_hand, by_hand.train_fsdp_by_hand).code.splitlines()
+    added = [line[1:].strip() for line in lines if line.startswith("+")]
+    removed = [line[1:].strip() for line in lines if line.startswith("-")]
+    assert [line.split("(")[0] for line in added] == [
+        "unit = FlatUnit",
+        "optimizer = torch.optim.Adam",
+        "unit.gather",
+        "unit.reduce_gradients",
+        "unit.free",
+    ]
+    assert [line.split("(")[0].split(" ")[0] for line in removed] == [
+        "optimizer",
+        "for",
+        "dist.all_reduce",
+        "parameter.grad",
+    ]
+
+
+def test_predictions():
+    rows = [("held", "16·P", 1_600, 1_604), ("peak", "20·P", 2_000.4, 1_990)]
+    assert show.predictions(rows, what="one rank").data.splitlines() == [
+        "| one rank | formula | predicted bytes | measured bytes | measured / predicted |",
+        "| :-- | --: | --: | --: | --: |",
+        "| held | 16·P | 1,600 | 1,604 | 1.00250 |",
+        "| peak | 20·P | 2,000 | 1,990 | 0.99480 |",
+    ]
+
+
+def test_table():
+    shown = show.table(["strategy", "MB", "ratio"], [["ddp", 24.0, 1.0], ["fsdp", 9.6, None]])
+    assert shown.data.splitlines() == [
+        "| strategy | MB | ratio |",
+        "| :-- | --: | --: |",
+        "| ddp | 24.0 | 1.0 |",
+        "| fsdp | 9.6 | None |",
+    ]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`show.machine` beside imagined GPUs: the device that it returns, and what it shows."""
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.delenv("FSDP_DEVICE", raising=False)
+
+    def set_up(device, num_ranks, found=Gpus(0), **settings):
+        for module in (group, machine_gpus):
+            monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
+        shown = []
+        monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
+        monkeypatch.setattr(group, "device_name", lambda device: f"a {device}")
+        return show.machine(device, num_ranks, **{"data": "Data: the digits."} | settings), shown[0]
+
+    yield set_up
+    unhide_gpus()
+
+
+def test_machine(machine):
+    device, shown = machine("cpu", 2)
+    assert device == "cpu" and are_hidden()
+    assert f"torch {torch.__version__}. 2 rank(s) on a cpu. Data: the digits." in shown
+    assert "GPU" not in shown
+
+
+def test_the_data_are_prepared(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "none"))
+    assert "1,797 bundled digits, because MNIST could not be downloaded" in machine("cpu", 2, data=None)[1]
+
+
+@pytest.mark.parametrize(
+    "found, num_ranks, said",
+    [
+        (Gpus(1), 2, "This machine has 1 GPU, idle here: 2 ranks need 2, one for each. Notebook 01, with one process,"),
+        (Gpus(2), 2, 'This machine has 2 GPUs, idle here: to use one for each rank, set `DEVICE = "cuda"` in the cell'),
+        (
+            Gpus(1),
+            1,
+            'This machine has 1 GPU, idle here: to use one, set `DEVICE = "cuda"` in the cell of settings and',
+        ),
+        (Gpus(1, "The driver is too old"), 2, "stays idle, because torch cannot use it: The driver is too old."),
+    ],
+)
+def test_idle_gpus_are_mentioned(found, num_ranks, said, machine):
+    device, shown = machine("cpu", num_ranks, found)
+    assert device == "cpu" and said in shown
+
+
+def test_a_variable_overrides_the_device(machine, monkeypatch):
+    monkeypatch.setenv("FSDP_DEVICE", "cuda")
+    assert machine("cpu", 2, Gpus(2))[0] == "cuda" and not are_hidden()
+    assert machine("cpu", 2, Gpus(2), fixed=True)[0] == "cpu"
+    monkeypatch.setenv("FSDP_DEVICE", "cpu")
+    device, shown = machine("cuda", 2, Gpus(2))
+    assert device == "cpu" and "unset FSDP_DEVICE and run the notebook again" in shown
+
+
+def test_a_device_that_is_chosen_anew(machine):
+    assert machine("cpu", 2, Gpus(2))[0] == "cpu" and are_hidden()
+    device, shown = machine("cuda", 2, Gpus(2))
+    assert device == "cuda" and not are_hidden()
+    assert "2 rank(s) on a cuda" in shown and "idle" not in shown
+
+
+@pytest.mark.parametrize(
+    "found, problem",
+    [
+        (Gpus(1), "2 ranks need 2 CUDA devices, this machine has 1; use device 'cpu', or fewer ranks"),
+        (Gpus(2, "the driver is too old"), r"torch cannot use the GPU of this machine \(the driver is too old\)"),
+    ],
+)
+def test_cuda_without_the_gpus_for_it_is_refused(found, problem, machine):
+    with pytest.raises(ValueError, match=problem):
+        machine("cuda", 2, found)
+
+
+def test_side_by_side():
+    shown = show.side_by_side(show.table, show.script)
+    assert [listing.code.splitlines()[0].split("(")[0] for listing in shown.listings] == ["def table", "def script"]
+    assert shown._repr_html_().count("<pre") == 2 and "def script(" in repr(shown)
