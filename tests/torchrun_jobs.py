@@ -108,13 +108,16 @@ def wait_for_step(checkpoints: Path, step: int, job: Job) -> None:
 
 
 def wait_for_output(pattern: str, *jobs: Job) -> tuple[str, ...]:
-    """What the groups of `pattern` match, as soon as one of the jobs has printed it: the one with rank 0."""
+    """What the groups of `pattern` match, as soon as the jobs have printed it, one job's output after the other's."""
+
+    def printed() -> str:
+        return "".join(job.output for job in jobs)
 
     def found() -> re.Match | None:
-        return next(filter(None, (re.search(pattern, job.output) for job in jobs)), None)
+        return re.search(pattern, printed())
 
     wait_until(lambda: found() or any(job.process.poll() is not None for job in jobs), START_S)
-    assert found(), "\n".join(job.output for job in jobs)
+    assert found(), printed()
     return found().groups()
 
 
