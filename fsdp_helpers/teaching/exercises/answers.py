@@ -21,7 +21,7 @@ class Solved(str):
     count: str
 
     def _repr_html_(self) -> str:
-        look = "color:var(--jp-success-color1, #15803d);font-weight:600"
+        look = "color:#15803d;font-weight:600"
         return f'<div style="{look}">✓ {escape(self)} ({self.count})</div>'
 
     def _repr_pretty_(self, printer: object, cycle: bool) -> None:

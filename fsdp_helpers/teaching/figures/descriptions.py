@@ -11,8 +11,15 @@ from matplotlib.lines import Line2D
 MOST_BARS, MOST_CHARACTERS = 40, 2_000
 
 
+def put_in_words(fig: Figure, words: str) -> None:
+    """Give a drawing a description of its own, where a list of its labels would say little."""
+    fig.set_label(words)
+
+
 def describe(fig: Figure) -> str:
-    """What a figure shows: for each of its axes the title, what is drawn against what, and the numbers."""
+    """Return what a figure shows: its own words if it has them, else title, axes and numbers of each panel."""
+    if fig.get_label():
+        return fig.get_label()
     parts = [part for ax in fig.axes if (part := _describe_axes(ax))]
     names = [text.get_text() for legend in fig.legends for text in legend.get_texts()]
     text = " ".join([*parts, *_sentence("Key", names)])

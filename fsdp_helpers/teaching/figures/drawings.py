@@ -4,7 +4,6 @@ Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an em
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from os import PathLike
 
@@ -16,6 +15,8 @@ from torch import nn
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
+from fsdp_helpers.teaching.figures.descriptions import put_in_words
+from fsdp_helpers.teaching.figures.moments import FSDP_STEP, OWN, SLICE, WHOLE, Moment
 from fsdp_helpers.teaching.figures.style import (
     FRAME_COLOUR,
     OP_COLOURS,
@@ -24,39 +25,17 @@ from fsdp_helpers.teaching.figures.style import (
     TEXT_COLOUR,
     figure_style,
 )
+from fsdp_helpers.teaching.figures.words import (
+    cut_in_words,
+    slices_in_words,
+    step_in_words,
+    streams_in_words,
+    units_in_words,
+)
 
-WHOLE, SLICE, NOTHING, OWN = "whole", "slice", "nothing", "own"
 ROWS = ("parameters", "gradients", "optimiser")
 KEY = (
     "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """One moment of a step: how much of the parameters, gradients and optimiser state every rank has then.
-
-    "own" are whole gradients of the rank's own images, not yet averaged with those of the other ranks.
-    """
-
-    title: str
-    parameters: str
-    gradients: str
-    optimiser: str
-    leads_to: str = ""  # what happens between this moment and the next
-
-
-FSDP_STEP = (
-    Moment(title="between steps", parameters=SLICE, gradients=SLICE, optimiser=SLICE, leads_to="all-gather"),
-    Moment(title="forward", parameters=WHOLE, gradients=NOTHING, optimiser=SLICE, leads_to="backward"),
-    Moment(title="end of backward", parameters=WHOLE, gradients=OWN, optimiser=SLICE, leads_to="reduce-\nscatter"),
-    Moment(title="optimiser's step", parameters=SLICE, gradients=SLICE, optimiser=SLICE),
-)
-DDP_STEP = (
-    Moment(title="between steps", parameters=WHOLE, gradients=WHOLE, optimiser=WHOLE, leads_to="zero_grad"),
-    Moment(title="forward", parameters=WHOLE, gradients=NOTHING, optimiser=WHOLE, leads_to="backward"),
-    Moment(title="end of backward", parameters=WHOLE, gradients=OWN, optimiser=WHOLE, leads_to="all-reduce"),
-    Moment(title="optimiser's step", parameters=WHOLE, gradients=WHOLE, optimiser=WHOLE),
 )
 
 
@@ -77,6 +56,7 @@ def draw_step(moments: Sequence[Moment], num_ranks: int = 2) -> tuple[Figure, Ax
         ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=8, color=TEXT_COLOUR)
         ax.set(xlim=(-0.62, len(moments) - 0.25), ylim=(num_ranks + 0.25, -0.28))
         ax.axis("off")
+    put_in_words(fig, step_in_words(moments, num_ranks))
     return fig, ax
 
 
@@ -142,6 +122,7 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
         ax.set(xlim=(-0.05, end + 0.05), ylim=(len(units) - 0.4, -0.7), xlabel="time in the step →")
+    put_in_words(fig, units_in_words(units))
     return fig, ax
 
 
@@ -170,6 +151,7 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
         fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="the number is the unit's")
         ax.set_yticks(range(len(names)), names)
         ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=f"time (ms), not measured: computed from {given}")
+    put_in_words(fig, streams_in_words(choices, given))
     return fig, ax
 
 
@@ -200,7 +182,17 @@ def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Fi
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
         ax.set(xlim=(-0.5, len(choices) - 0.5), ylim=(len(leaves) - 0.5, -0.5))
+    sizes_of_leaves = dict(zip(leaves, sizes, strict=True))
+    put_in_words(fig, cut_in_words({name: _unit_sizes(sizes_of_leaves, units) for name, units in choices.items()}))
     return fig, ax
+
+
+def _unit_sizes(leaves: Mapping[str, int], units: Sequence[str]) -> dict[str, int]:
+    """Parameters of each unit, the root first, from those of the leaves."""
+    sizes = dict.fromkeys(["root", *units], 0)
+    for leaf, size in leaves.items():
+        sizes[_owner(leaf, units)] += size
+    return sizes
 
 
 def _owner(leaf: str, units: Sequence[str]) -> str:
@@ -233,6 +225,7 @@ def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
         )
         handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
         fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
+    put_in_words(fig, slices_in_words(entries))
     return fig, ax
 
 

@@ -5,6 +5,7 @@ A colour never stands alone: a label, a hatch, a line's pattern or a fixed order
 
 import sys
 from contextlib import AbstractContextManager
+from html import escape
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -29,6 +30,7 @@ OP_HATCHES = {"reduce_scatter": "////", "all_reduce": "....", "broadcast": "xxxx
 PEAK_COLOUR = "#a03c00"
 LINE_PATTERNS = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
+IN_WORDS = "font-size:0.85em;opacity:0.8;max-width:60em"
 TEXT_COLOUR, FRAME_COLOUR = "#4b5563", "#9ca3af"
 STYLE = {
     "figure.facecolor": "white",  # on a dark page, too
@@ -52,20 +54,34 @@ def figure_style() -> AbstractContextManager:
 
 
 def _describe_in_notebook() -> None:
-    """Have a notebook show figures with twice the pixels, for sharp screens, and with a description in words."""
+    """Have a notebook show figures with twice the pixels, for sharp screens, and below each its description, folded.
+
+    A description that only stands in a picture's metadata reaches exports; JupyterLab shows the picture without it.
+    """
     if "IPython" not in sys.modules:
         return
     from IPython import get_ipython
 
     shell = get_ipython()
     if shell is not None:
-        formatters = shell.display_formatter.formatters
-        formatters["image/png"].for_type(Figure, described_png)
-        formatters["text/plain"].for_type(Figure, lambda fig, printer, cycle: printer.text(describe(fig)))
+        shell.display_formatter.ipython_display_formatter.for_type(Figure, show_described)
+
+
+def show_described(fig: Figure) -> None:
+    """Show a figure as a picture, and below it a line that unfolds to its description."""
+    from IPython.display import HTML, display
+
+    shown = described_png(fig)
+    if shown is None:
+        return
+    picture, metadata = shown
+    words = metadata["alt"]
+    display({"image/png": picture, "text/plain": words}, metadata={"image/png": metadata}, raw=True)
+    display(HTML(f'<details style="{IN_WORDS}"><summary>In words</summary>{escape(words)}</details>'))
 
 
 def described_png(fig: Figure) -> tuple[str, dict[str, object]] | None:
-    """A figure as a PNG in base64, and what goes with it: the size in which to show it, and its description."""
+    """Return a figure as a PNG in base64, and its metadata: the size in which to show it, and its description."""
     from IPython.core.pylabtools import retina_figure
 
     shown = retina_figure(fig, base64=True, bbox_inches="tight")

@@ -8,25 +8,26 @@ from pygments import lex
 from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, String, _TokenType
 
-# JupyterLab's own colour where there is one, for the theme in use; else one that is legible on white and on black.
+# Plain colours, legible on white and on black: JupyterLab drops the theme's own, `var(--jp-...)`, from the outputs of a
+# notebook that was not run on this machine.
 COLOURS = {
-    Comment: "var(--jp-mirror-editor-comment-color, #5f7f7f)",
-    String: "var(--jp-mirror-editor-string-color, #c2410c)",
-    Number: "var(--jp-mirror-editor-number-color, #15803d)",
-    Keyword: "var(--jp-mirror-editor-keyword-color, #15803d)",
-    Operator.Word: "var(--jp-mirror-editor-keyword-color, #15803d)",
-    Name.Function: "var(--jp-mirror-editor-def-color, #2f6fdb)",
-    Name.Class: "var(--jp-mirror-editor-def-color, #2f6fdb)",
-    Name.Decorator: "var(--jp-mirror-editor-meta-color, #9333ea)",
-    Name.Builtin: "var(--jp-mirror-editor-builtin-color, #15803d)",
-    Generic.Inserted: "var(--jp-success-color1, #15803d)",
-    Generic.Deleted: "var(--jp-error-color1, #dc2626)",
+    Comment: "#5f7f7f",
+    String: "#c2410c",
+    Number: "#15803d",
+    Keyword: "#15803d",
+    Operator.Word: "#15803d",
+    Name.Function: "#2f6fdb",
+    Name.Class: "#2f6fdb",
+    Name.Decorator: "#9333ea",
+    Name.Builtin: "#15803d",
+    Generic.Inserted: "#15803d",
+    Generic.Deleted: "#dc2626",
 }
-FRAME = "border-left:3px solid var(--jp-border-color1, #9ca3af);padding-left:0.8em;margin:0.3em 0"
+FRAME = "border-left:3px solid #9ca3af;padding-left:0.8em;margin:0.3em 0"
 CAPTION = "font-size:0.85em;opacity:0.8;margin-bottom:0.3em"
 CODE = (
     "white-space:pre;overflow-x:auto;overflow-wrap:normal;word-break:normal;max-width:100%;margin:0;padding:0;"
-    "line-height:1.4;background:transparent;color:inherit;font-family:var(--jp-code-font-family, monospace)"
+    "line-height:1.4;background:transparent;color:inherit;font-family:monospace"
 )
 
 

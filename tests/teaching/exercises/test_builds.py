@@ -11,7 +11,7 @@ import pytest
 from fsdp_helpers.teaching.exercises import builds
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
 CHECKERS = {
     "my_ddp": builds.check_average_gradients,

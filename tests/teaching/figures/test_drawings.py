@@ -7,15 +7,16 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
+from torch import nn
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
 from fsdp_helpers.models import build_model
 from fsdp_helpers.planning.streams import step_spans
-from fsdp_helpers.teaching.figures import drawings
+from fsdp_helpers.teaching.figures import drawings, moments
 from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.teaching.figures.style import STATE_COLOURS
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 def entry(name: str, *sizes: int) -> TensorEntry:
@@ -38,7 +39,7 @@ CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
 SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
 DRAWINGS = {
     "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
-    "draw_step": (drawings.FSDP_STEP,),
+    "draw_step": (moments.FSDP_STEP,),
     "draw_units": (["net", "first", "second"],),
     "draw_cut": (build_model("shallow"), CHOICES),
     "draw_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
@@ -71,7 +72,7 @@ def filled(ax: Axes, kind: str) -> int:
 
 
 def test_a_step_of_fsdp_fills_what_each_rank_has():
-    ax = drawings.draw_step(drawings.FSDP_STEP, num_ranks=2)[1]
+    ax = drawings.draw_step(moments.FSDP_STEP, num_ranks=2)[1]
     # Two ranks, two slices each: parameters are a slice, whole, whole, a slice
     assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
     assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
@@ -80,7 +81,7 @@ def test_a_step_of_fsdp_fills_what_each_rank_has():
 
 
 def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
-    ax = drawings.draw_step(drawings.DDP_STEP, num_ranks=3)[1]
+    ax = drawings.draw_step(moments.DDP_STEP, num_ranks=3)[1]
     assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimiser")] == [36, 27, 36]
 
 
@@ -116,8 +117,6 @@ def test_streams_are_drawn_where_they_were_computed():
     assert bars[:2] == [(0, 1.0, 2.0), (0, 3.0, 2.0)]  # in ms: the forwards of both units, after the first gather
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["early: arithmetic", "early: communication"]
     assert "not measured: computed from 2 ms of forward" in ax.get_xlabel()
-    text = describe(ax.figure)
-    assert "early: arithmetic: 2, 2, 4, 4; early: communication: 1, 1, 1, 1, 1, 1" in text and "reduce_scatter" in text
 
 
 def test_slices_lie_where_their_rows_are():
@@ -166,3 +165,46 @@ def test_the_innermost_unit_owns_a_layer():
     ]
     # the root is a unit too
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["none\n1 units", "one\n2 units", "nested\n3 units"]
+
+
+# ---------------------------------------------------------------- in words
+
+
+def test_a_step_in_words():
+    text = describe(drawings.draw_step(moments.FSDP_STEP)[0])
+    assert text.startswith(
+        "Moment 1, between steps: rank 0 has the left half of the parameters, rank 1 the right half; rank 0 has the "
+        "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimiser state, rank 1 "
+        "the right half. All-gather leads to the next moment. Moment 2, forward: every rank has all parameters; there "
+        "are no gradients; "
+    )
+    assert "Reduce-scatter leads to the next moment. Moment 4" in text
+    assert "each of 3 ranks has its own slice of the parameters" in describe(
+        drawings.draw_step(moments.FSDP_STEP, num_ranks=3)[0]
+    )
+
+
+def test_units_in_words():
+    text = describe(drawings.draw_units(["net", "first", "second"])[0])
+    assert "Forward runs through first and second, backward through second and first." in text
+    assert "The parameters of the root, net, are whole from the first moment to the last" in text
+    assert "In backward first is gathered one unit early" in text
+    assert "early" not in describe(drawings.draw_units(["net", "first"])[0])
+
+
+def test_a_cut_in_words():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))  # 9 and 4 parameters
+    text = describe(drawings.draw_cut(model, {"none": [], "first": ["0"]})[0])
+    assert text == (
+        "none: 1 units, root with 13 parameters. first: 2 units, root with 4 parameters and 0 with 9 parameters."
+    )
+
+
+def test_streams_in_words():
+    text = describe(drawings.draw_streams({"early": SPANS}, "2 ms of forward")[0])
+    assert "early: the step takes 14.0 ms, in which the arithmetic works for 12.0 ms and waits for 2.0 ms." in text
+
+
+def test_slices_in_words():
+    text = describe(drawings.draw_slices([entry("weight", 3, 2)])[0])
+    assert text == "weight: rank 0 wrote 3 rows and rank 1 wrote 2 rows."

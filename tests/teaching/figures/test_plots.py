@@ -1,6 +1,7 @@
 """Every figure draws small records, returns `fig, ax`, says the unit of what it draws, and is described in words."""
 
 import base64
+import html
 import inspect
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import tiny_record
@@ -360,12 +362,19 @@ def test_a_notebook_gets_twice_the_pixels_and_the_description():
     assert metadata["alt"] == describe(fig)
 
 
-def test_figures_that_are_shown_have_both(monkeypatch):
-    shell = InteractiveShell()
-    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+@pytest.fixture
+def shell():
+    yield InteractiveShell.instance()
+    InteractiveShell.clear_instance()
+
+
+def test_figures_that_are_shown_have_both(shell):
     fig, _ = plots.plot_throughput(*FIGURES["plot_throughput"])
-    data, metadata = shell.display_formatter.format(fig)
-    assert data["text/plain"] == describe(fig) == metadata["image/png"]["alt"]
+    with capture_output() as captured:
+        assert shell.display_formatter.format(fig) == ({}, {})  # it has displayed itself
+    picture, folded = captured.outputs
+    assert picture.metadata["image/png"]["alt"] == picture.data["text/plain"] == describe(fig)
+    assert html.unescape(re.sub(r"<.*?>", "", folded.data["text/html"])) == f"In words{describe(fig)}"
 
 
 def seen_without_red(colour: str) -> tuple[float, float]:

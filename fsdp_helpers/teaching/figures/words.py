@@ -1,0 +1,88 @@
+"""The drawings in words, for readers who cannot see them: what lies where, and in which order, as one would say it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from fsdp_helpers.checkpointing.index import TensorEntry
+from fsdp_helpers.planning.streams import Span
+from fsdp_helpers.teaching.figures.moments import NOTHING, OWN, SLICE, WHOLE, Moment
+
+PHRASES = {
+    WHOLE: "every rank has all {name}",
+    OWN: "every rank has all {name}, of its own images only",
+    NOTHING: "there are no {name}",
+}
+STATE_NAMES = {"parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser state"}
+
+
+def step_in_words(moments: Sequence[Moment], num_ranks: int) -> str:
+    """Say moment by moment what the ranks have, and what leads from each to the next."""
+    return " ".join(_moment_in_words(number, moment, num_ranks) for number, moment in enumerate(moments, start=1))
+
+
+def _moment_in_words(number: int, moment: Moment, num_ranks: int) -> str:
+    phrases = [_state_in_words(kind, getattr(moment, kind), num_ranks) for kind in STATE_NAMES]
+    joined = "; ".join(dict.fromkeys(phrases))
+    told = f"Moment {number}, {moment.title}: {joined}."
+    link = moment.leads_to.replace("-\n", "-")
+    return f"{told} {link[0].upper()}{link[1:]} leads to the next moment." if link else told
+
+
+def _state_in_words(kind: str, has: str, num_ranks: int) -> str:
+    name = STATE_NAMES[kind]
+    if has != SLICE:
+        return PHRASES[has].format(name=name)
+    if num_ranks == 2:
+        return f"rank 0 has the left half of the {name}, rank 1 the right half"
+    return f"each of {num_ranks} ranks has its own slice of the {name}, and no other"
+
+
+def units_in_words(units: Sequence[str]) -> str:
+    """Say when each unit is unsharded, and when it has whole gradients."""
+    root, *below = units
+    backward = list(reversed(below))
+    told = [
+        f"One rank, one step, in time. Forward runs through {_listed(below)}, backward through {_listed(backward)}.",
+        f"The parameters of the root, {root}, are whole from the first moment to the last; its gradients appear last.",
+        "Each other unit is whole while its own forward runs, is freed, and is whole again for its backward.",
+    ]
+    if len(backward) > 1:
+        told.append(
+            f"In backward {_listed(backward[1:])} {'are' if len(backward) > 2 else 'is'} gathered one unit early, "
+            "while backward is still in the unit before."
+        )
+    return " ".join([*told, "Whole gradients of a unit exist only during its own backward, beside its parameters."])
+
+
+def cut_in_words(choices: Mapping[str, Mapping[str, int]]) -> str:
+    """Say for each choice which modules become units, and how many parameters each has; `choices` has the counts."""
+    return " ".join(
+        f"{name}: {len(sizes)} units, {_listed([f'{unit} with {size:,} parameters' for unit, size in sizes.items()])}."
+        for name, sizes in choices.items()
+    )
+
+
+def streams_in_words(choices: Mapping[str, Sequence[Span]], given: str) -> str:
+    """Say for each choice when the arithmetic waits, and when the step ends, in ms."""
+    told = [f"Two queues of a GPU, arithmetic and communication, computed from {given}."]
+    for name, spans in choices.items():
+        end_s = max(span.end_s for span in spans)
+        busy_s = sum(span.end_s - span.start_s for span in spans if span.what in ("forward", "backward"))
+        told.append(
+            f"{name}: the step takes {1e3 * end_s:.1f} ms, in which the arithmetic works for {1e3 * busy_s:.1f} ms and "
+            f"waits for {1e3 * (end_s - busy_s):.1f} ms."
+        )
+    return " ".join(told)
+
+
+def slices_in_words(entries: Sequence[TensorEntry]) -> str:
+    """Say for each tensor which rank wrote how many of its rows, from first to last."""
+    return " ".join(f"{entry.name}: {_listed(list(_written(entry)))}." for entry in entries)
+
+
+def _written(entry: TensorEntry) -> Iterator[str]:
+    for part in entry.slices:
+        yield f"rank {part.rank} wrote {part.sizes[0]:,} rows" if entry.shape else f"rank {part.rank} wrote it"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
