@@ -63,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="predict memory, traffic and time of a large model on many devices")
     add_plan_arguments(plan)
 
+    doctor = commands.add_parser("doctor", help="is this machine right? one line per check, exit status 0 or 1")
+    doctor.set_defaults(run=doctor_command)
+
     gpu_check = commands.add_parser("gpu-check", help="try everything on this machine's GPUs: a table to paste")
     gpu_check.add_argument("--limit", type=float, metavar="S", default=60.0, help="seconds for one check (60)")
     gpu_check.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
@@ -105,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if options.command == "plan":  # it needs no torch, whose import would take longer than the plan
         return write_plan(options)
+    if options.command == "doctor":  # it has to run where an import fails
+        return doctor_command(options)
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.mnist import DataError
     from fsdp_helpers.ranks.launching.launch import RankError
@@ -172,6 +177,15 @@ def consolidate_command(options: argparse.Namespace) -> None:
     print(f"{options.out}: {len(done.tensors)} tensors, {format_bytes(num_bytes)}")
     if done.skipped:
         print(f"skipped (not tensors): {', '.join(done.skipped)}")
+
+
+def doctor_command(options: argparse.Namespace) -> int:
+    from fsdp_helpers.checkup.doctor import examine, line, verdict
+    from fsdp_helpers.checkup.rows import FAIL
+
+    rows = examine(on_row=lambda row: print(line(row), flush=True))
+    print(verdict(rows))
+    return FAILED if any(row.result == FAIL for row in rows) else 0
 
 
 def gpu_check_command(options: argparse.Namespace) -> int:
