@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fsdp_helpers.teaching.exercises import model_checks
+from fsdp_helpers.teaching.exercises import real_model
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
 
@@ -29,16 +29,16 @@ def counted_up(layers, device_bytes):
 
 
 def test_right_answers():
-    assert model_checks.check_vit_parameters(vit_parameters).startswith("Right")
-    assert model_checks.check_fewest_ranks(fewest_ranks).startswith("Right")
-    assert model_checks.check_fewest_ranks(counted_up).startswith("Right")
+    assert real_model.check_vit_parameters(vit_parameters).startswith("Right")
+    assert real_model.check_fewest_ranks(fewest_ranks).startswith("Right")
+    assert real_model.check_fewest_ranks(counted_up).startswith("Right")
 
 
 def test_an_error_is_told_with_the_shape_it_was_called_with():
     with pytest.raises(
         NotYet, match=r"called with \(image_size=28, channels=1, .*\), your .* fails: TypeError"
     ) as refused:
-        model_checks.check_vit_parameters(lambda image_size: 1)
+        real_model.check_vit_parameters(lambda image_size: 1)
     assert "called with ()" not in str(refused.value)
 
 
@@ -56,7 +56,7 @@ def test_an_error_is_told_with_the_shape_it_was_called_with():
 )
 def test_wrong_counts(answer):
     with pytest.raises(NotYet) as refused:
-        model_checks.check_vit_parameters(answer)
+        real_model.check_vit_parameters(answer)
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -76,5 +76,5 @@ def test_wrong_counts(answer):
 )
 def test_wrong_numbers_of_ranks(answer):
     with pytest.raises(NotYet) as refused:
-        model_checks.check_fewest_ranks(answer)
+        real_model.check_fewest_ranks(answer)
     assert len(str(refused.value).splitlines()) == 1

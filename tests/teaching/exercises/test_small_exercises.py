@@ -3,6 +3,7 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from html import unescape
+from inspect import signature
 from textwrap import indent
 
 import nbformat
@@ -19,9 +20,10 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.records import CollectiveCount
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
-from fsdp_helpers.teaching.exercises import checks, model_checks
+from fsdp_helpers.teaching.exercises import auto_wrap, checkpointing, ddp, fsdp, levers, memory, offload, real_model
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
+CHAPTERS = (memory, ddp, fsdp, auto_wrap, offload, checkpointing, levers, real_model)
 DOTS = "    return ...\n"
 SOLUTION = re.compile(r"<summary>Solution</summary>(?:<code>(return .*?)</code>|.*?```python\n(.*?)```)", re.DOTALL)
 
@@ -73,15 +75,15 @@ LARGE_LINEAR = CustomPolicy(lambda module: isinstance(module, nn.Linear) and mod
 # checker, right answers, wrong answers, the lazy one
 CHECKERS = [
     # 64 x 5 x 5 = 1,600 weights a kernel; 128 kernels and 128 biases: 204,800 + 128
-    (checks.check_parameter_count, [204_928, 204_928.0], [204_800, 64 * 5 * 5 + 128, 128 * 64 * 25 + 64], 0),
+    (memory.check_parameter_count, [204_928, 204_928.0], [204_800, 64 * 5 * 5 + 128, 128 * 64 * 25 + 64], 0),
     (
-        checks.check_largest_model,
+        memory.check_largest_model,
         [lambda size: size // 16, lambda size: math.floor(Fraction(size, 16))],
         [lambda size: size / 16, lambda size: size // 4, lambda size: size // 20, lambda size: size // 16 + 1],
         table({(0,): 0, (15,): 0, (16,): 1, (31,): 1, (8 * 10**9,): 5 * 10**8}),
     ),
     (
-        checks.check_smallest_bucket,
+        ddp.check_smallest_bucket,
         # latency / (latency + part / speed) = 1 / 10, so a part is sent in nine times the latency
         [lambda n, latency, speed: 9 * n * latency * speed, lambda *link: math.ceil(9 * math.prod(link))],
         [
@@ -94,19 +96,19 @@ CHECKERS = [
         table({(2, 1e-5, 1e10): 1.8e6, (8, 1e-5, 1e10): 7.2e6, (8, 2e-5, 1e10): 14.4e6}),
     ),
     (
-        checks.check_units,
+        auto_wrap.check_units,
         [size_policy(5_000_000), LARGE_LINEAR, 1_002_001, nine_million_wide],
         [size_policy(20_000), ModuleWrapPolicy({nn.Linear}), 100_000_000, lambda module, **_: False],
         lambda module, recurse, **_: recurse or id(module) in BY_NAME_OF_MINE,
     ),
     (
-        checks.check_offload_split,
+        offload.check_offload_split,
         [lambda p, n: (0, 16 * p / n), lambda p, n: [0.0, 16 * p // n]],
         [lambda p, n: (4 * p / n, 12 * p / n), lambda p, n: (0, 16 * p), lambda p, n: (16 * p / n, 0)],
         table({(1_000_000, 1): (0, 16_000_000), (94_104_234, 2): (0, 752_833_872)}),
     ),
     (
-        checks.check_images_to_hide,
+        offload.check_images_to_hide,
         [
             lambda p, root, n, image_s, speed: math.ceil(4 * (2 * p - root) / n / speed / image_s),
             lambda p, root, n, image_s, speed: next(
@@ -124,13 +126,13 @@ CHECKERS = [
         table({(1_000_000, 0, 1, 1e-3, 1e9): 8, (1_000_000, 1_000_000, 1, 1e-3, 1e9): 4}),
     ),
     (
-        checks.check_checkpoint_bytes,
+        checkpointing.check_checkpoint_bytes,
         [lambda p: 12 * p, lambda p: 3.0 * p * 4],
         [lambda p: 16 * p, lambda p: 4 * p, lambda p: 8 * p],
         table({(1_199_882,): 14_398_584, (7 * 10**9,): 84 * 10**9}),
     ),
     (
-        checks.check_ranks_to_read,
+        checkpointing.check_ranks_to_read,
         [overlapping, owners, lambda *case: tuple(overlapping(*case))],
         [
             lambda num_rows, saved, loading, rank: list(range(saved)),  # all of them: too many
@@ -142,7 +144,7 @@ CHECKERS = [
         table({(12, 4, 4, 0): [0], (12, 4, 4, 1): [1], (12, 4, 4, 2): [2], (12, 4, 4, 3): [3]}),
     ),
     (
-        checks.check_saving_interval,
+        checkpointing.check_saving_interval,
         [
             lambda save_s, between_s: (2 * save_s * between_s) ** 0.5,
             lambda *times: math.sqrt(math.prod(times) * 2),
@@ -159,7 +161,7 @@ CHECKERS = [
         table({(10.0, 86_400.0): (2 * 10 * 86_400) ** 0.5}),
     ),
 ]
-FUNCTIONS = [row[0] for row in CHECKERS if row[0] not in (checks.check_parameter_count, checks.check_units)]
+FUNCTIONS = [row[0] for row in CHECKERS if row[0] not in (memory.check_parameter_count, auto_wrap.check_units)]
 
 
 # ---------------------------------------------------------------- runs
@@ -191,7 +193,7 @@ HIGH = 20_000_000
 # As above, with records; the lazy one changes what its text leaves as it is.
 RUNS = [
     (
-        checks.check_largest_batch,
+        memory.check_largest_batch,
         # 19.2 MB are held and 0.55 MB an image comes on top: 54.4 MB with 64 images, 89.6 MB with 128
         [local(64, 54_400_000), local(64, 54_400_000, seed=1, max_steps=5)],
         [
@@ -206,7 +208,7 @@ RUNS = [
         local(64, 54_400_000, model="simple"),
     ),
     (
-        checks.check_lower_peak,
+        fsdp.check_lower_peak,
         [
             attempt(29_000_000, world_size=4, **FSDP),
             attempt(HIGH, world_size=3, **{**FSDP, "strategy": "fsdp-auto-wrap"}),
@@ -222,7 +224,7 @@ RUNS = [
         attempt(HIGH, **FSDP, model="simple"),
     ),
     (
-        checks.check_threshold,
+        auto_wrap.check_threshold,
         [attempt(HIGH, num_collectives=8, **CUT), attempt(HIGH, num_collectives=9, **CUT, min_num_params=5_000_000)],
         [
             (attempt(1_500_000_000, num_collectives=5, **CUT), "peaks at 1.50 GB"),
@@ -236,7 +238,7 @@ RUNS = [
         attempt(HIGH, **{**CUT, "global_batch_size": 2}),
     ),
     (
-        checks.check_levers,
+        levers.check_levers,
         [attempt(75_000_000, **VIT), attempt(HIGH, **VIT, micro_batches=4, sync_micro_batches=True, api="fsdp1")],
         [
             (attempt(90_000_000, **VIT), "peaks at 90.0 MB"),
@@ -279,11 +281,11 @@ def test_a_single_rank_above_the_limit_is_found():
     record = attempt(HIGH, world_size=3, **FSDP)
     too_high = replace(record.ranks[1], peak_bytes=36_000_000)
     with pytest.raises(NotYet, match="the run peaks at 36.0 MB on a rank"):
-        checks.check_lower_peak(replace(record, ranks=(record.ranks[0], too_high, record.ranks[2])))
+        fsdp.check_lower_peak(replace(record, ranks=(record.ranks[0], too_high, record.ranks[2])))
     cut = attempt(HIGH, **CUT)
     too_many = replace(cut.ranks[0], collectives=attempt(HIGH, num_collectives=17, **CUT).ranks[1].collectives)
     with pytest.raises(NotYet, match="17 collectives a step"):
-        checks.check_threshold(replace(cut, ranks=(too_many, cut.ranks[1])))
+        auto_wrap.check_threshold(replace(cut, ranks=(too_many, cut.ranks[1])))
 
 
 @pytest.mark.parametrize("checker, refused", cases(RUNS, 2))
@@ -311,7 +313,7 @@ def test_an_answer_of_another_kind(checker, answer):
 def test_an_interval_as_good_as_the_best_is_accepted():
     """10 s and a day: 1,314.5 s lose the least, and 1,315.2 s as little."""
     chosen = {(10.0, 86_400.0): 1_315.2}
-    assert checks.check_saving_interval(
+    assert checkpointing.check_saving_interval(
         lambda save_s, between_s: chosen.get((save_s, between_s), (2 * save_s * between_s) ** 0.5)
     ).startswith("Right")
 
@@ -328,25 +330,25 @@ def fails(*numbers):
     raise KeyError("no\nsuch number")
 
 
-@pytest.mark.parametrize("checker", [*FUNCTIONS, checks.check_units])
+@pytest.mark.parametrize("checker", [*FUNCTIONS, auto_wrap.check_units])
 @pytest.mark.parametrize("function, error", [(fails, "KeyError: 'no"), (lambda: 1, "TypeError: .* argument")])
 def test_a_function_that_fails_is_told_its_own_error(checker, function, error):
     with pytest.raises(NotYet, match=f"fails: {error}") as rejected:
-        checker(function if checker is not checks.check_units else lambda **_: function(1))
+        checker(function if checker is not auto_wrap.check_units else lambda **_: function(1))
     assert len(str(rejected.value).splitlines()) == 1
 
 
 def test_messages_do_not_give_the_answer():
     """The first miss, with the edge cases: the numbers that would be right are not in it."""
     for checker, answer, right in (
-        (checks.check_parameter_count, 1, "204,928"),
-        (checks.check_largest_model, lambda size: size // 4, "16 "),
-        (checks.check_smallest_bucket, lambda n, latency, speed: 5, "1,800,000"),
-        (checks.check_images_to_hide, lambda *link: 5, "8 images"),
-        (checks.check_offload_split, lambda p, n: (0, 5), "16,000,000"),
-        (checks.check_checkpoint_bytes, lambda p: 5, "14,398,584"),
-        (checks.check_ranks_to_read, lambda *case: [1], "[0]"),
-        (checks.check_saving_interval, lambda *times: 5, "1,314.5"),
+        (memory.check_parameter_count, 1, "204,928"),
+        (memory.check_largest_model, lambda size: size // 4, "16 "),
+        (ddp.check_smallest_bucket, lambda n, latency, speed: 5, "1,800,000"),
+        (offload.check_images_to_hide, lambda *link: 5, "8 images"),
+        (offload.check_offload_split, lambda p, n: (0, 5), "16,000,000"),
+        (checkpointing.check_checkpoint_bytes, lambda p: 5, "14,398,584"),
+        (checkpointing.check_ranks_to_read, lambda *case: [1], "[0]"),
+        (checkpointing.check_saving_interval, lambda *times: 5, "1,314.5"),
     ):
         with pytest.raises(NotYet) as rejected:
             checker(answer)
@@ -362,7 +364,7 @@ def test_messages_do_not_give_the_answer():
 )
 def test_off_by_ones_are_found_where_ranks_stay_the_same(answer, message):
     with pytest.raises(NotYet, match=message):
-        checks.check_ranks_to_read(answer)
+        checkpointing.check_ranks_to_read(answer)
 
 
 def test_the_starter_of_04_and_what_its_own_model_says():
@@ -371,7 +373,7 @@ def test_the_starter_of_04_and_what_its_own_model_says():
         "fc2",
     ]
     with pytest.raises(NotYet, match="makes 5 unit.*: fc1, fc2, fc3, fc4, fc5|makes 6 unit"):
-        checks.check_units(size_policy(20_000))
+        auto_wrap.check_units(size_policy(20_000))
 
 
 # ---------------------------------------------------------------- what is folded in the notebooks
@@ -394,8 +396,9 @@ def folded() -> list:
 @pytest.mark.parametrize("code", folded())
 def test_the_folded_solution_is_accepted(code):
     """Run as the reader's cell; it raises NotYet if the checker refuses it."""
-    names = {"checks": checks, "model_checks": model_checks}
-    exec(compile(code, "solution", "exec"), names)
+    checker = re.search(r"exercises\.(check_\w+)", code)[1]
+    (chapter,) = [chapter for chapter in CHAPTERS if hasattr(chapter, checker)]
+    exec(compile(code, "solution", "exec"), {"exercises": chapter})
 
 
 def test_the_notebooks_have_these_small_exercises():
@@ -403,14 +406,17 @@ def test_the_notebooks_have_these_small_exercises():
 
 
 def test_every_checker_is_in_a_table():
+    """Here; `test_builds` tries those that take a module, `test_real_model` those of 08."""
     tested = {row[0].__name__ for row in CHECKERS + RUNS}
-    assert tested == {name for name in vars(checks) if name.startswith("check_")}
+    found = [pair for chapter in CHAPTERS if chapter is not real_model for pair in vars(chapter).items()]
+    small = {name for name, one in found if name.startswith("check_") and "module" not in signature(one).parameters}
+    assert tested == small
 
 
 def test_a_notebook_shows_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
-    shell.run_cell("from fsdp_helpers.teaching.exercises.checks import check_units; check_units(...)")
+    shell.run_cell("from fsdp_helpers.teaching.exercises.auto_wrap import check_units; check_units(...)")
     said = capsys.readouterr()
     assert (said.out + said.err).strip() == "Not yet: replace the ... with your answer"
 
@@ -424,16 +430,16 @@ def nothing_solved(monkeypatch):
 
 
 def test_what_is_solved_is_counted_once_for_each_notebook(nothing_solved):
-    right = checks.check_parameter_count(204_928)
-    assert (right.count, checks.check_parameter_count(204_928).count) == ("1 of 3 solved", "1 of 3 solved")
-    assert checks.check_largest_model(lambda size: size // 16).count == "2 of 3 solved"
-    assert checks.check_checkpoint_bytes(lambda num_params: 12 * num_params).count.startswith("1 of ")  # of 06
+    right = memory.check_parameter_count(204_928)
+    assert (right.count, memory.check_parameter_count(204_928).count) == ("1 of 3 solved", "1 of 3 solved")
+    assert memory.check_largest_model(lambda size: size // 16).count == "2 of 3 solved"
+    assert checkpointing.check_checkpoint_bytes(lambda num_params: 12 * num_params).count.startswith("1 of ")  # of 06
     with pytest.raises(NotYet):
-        checks.check_largest_batch(...)
+        memory.check_largest_batch(...)
 
 
 def test_success_is_green_and_says_so_in_words(nothing_solved):
-    formats, _ = DisplayFormatter().format(checks.check_parameter_count(204_928))
+    formats, _ = DisplayFormatter().format(memory.check_parameter_count(204_928))
     assert formats["text/plain"] == "✓ Right: 204,928 parameters. (1 of 3 solved)"
     assert "✓ Right: 204,928 parameters. (1 of 3 solved)" in formats["text/html"]
     assert "success-color" in formats["text/html"]
@@ -448,5 +454,5 @@ class Awkward(float):
 
 def test_an_answer_that_the_checker_did_not_expect_does_not_show_it():
     with pytest.raises(NotYet, match="this answer cannot be checked: TypeError: no") as refused:
-        checks.check_parameter_count(Awkward(7))
+        memory.check_parameter_count(Awkward(7))
     assert refused.value.__suppress_context__

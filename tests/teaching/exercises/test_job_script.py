@@ -11,7 +11,7 @@ import yaml
 from leftovers import PROJECT
 
 from fsdp_helpers.teaching.exercises.answers import NotYet
-from fsdp_helpers.teaching.exercises.job_scripts import check_job_script, read_directives, seconds_of
+from fsdp_helpers.teaching.exercises.job_script import check_job_script, read_directives, seconds_of
 
 NOTEBOOK = PROJECT / "notebooks" / "10_many_machines.ipynb"
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```bash\n(.*?)```", re.DOTALL)

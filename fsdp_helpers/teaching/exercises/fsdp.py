@@ -1,0 +1,112 @@
+"""Exercises of notebook 03: a lower peak, and a unit written by the reader."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.profiler import record_function
+
+from fsdp_helpers.measuring.collectives import count_collectives
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.teaching.exercises.answers import exercise, expect
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, expect_same_losses, in_words, run_on_ranks
+from fsdp_helpers.teaching.exercises.own_module import import_own, read_module
+from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
+from fsdp_helpers.teaching.exercises.training import (
+    NET_PARAMS,
+    STEPS,
+    adam,
+    build_net,
+    mean_loss,
+    over_ranks,
+    plain_losses,
+    rank_batch,
+)
+
+LOWER_PEAK = RunTask(peak_bytes=30_000_000, fixed={"model": "shallow", "global_batch_size": 96, **AS_IT_IS})
+SLACK_BYTES = 4_000  # step counters, a loss, a batch
+BUILT = "the unit is built"  # a mark in the trace
+
+
+@exercise("03")
+def check_lower_peak(record: RunRecord | None) -> str:
+    """Notebook 03: ShallowNet below 30 MB on every rank, with the same batch."""
+    return judge_run(record, LOWER_PEAK)
+
+
+@exercise("03")
+def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 03: `Unit`: `shard`, `gather`, `reduce_gradients`, `free`; trains as one process and holds 16 P/N."""
+    read_module(module, "Unit")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(train_readers_unit, module, world_size)):
+            _expect_unit(found, -(-NET_PARAMS // world_size), f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: the losses of one process on {in_words(ranks)} ranks, and 16 P / N held on each."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedUnit:
+    """What came of training with a reader's unit, on one rank."""
+
+    losses: list[float]
+    right: list[float]  # those of one process
+    shard_values: int
+    built_bytes: int  # held after `__init__`
+    held_bytes: int  # held between steps
+    counts: dict[str, int]  # collectives of a step, by kind
+
+
+def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
+    expect(
+        found.counts == {"all_gather": 1, "reduce_scatter": 1},
+        f"{says}a step has these collectives: {found.counts or 'none'}; one all-gather and one reduce-scatter are"
+        " enough",
+    )
+    expect(
+        found.shard_values == expected_values, f"{says}a slice of {found.shard_values:,} values; are all equally long?"
+    )
+    expect(
+        found.built_bytes <= 4 * expected_values + SLACK_BYTES,
+        f"{says}{found.built_bytes:,} bytes are held after __init__, more than a slice needs; what was not freed?",
+    )
+    expect(
+        found.held_bytes <= 16 * expected_values + SLACK_BYTES,
+        f"{says}{found.held_bytes:,} bytes are held between steps, more than four slices need; what was not freed?",
+    )
+    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
+
+
+def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
+    """Train with the reader's unit, as notebook 03 does by hand, and look at what is held and sent."""
+    unit_class = import_own(module, "Unit")
+    model = build_net()
+    right = plain_losses(model, adam(list(model.parameters())))
+    del model
+    losses = []
+    with trace_memory("cpu") as trace:
+        model = build_net()
+        unit = unit_class(model, rank, world_size)
+        if not isinstance(getattr(unit, "shard", None), nn.Parameter):
+            raise TypeError("a Unit needs `shard`, an nn.Parameter that holds this rank's slice")
+        with record_function(BUILT):
+            pass
+        optimizer = adam([unit.shard])
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            unit.gather()
+            loss = mean_loss(model, *rank_batch(step, rank, world_size))
+            loss.backward()
+            unit.reduce_gradients()
+            unit.free()
+            optimizer.step()
+            losses.append(loss.detach())
+    last = trace.last_step()
+    counts = {counted.op: counted.count for counted in count_collectives(last.collectives)}
+    return TrainedUnit(
+        losses=over_ranks(losses),
+        right=right,
+        shard_values=unit.shard.numel(),
+        built_bytes=trace.between_marks(BUILT)[0][0],
+        held_bytes=last.curve.held_bytes,
+        counts=counts,
+    )

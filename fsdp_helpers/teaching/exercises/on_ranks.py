@@ -1,0 +1,56 @@
+"""A reader's module on ranks: started with a time limit, its failures told in one line, its losses compared."""
+
+from collections.abc import Callable
+from textwrap import shorten
+
+from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
+from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
+from fsdp_helpers.teaching.exercises.answers import NotYet, expect
+from fsdp_helpers.teaching.exercises.own_module import last_line_in
+
+RANKS = (2, 3)
+STALL_S, TIMEOUT_S = 15.0, 120.0  # ranks that wait for one another, and ranks that compute for ever
+LONGEST = 200  # characters of an error's message; some print a whole model
+TOLERANCE = 1e-4  # fp32 sums in another order differ by less
+# What torch says when a module is sharded after the unit that it lies in.
+TORCHS_WORDS = "Invariant encountered: value was None"
+IN_OUR_WORDS = "a part of a unit was made a unit after it; inner ones first, the root last"
+
+
+def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
+    """What `worker` returns, rank by rank; NotYet, in one line, where the reader's code fails or never ends."""
+    try:
+        return launch_readers(worker, module, world_size, *arguments)
+    except RankError as error:
+        where = last_line_in(module, error.details)
+        summary = IN_OUR_WORDS if TORCHS_WORDS in error.summary else shorten(error.summary, LONGEST)
+        raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}") from None
+
+
+def launch_readers(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
+    """The same, but a failure is a RankError."""
+    bar = ProgressBar()
+    bar.start(f"{module}.py, {count_ranks(world_size)} on cpu")
+    settings = {"device": "cpu", "stall_s": STALL_S, "timeout_s": TIMEOUT_S, "progress": bar}
+    try:
+        return launch(worker, module, *arguments, world_size=world_size, **settings)
+    except RankTimeout as error:
+        raise NotYet(
+            f"on {world_size} ranks, {module}.py does not end: {'; '.join(error.places)}. A collective waits until"
+            " every rank takes part in it"
+        ) from None
+
+
+def expect_same_losses(losses: list[float], right: list[float], message: str) -> None:
+    differences = [abs(loss - expected) for loss, expected in zip(losses, right, strict=True)]
+    same = all(difference < TOLERANCE for difference in differences)
+    first = next((step for step, difference in enumerate(differences) if not difference < TOLERANCE), 0)
+    expect(same, f"{message}: {losses[first]:.5f} instead of {right[first]:.5f} in step {first + 1}")
+
+
+def first_of(names: list[str]) -> str:
+    return names[0] if names else ""
+
+
+def in_words(ranks: tuple[int, ...]) -> str:
+    return " and ".join(map(str, ranks))

@@ -1,0 +1,57 @@
+"""Runs that a reader is asked to find: the record of an attempt, against what the exercise asks for and forbids."""
+
+from dataclasses import dataclass, field
+
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.teaching.exercises.answers import expect, expect_answered, in_short
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTask:
+    """A run to be found: what its text leaves as it is, and what it must reach. All other settings are free."""
+
+    peak_bytes: int  # every rank stays below
+    num_collectives: int | None = None  # allowed in a step
+    world_size: int | None = None
+    strategies: tuple[str, ...] = ("fsdp", "fsdp-auto-wrap")
+    fixed: dict[str, object] = field(default_factory=dict)
+
+
+AS_IT_IS = {"dropout": True, "micro_batches": 1, "activation_checkpointing": "none", "precision": "fp32"}
+
+
+def judge_run(record: RunRecord | None, task: RunTask) -> str:
+    """Return the verdict on a run; raise NotYet, with the numbers, unless it is the one that was asked for."""
+    expect_answered(record)
+    expect(isinstance(record, RunRecord), f"the answer is {in_short(record)}; what `train` returns is asked for")
+    _expect_same_settings(record, task)
+    expect(record.ranks[0].peak_bytes is not None, "a run of one step has no steady step to measure; run 3 steps")
+    peak_bytes = max(rank.peak_bytes for rank in record.ranks)
+    expect(
+        peak_bytes < task.peak_bytes,
+        f"the run peaks at {format_bytes(peak_bytes)} on a rank, the target is below {format_bytes(task.peak_bytes)}",
+    )
+    verdict = f"Right: {format_bytes(peak_bytes)} at the peak, below {format_bytes(task.peak_bytes)}."
+    if task.num_collectives is None:
+        return verdict
+    counted = max(sum(seen.count for seen in rank.collectives) for rank in record.ranks)
+    expect(
+        counted <= task.num_collectives, f"{counted} collectives a step, the target is at most {task.num_collectives}"
+    )
+    return f"{verdict} {counted} collectives a step."
+
+
+def _expect_same_settings(record: RunRecord, task: RunTask) -> None:
+    """Raise NotYet where the run differs in what the exercise leaves as it is."""
+    settings = record.config.__dict__
+    for name, value in task.fixed.items():
+        expect(settings[name] == value, f"the exercise leaves {name} at {value!r}; your run has {settings[name]!r}")
+    expect(
+        record.config.strategy in task.strategies,
+        f"the exercise is about strategy {' or '.join(task.strategies)}; your run has {record.config.strategy!r}",
+    )
+    expect(
+        task.world_size in (None, record.world_size),
+        f"the exercise is about {task.world_size} rank(s); your run has {record.world_size}",
+    )
