@@ -275,7 +275,7 @@ def see_pictures(lab: Lab) -> None:
 
 def test_listings_scroll_instead_of_breaking(lab, scratch):
     scratch(
-        "from fsdp_helpers.teaching import show\n"
+        "from fsdp_helpers.teaching.page import show\n"
         "from fsdp_helpers.training import worker\n"
         "show.source(worker.train_epochs)"
     )

@@ -97,7 +97,7 @@ def test_a_script_ends_with_what_started_it(script, tmp_path):
         "replicas.main(wait, sys.argv)\n"
     )
     code = (
-        "from pathlib import Path\nfrom fsdp_helpers.teaching import xla\n"
+        "from pathlib import Path\nfrom fsdp_helpers.teaching.machines import xla\n"
         f"xla.SCRIPTS = Path({str(tmp_path)!r})\nxla.run_script('lesson', xla.SCRIPTS, {{}})"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PROJECT)})
