@@ -91,6 +91,15 @@ class RankRecord:
     num_units: int
     collectives: tuple[CollectiveCount, ...]
 
+    @property
+    def sent_bytes(self) -> int:
+        """Return what this rank sends in a step, all collectives together."""
+        return sum(seen.sent_bytes for seen in self.collectives)
+
+    def count(self, op: str | None = None) -> int:
+        """Return the number of collectives of a step: of the kind `op`, or of all kinds."""
+        return sum(seen.count for seen in self.collectives if op in (None, seen.op))
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:

@@ -72,7 +72,7 @@ def comparison_row(record: RunRecord) -> ComparisonRow:
         held_bytes=rank.held_bytes,
         peak_bytes=rank.peak_bytes,
         moved_bytes=sum(seen.bytes for seen in rank.collectives),
-        sent_bytes=sum(seen.sent_bytes for seen in rank.collectives),
+        sent_bytes=rank.sent_bytes,
         final_loss=record.step_losses[-1],
         bucket_view=config.bucket_view,
     )

@@ -162,37 +162,22 @@ def plot_step(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Sequence
     return fig, axes
 
 
-def plot_peak_against_units(
-    runs: Mapping[str, Sequence[RankRecord]], limit_bytes: int, limit_name: str
-) -> tuple[Figure, Axes]:
-    """Peak against the number of units, one line per API, beside the peak of something else as a dashed line."""
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
-        for (name, ranks), style in zip(runs.items(), ("-", "--"), strict=False):
-            ordered = sorted(ranks, key=lambda rank: rank.num_units)
-            counts = [rank.num_units for rank in ordered]
-            peaks = [rank.peak_bytes / MB for rank in ordered]
-            ax.plot(counts, peaks, style, marker="o", color=STRATEGY_COLOURS["fsdp-auto-wrap"], label=name)
-        ax.axhline(limit_bytes / MB, color=STRATEGY_COLOURS["ddp"], linestyle=":", label=limit_name)
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.set(xlabel="FSDP units, the root included", ylabel="peak on a rank (MB)", ylim=(0, None))
-        ax.legend()
-    return fig, ax
+def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
+    """Draw peak bytes per parameter against the number of ranks.
 
-
-def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]]) -> tuple[Figure, Axes]:
-    """Peak bytes against the number of ranks, one line per name: a strategy, or one with a variant ("ddp, lean")."""
+    There is one line per name: a strategy, or one with a variant ("ddp, lean").
+    """
     with figure_style():
         fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
         strategies = [name.partition(",")[0] for name in peaks]
         for place, (name, by_ranks) in enumerate(peaks.items()):
-            sizes = [size / MB for size in by_ranks.values()]
+            sizes = [size / num_params for size in by_ranks.values()]
             style = "--" if strategies[place] in strategies[:place] else "-"
             look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLOURS[strategies[place]]}
             ax.plot(list(by_ranks), sizes, style, label=name, **look)
         ax.xaxis.get_major_locator().set_params(integer=True)
-        highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / MB
-        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (MB)")
+        highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / num_params
+        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (bytes per parameter)")
         ax.set_ylim(0, 1.1 * highest)
         ax.legend()
     return fig, ax

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, regist
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -123,18 +123,21 @@ def losses_compiled(rank: int, world_size: int, config: TrainConfig, backend: st
 
 # ---------------------------------------------------------------- tensor parallelism
 
-BLOCK_PLAN = {
-    "attention.qkv": ColwiseParallel(),  # each rank some of the heads,
-    "attention.out": RowwiseParallel(),  # and an all-reduce puts their outputs together
-    "mlp.0": ColwiseParallel(),  # each rank a part of the hidden layer,
-    "mlp.2": RowwiseParallel(),  # and an all-reduce
-}
+
+def block_plan() -> dict[str, ParallelStyle]:
+    """Return how tensor parallelism cuts the layers of a block."""
+    return {
+        "attention.qkv": ColwiseParallel(),  # each rank some of the heads,
+        "attention.out": RowwiseParallel(),  # and an all-reduce puts their outputs together
+        "mlp.0": ColwiseParallel(),  # each rank a part of the hidden layer,
+        "mlp.2": RowwiseParallel(),  # and an all-reduce
+    }
 
 
 def shard_in_two_dimensions(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Share the arithmetic of each block within "tensor", and what its ranks keep within "data"."""
     for block in model.blocks:
-        parallelize_module(block, mesh["tensor"], BLOCK_PLAN)  # first: what a rank computes
+        parallelize_module(block, mesh["tensor"], block_plan())  # first: what a rank computes
         fully_shard(block, mesh=mesh["data"])  # then: what it keeps of that
     return fully_shard(model, mesh=mesh["data"])
 

@@ -13,6 +13,7 @@ from types import ModuleType
 
 from IPython.display import Markdown, display
 
+from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.teaching.page.listings import Listing, SideBySide
 from fsdp_helpers.teaching.page.machine_memory import describe_memory
 
@@ -130,12 +131,19 @@ def _body(function: Callable) -> list[str]:
     return textwrap.dedent("\n".join(code.splitlines()[first.lineno - 1 :])).splitlines()
 
 
-def predictions(rows: Sequence[tuple[str, str, float, float]], *, what: str = "what", unit: str = "bytes") -> Markdown:
-    """Formula, prediction, measurement and their ratio, always together.
+def predictions(
+    rows: Sequence[tuple[str, str, float, float]],
+    *,
+    what: str = "what",
+    formula: str = "formula",
+    unit: str = "bytes",
+) -> Markdown:
+    """Show formula, prediction, measurement and their ratio, always together.
 
-    Each row holds what is meant, its formula as text, the predicted and the measured number, both in `unit`.
+    Each row holds what is meant, its formula as text, the predicted and the measured number, both in `unit`. `what` and
+    `formula` head the first two columns.
     """
-    headers = [what, "formula", f"predicted {unit}", f"measured {unit}", "measured / predicted"]
+    headers = [what, formula, f"predicted {unit}", f"measured {unit}", "measured / predicted"]
     return table(
         headers,
         [
@@ -143,6 +151,14 @@ def predictions(rows: Sequence[tuple[str, str, float, float]], *, what: str = "w
             for name, formula, predicted, measured in rows
         ],
     )
+
+
+def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
+    """Show the terms that add up to a predicted peak, their sum, and the measured peak below."""
+    rows = [[term, formula, f"{size:,}"] for term, formula, size in peak.rows()]
+    rows.append(["**sum**", "", f"**{peak.bytes:,}**"])
+    rows.append(["measured", f"ratio {measured_bytes / peak.bytes:.4f}", f"{measured_bytes:,}"])
+    return table([f"at the peak: {peak.when}", "formula", "bytes"], rows)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:

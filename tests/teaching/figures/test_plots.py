@@ -82,8 +82,7 @@ FIGURES = {
     "plot_throughput": ({1: 100.0, 2: 180.0, 4: 190.0}, "ddp"),
     "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_step": ([step_trace(*PHASES)] * 2, "One step"),
-    "plot_peak_against_units": ({"fsdp1": [rank_record(1), rank_record(6)]}, 50 * MB, "DDP"),
-    "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}},),
+    "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}}, 2 * MB),
     "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
     "plot_ladder": (RUNGS,),
     "plot_comparison": (ROWS,),
@@ -163,19 +162,11 @@ def test_perfect_scaling_is_that_of_the_fewest_ranks():
     assert list(ax.lines[0].get_ydata()) == [100, 200, 400]
 
 
-def test_units_are_drawn_against_the_peak():
-    # 17 MB are held by each; what is drawn is the peak, from few units to many
-    ax = plots.plot_peak_against_units({"fsdp1": [rank_record(6, 30 * MB), rank_record(1, 40 * MB)]}, 50 * MB, "DDP")[1]
-    peaks, limit = ax.lines
-    assert (list(peaks.get_xdata()), list(peaks.get_ydata())) == ([1, 6], [40, 30])
-    assert list(limit.get_ydata()) == [50, 50]
-
-
 def test_a_variant_of_a_strategy_has_its_colour_and_a_broken_line():
     ax = plots.plot_peak_by_ranks(*FIGURES["plot_peak_by_ranks"])[1]
     assert [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines] == [
-        ([1, 2], [30, 25]),
-        ([1, 2], [30, 20]),
+        ([1, 2], [15, 12.5]),  # 30 MB for two million parameters: 15 bytes each
+        ([1, 2], [15, 10]),
     ]
     assert {line.get_color() for line in ax.lines} == {STRATEGY_COLOURS["ddp"]}
     assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]

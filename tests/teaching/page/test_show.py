@@ -10,6 +10,7 @@ import workers_for_tests as workers
 
 from fsdp_helpers import models
 from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.ranks import group
 from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.sharding import strategies
@@ -153,6 +154,16 @@ def test_predictions():
         "| held | 16·P | 1,600 | 1,604 | 1.00250 |",
         "| peak | 20·P | 2,000 | 1,990 | 0.99480 |",
     ]
+
+
+def test_the_terms_of_a_peak_add_up():
+    slices = Term(kind="parameters", name="slices", values=200, ranks=2)  # 4 x 200 / 2 = 400 bytes
+    unit = Term(kind="gathered", name="fc1", values=25)
+    peak = Peak(when="backward", terms=(slices, unit))
+    lines = show.peak_terms(peak, 510).data.splitlines()
+    assert lines[0] == "| at the peak: backward | formula | bytes |"
+    assert lines[-2:] == ["| **sum** |  | **500** |", "| measured | ratio 1.0200 | 510 |"]
+    assert len(lines) == 6  # two terms between the head and the sum
 
 
 def test_table():
