@@ -83,7 +83,7 @@ def train_flags() -> list[Flag]:
 
 
 def _argument(flag: Flag) -> dict:
-    """What argparse wants to know of a flag."""
+    """Return the keyword arguments of argparse for a flag."""
     if flag.kind is bool:
         return {"dest": flag.setting, "action": f"store_{not flag.default}".lower(), "help": flag.meaning}
     default = "" if flag.default is None else " (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""What goes into a run, checked before any process starts.
+"""The settings of a run, checked before any process starts.
 
 A field of `TrainConfig` is the one home of a setting: its default, its choices, what it means and whether it changes
 the losses. The command line, its documentation and what a resumed run must have in common are read from there.
@@ -22,7 +22,7 @@ ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
 
 def is_sharded(strategy: str) -> bool:
-    """True where each rank keeps a slice of the model. Raises ValueError for a strategy that does not exist."""
+    """True if each rank keeps a slice of the model. Raises ValueError for a strategy that does not exist."""
     _require_choice("strategy", strategy, STRATEGIES)
     return strategy.startswith("fsdp")
 
@@ -176,7 +176,7 @@ class TrainConfig:
             raise ValueError(f"clip_norm is {self.clip_norm}; it must be a number above zero")
 
     def check_device(self, device: str) -> None:
-        """Raise ValueError where `device` ("cpu" or "cuda") cannot run this configuration."""
+        """Raise ValueError if `device` ("cpu" or "cuda") cannot run this configuration."""
         if self.strategy == "fsdp-offload" and self.api == "fsdp1" and device == "cpu":
             raise ValueError(
                 "FSDP1's CPUOffload keeps parameters in pinned host memory, and pinning needs an accelerator; "
@@ -184,7 +184,7 @@ class TrainConfig:
             )
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError where `world_size` ranks cannot run this configuration."""
+        """Raise ValueError if `world_size` ranks cannot run this configuration."""
         _require_at_least_one("world_size", world_size)
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
@@ -241,7 +241,7 @@ LOSS_SETTINGS = {setting.name: setting.default for setting in fields(TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How something is given on the command line."""
+    """A flag of the command line."""
 
     setting: str
     kind: type  # of the value; bool for a switch, which takes none
@@ -256,7 +256,7 @@ class Flag:
 
     @property
     def value(self) -> str:
-        """What stands for the value where the flag is explained; nothing for a switch."""
+        """Return the placeholder of the value in the help text; nothing for a switch."""
         return f"{{{','.join(self.choices)}}}" if self.choices else VALUE_NAMES[self.kind]
 
 

@@ -42,7 +42,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """What a run trains and tests on, and where it came from."""
+    """Training and test images of a run, and their source."""
 
     source: str  # "mnist" or "digits"
     train: Split
@@ -56,7 +56,7 @@ def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
 
 
 def offline() -> bool:
-    """Whether the variable FSDP_OFFLINE asks for the bundled digits: no download, and MNIST on disk is left alone."""
+    """Return True if the variable FSDP_OFFLINE asks for the bundled digits: nothing is downloaded, MNIST is ignored."""
     return os.environ.get("FSDP_OFFLINE", "") not in ("", "0")
 
 

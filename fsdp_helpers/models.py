@@ -11,7 +11,7 @@ from fsdp_helpers.vit import ViT
 
 
 class ConvFeatures(nn.Sequential):
-    """What ShallowNet and DeepNet share: two convolutions, pooled and flattened to 9,216 features."""
+    """The part that ShallowNet and DeepNet share: two convolutions, pooled and flattened to 9,216 features."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What comes out of a run: frozen records, plain enough to cross a process boundary or become JSON."""
+"""The results of a run: frozen records, plain enough to cross a process boundary or become JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -41,7 +41,7 @@ class MemoryCurve:
 
     @property
     def held_bytes(self) -> int:
-        """What is still allocated at the end: the bytes held between two steps."""
+        """Return the bytes still allocated at the end: those held between two steps."""
         return self.allocated_bytes[-1]
 
     @property
@@ -76,7 +76,7 @@ class CollectiveCount:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank kept, held and sent, at a steady step.
+    """The bytes that one rank kept, held and sent at a steady step.
 
     `held_bytes` and `peak_bytes` are None, and `collectives` is empty, for a run of a single step:
     the first step is not a steady one.
@@ -116,7 +116,7 @@ class EpochRecord:
     """One pass over the training images, and the evaluation that followed."""
 
     epoch: int  # 1 is the first
-    train_loss: float | None  # mean over the images trained on; None where a resumed run had nothing left to train
+    train_loss: float | None  # mean over the images trained on; None if a resumed run had nothing left to train
     test_loss: float  # mean over all test images
     test_accuracy: float  # fraction, 0 to 1
     test_correct: int
@@ -146,9 +146,9 @@ class RunRecord:
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
-        """The largest difference between the losses of this run and another's (or a list of them), step by step.
+        """The largest difference between the losses of this run and of another (or a list of them), step by step.
 
-        Raises ValueError where the two have not the same number of steps.
+        Raises ValueError if they differ in their number of steps.
         """
         losses = other.step_losses if isinstance(other, RunRecord) else other
         if len(losses) != len(self.step_losses) or not losses:
@@ -157,7 +157,7 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Where a run took fewer steps than `max_steps`, or none: why, and what to do. None for any other."""
+        """Say why a run took fewer steps than `max_steps`, or none, and what to do; None for any other run."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
@@ -179,7 +179,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingRecord:
-    """What one way of saving a training state took, on the slowest and the fullest rank."""
+    """The time, memory and disk space of one way to save, on the slowest and the fullest rank."""
 
     way: str
     waiting_s: float  # training stands still

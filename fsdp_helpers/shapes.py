@@ -1,4 +1,4 @@
-"""What decides the size of a vision transformer, as numbers. Models are built of it, and plans are made of it."""
+"""The shape of a vision transformer in numbers, from which models are built and plans are made."""
 
 from dataclasses import dataclass
 

@@ -36,8 +36,8 @@ from fsdp_helpers.checkpointing.randomness import NAME, random_state, restore_ra
 from fsdp_helpers.checkpointing.state import (
     IMPLEMENTATION,
     TrainingState,
+    ignore_single_process_warnings,
     num_ranks,
-    one_process_is_no_news,
     put_back,
     read_state,
     this_rank,
@@ -72,12 +72,12 @@ def save(
         group: for that thread alone, where there are several ranks: `dist.new_group(backend="gloo")`. In the group
             of the training, its messages could be taken for those of a step.
 
-    Raises CheckpointError, on every rank, where one of them cannot write; then there is no `folder`. Raises
+    Raises CheckpointError, on every rank, if one of them cannot write; then there is no `folder`. Raises
     ValueError for an `extra` that is not plain.
     """
     path = Path(folder).absolute()
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise CheckpointError(f"{path} is there already; save under another name, such as {checkpoint_name(20)}")
+        raise CheckpointError(f"{path} is there already; choose a different name, such as {checkpoint_name(20)}")
     if not wait and group is None and num_ranks() > 1:
         raise ValueError('saving in the background needs a group of its own: group=dist.new_group(backend="gloo")')
     tensors, plain = _content(model, optimizer, extra, gather=not wait)
@@ -86,7 +86,7 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left there
     writer = dcp.FileSystemWriter(unfinished)
     description = {"step": step_of(path), "world_size": num_ranks(), "settings": settings or {}}
-    with one_process_is_no_news():
+    with ignore_single_process_warnings():
         if wait:
             return _finish(
                 lambda: dcp.save(tensors, storage_writer=writer, planner=FlatPlanner()), unfinished, plain, description
@@ -101,7 +101,7 @@ def save(
 def _content(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, gather: bool
 ) -> tuple[dict[str, Tensor | FlatSlice], dict[str, Any]]:
-    """What this rank has to write of the whole state: tensors by name, and, as JSON, the rest.
+    """Collect what this rank writes: tensors by name, and everything else as JSON.
 
     Without `gather` what FSDP1 keeps is left as it is; torch's copying for the background does not know such slices.
     """
@@ -182,7 +182,7 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     as_many = checkpoint.world_size == num_ranks()
     random = _empty(stored, [NAME.format(0), *(random_state(this_rank()) if as_many else ())])
     extra = _empty(stored, tensor_names([plain["extra"], plain["optimizer"]]))
-    with failures_named(path, "read its part"), one_process_is_no_news():
+    with failures_named(path, "read its part"), ignore_single_process_warnings():
         dcp.load({**own, **random, **extra}, storage_reader=SafeReader(path))
 
     found = own | {name: put_together(value, {}) for name, value in plain["values"].items()}
@@ -203,7 +203,7 @@ def check_model(
     for name in sorted(expected.keys() | found.keys()):
         there, here = (names.get(name, "no place") for names in (found, expected))
         if there != here:
-            raise CheckpointError(f"{path} holds another {what}: {name} has shape {there} there and {here} here")
+            raise CheckpointError(f"{path} holds a different {what}: {name} has shape {there} there and {here} here")
 
 
 def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], state: TrainingState) -> None:
@@ -228,7 +228,7 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
 
 
 def _read_plain(path: Path, stored: Iterable[str]) -> dict[str, Any]:
-    """The content of `state.json`; nothing where an earlier version saved, which wrote none."""
+    """The content of `state.json`; nothing if an earlier version saved, which wrote none."""
     nothing = {"optimizer": None, "values": {}, "extra": None}
     if not (path / STATE).exists():
         return nothing

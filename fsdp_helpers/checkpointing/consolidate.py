@@ -128,7 +128,7 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
                 place = place.narrow(dim, offset, size)
             if not place.numel():
                 continue
-            values = place.contiguous()  # `place` itself where the slice is made of whole rows
+            values = place.contiguous()  # `place` itself if the slice is made of whole rows
             _read_values(checkpoint / part.file, part, memoryview(values.view(-1).view(torch.uint8).numpy()))
         except Exception as error:  # a damaged archive may raise anything
             raise CheckpointError(f"{checkpoint / part.file} is damaged, at {entry.name}: {error}") from error

@@ -94,7 +94,7 @@ class FlatPlanner(DefaultSavePlanner):
 def flat_places(model: nn.Module) -> dict[nn.Parameter, tuple[int, torch.Size]] | None:
     """For each parameter of an FSDP1 model where this rank's values begin in it, and its whole shape.
 
-    None where its slices cannot be told apart without gathering: no FSDP1, whole copies, parameters that are shared,
+    None if its slices cannot be told apart without gathering: no FSDP1, whole copies, parameters that are shared,
     laid out otherwise or not FSDP's, or a unit that is gathered at this moment.
     """
     places = {}
@@ -117,7 +117,7 @@ def flat_places(model: nn.Module) -> dict[nn.Parameter, tuple[int, torch.Size]] 
 def read_flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState | None:
     """As `read_state`, of an FSDP1 model, for saving: nothing is gathered, and each tensor is a `FlatSlice` of it.
 
-    None, on every rank, where that cannot be done. Every rank has to call this.
+    None, on every rank, if that cannot be done. Every rank has to call this.
     """
     places = flat_places(model)
     kept = optimizer.state if optimizer is not None else {}

@@ -29,10 +29,10 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What `checkpoint.json` says: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
+    """The content of `checkpoint.json`: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
 
     format: int
-    step: int  # optimiser steps since the beginning of the run, as its name says; 0 where it says none
+    step: int  # optimiser steps since the beginning of the run, as its name says; 0 if it says none
     world_size: int
     settings: dict  # what a resumed run must have in common with the one that saved
     files: dict[str, int]  # size of every other file in bytes
@@ -43,7 +43,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says; 0 where it has a name of another kind."""
+    """The step that a checkpoint's name says; 0 if it has a name of another kind."""
     found = re.fullmatch(r"step-(\d{8,})", path.name)
     return int(found[1]) if found else 0
 
@@ -55,7 +55,7 @@ def find_steps(folder: Path) -> list[int]:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder`; None where there is none yet."""
+    """The newest checkpoint in `folder`; None if there is none yet."""
     steps = find_steps(folder)
     return folder / checkpoint_name(steps[-1]) if steps else None
 
@@ -111,7 +111,7 @@ def _way_out(path: Path) -> str:
 def locked(folder: Path) -> Iterator[None]:
     """Make `folder` this process's own for the length of the block, and clear away what a killed one left in it.
 
-    Raises CheckpointError where another run has it, or where it cannot be written.
+    Raises CheckpointError if another run has it, or if it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,14 +131,14 @@ def locked(folder: Path) -> Iterator[None]:
 def clear_unfinished(folder: Path) -> None:
     """Remove what a killed or interrupted process was writing to `folder`; whole checkpoints stay.
 
-    Raises CheckpointError where another run has the folder.
+    Raises CheckpointError if another run has the folder.
     """
     with locked(folder):
         pass  # whoever gets the lock clears away first
 
 
 def begin(path: Path) -> Path:
-    """Where the files of the new checkpoint `path` go until all of them are whole. The same on every rank."""
+    """Return the folder for a new checkpoint's files until all of them are whole; the same on every rank."""
     return path.with_name(f"{UNFINISHED}{path.name}")
 
 

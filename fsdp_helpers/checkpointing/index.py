@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceEntry:
-    """Where a slice begins in its tensor, how large it is, and the file that one rank wrote it to."""
+    """A slice of a tensor: where it begins, its size, and the file that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -35,7 +35,7 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
 
 
 def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint] | None:
-    """The checkpoint from which a run goes on; None where it begins at the start.
+    """The checkpoint from which a run goes on; None if it begins at the start.
 
     Raises CheckpointError for a checkpoint that is damaged or belongs to another run, and for a folder that holds
     checkpoints which the run, not being resumed, would mix with its own.
@@ -75,7 +75,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """Saves a run's whole state as it trains, and brings it back; does nothing where the run has no folder."""
+    """Saves a run's whole state as it trains, and brings it back; does nothing if the run has no folder."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank

@@ -56,7 +56,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
     A new optimiser gets its state, zeros, which torch makes with a step that changes no parameter.
     """
-    with one_process_is_no_news():
+    with ignore_single_process_warnings():
         if optimizer is None:
             model_state, optimizer_state = get_model_state_dict(model), {"state": {}, "param_groups": []}
         else:
@@ -72,7 +72,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
     """Give `model` and `optimizer` the tensors of `state`; a parameter that has none there loses its moments."""
-    with one_process_is_no_news():
+    with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)
         else:
@@ -95,7 +95,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
-    """What nested dicts hold, each under its path."""
+    """Flatten nested dicts: each leaf under its path."""
     if not isinstance(tree, Mapping):
         return {name: tree}
     branches = {f"{name}.{key}".removeprefix("."): branch for key, branch in tree.items()}
@@ -105,7 +105,7 @@ def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def one_process_is_no_news() -> Iterator[None]:
+def ignore_single_process_warnings() -> Iterator[None]:
     """With one rank FSDP1 keeps whole copies, and torch saves in one process: both say so at each turn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")

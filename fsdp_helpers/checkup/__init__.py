@@ -1,1 +1,1 @@
-"""What this machine can do, one line per check."""
+"""Checks of this machine, one line each."""

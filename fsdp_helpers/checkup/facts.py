@@ -1,4 +1,4 @@
-"""What a machine with GPUs is made of: versions, devices, drivers, and flags that change numbers."""
+"""The description of a machine with GPUs: versions, devices, drivers, and flags that change numbers."""
 
 import subprocess
 from collections.abc import Mapping

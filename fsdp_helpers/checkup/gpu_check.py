@@ -30,7 +30,7 @@ class Report:
         return all(row.result != FAIL for row in self.rows)
 
     def lines(self) -> list[str]:
-        """What is to be pasted, between two lines that say so."""
+        """Return the lines to paste, between two markers."""
         failed = [row for row in self.rows if row.result == FAIL and row.details]
         ends = [line for row in failed for line in ("", f"{row.check}:", "```", *row.details, "```")]
         table = markdown_table(self.rows)
@@ -76,7 +76,7 @@ def _without_gpus(checks: list[Check]) -> Report:
 
 
 def _why_none() -> str:
-    """Why torch sees no GPU here."""
+    """Say why torch sees no GPU here."""
     import torch
 
     if are_hidden():
@@ -87,7 +87,7 @@ def _why_none() -> str:
 
 
 def _describe(gpus: Gpus, limit_s: float, mark: str) -> dict:
-    """What a child says of the GPUs; without its answer, how it ended."""
+    """Let a child describe the GPUs; if it gives no answer, return how it ended."""
     answer = ask_child(DESCRIBE, gpus, limit_s, mark)
     return answer.content or {"the GPUs cannot be described:": answer.ended}
 

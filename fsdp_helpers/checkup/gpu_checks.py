@@ -11,7 +11,7 @@ STRATEGIES = ("fsdp", "fsdp-auto-wrap", "fsdp-offload")
 
 
 def _alone() -> list[Check]:
-    """What one GPU is enough for."""
+    """Return the checks that need one GPU."""
     device, training = device_checks, training_checks
     as_ddp = f"both runs within {training.SAME:g} of DDP"
     within = f"no rank touches it, at most {device.NOISE_BYTES // 10**6} MB"
@@ -44,7 +44,7 @@ def _alone() -> list[Check]:
 
 
 def _together() -> list[Check]:
-    """What takes two GPUs or more."""
+    """Return the checks that need two GPUs or more."""
     many, checks = many_gpu_checks, []
     for api, name in NAMES.items():
         checks += [

@@ -1,4 +1,4 @@
-"""What two or more GPUs can show: what a rank sends, its peak as predicted, who is blamed, the take-home scripts."""
+"""Checks for two or more GPUs: bytes sent, predicted peak, the rank named in a hang, the take-home scripts."""
 
 import os
 import subprocess

@@ -42,7 +42,7 @@ def run_check(check: Check, gpus: Gpus, limit_s: float, mark: str) -> Row:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a child found, None if it failed; all that it printed; and how it ended, in words."""
+    """A child's result (None if it failed), everything it printed, and how it ended, in words."""
 
     content: dict | None
     printed: str

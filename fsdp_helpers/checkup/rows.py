@@ -13,7 +13,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found: whether it is as expected, in words, and its numbers for whoever draws them."""
+    """The result of a check: whether it passed, in words, and its numbers for plotting."""
 
     passed: bool
     measured: str
@@ -55,5 +55,5 @@ def _one_cell(text: str) -> str:
 
 
 def count_results(rows: Sequence[Row]) -> str:
-    """How many checks came out how: "12 PASS, 1 FAIL, 9 SKIP"."""
+    """Count the results: "12 PASS, 1 FAIL, 9 SKIP"."""
     return ", ".join(f"{sum(row.result == result for row in rows)} {result}" for result in (PASS, FAIL, SKIP))

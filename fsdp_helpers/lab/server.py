@@ -16,7 +16,7 @@ FIRST = "00_start_here.ipynb"
 def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
     """Start JupyterLab on the notebooks, or on copies of them in `copies`; returns when it has ended.
 
-    Raises ValueError where `copies` lies outside the project, which is the folder that JupyterLab shows.
+    Raises ValueError if `copies` lies outside the project, which is the folder that JupyterLab shows.
     """
     folder = _folder_of(copies)
     if copies is not None:

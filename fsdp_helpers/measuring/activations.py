@@ -1,4 +1,4 @@
-"""What a forward leaves for backward, counted."""
+"""Activations that a forward keeps for backward, counted."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from fsdp_helpers.sharding.recompute import MATRIX_PRODUCTS
 
 
 def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
-    """What one transformer block needs in a step, counted on `tokens` (images, tokens, width) of its own precision."""
+    """Count what one transformer block needs in a step, on `tokens` (images, tokens, width) of its own precision."""
     images, num_tokens, width = tokens.shape
     return BlockBytes(
         kept_bytes=kept_bytes(block, tokens),

@@ -79,7 +79,7 @@ def trace_collectives() -> Iterator[list[Collective]]:
 
 
 def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tuple[CollectiveCount, ...]:
-    """How many of each kind, with their full-tensor bytes and what the rank sends added up, by first appearance."""
+    """Count collectives by kind, in order of first appearance, and add up their full-tensor bytes and sent bytes."""
     by_op = {op: [event for event in events if event.op == op] for op in dict.fromkeys(event.op for event in events)}
     return tuple(
         CollectiveCount(
@@ -93,7 +93,7 @@ def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tupl
 
 
 def _collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_s: tuple[float, float]) -> Collective:
-    """What one call of c10d was, for this rank in the process group that the call names."""
+    """Describe one call of c10d, for this rank in the process group of that call."""
     named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     group = dist.ProcessGroup.unbox(named["process_group"])  # with hybrid sharding not all ranks belong to it
     name = func._schema.name.split("::")[1]
@@ -125,7 +125,7 @@ def _settle() -> None:
 
 
 def _another_thread_runs() -> bool:
-    """Whether a thread of this process, other than the calling one, runs or waits for a core. Linux alone knows."""
+    """Return True if another thread of this process runs or waits for a core. Only Linux can tell."""
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]

@@ -23,10 +23,10 @@ class OffloadCopy:
     way: str  # TO_DEVICE or TO_HOST
     bytes: int
     start_s: float  # on the clock of `time.perf_counter()`
-    was_made: bool  # False where host and device are one memory, and the slice stays where it is
+    was_made: bool  # False if host and device are one memory, and the slice stays where it is
 
     def unit(self, units: Sequence[str]) -> str:
-        """Which of `units`, given by their names, it belongs to: the innermost one around it, else "root"."""
+        """Return the name of the innermost of `units` that contains it, else "root"."""
         return max((unit for unit in units if self.name.startswith(f"{unit}.")), key=len, default="root")
 
 
@@ -59,7 +59,7 @@ def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
 
 
 def named_copies(model: nn.Module, seen: Sequence[Seen]) -> list[OffloadCopy]:
-    """What was seen, by the names of `model`'s parameters. Of a parameter with few rows a rank may have none."""
+    """Name the copies that were seen after `model`'s parameters. A rank may hold no row of a small parameter."""
     parameters = {_memory(parameter): name for name, parameter in model.named_parameters()}
     gradients = {
         _own(parameter.grad).data_ptr(): name  # those of one unit lie in one memory
@@ -84,5 +84,5 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where a rank's part of `tensor` is stored, padding included."""
+    """Return the address of this rank's shard of `tensor`, padding included."""
     return _own(tensor).untyped_storage().data_ptr()

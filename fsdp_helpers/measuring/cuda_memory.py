@@ -1,4 +1,4 @@
-"""What tensors on a GPU asked for: the history of CUDA's caching allocator, read as a curve.
+"""Memory that tensors on a GPU asked for: the history of CUDA's caching allocator, as a curve.
 
 The allocator rounds each request up to 512 bytes, and hands out a whole block where no more than 1 MiB would be left
 of it. What it counts as "allocated" are those blocks: for ShallowNet and Adam, 6.7 % more than the tensors. Its

@@ -106,7 +106,7 @@ class MemoryTrace:
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
         """The last stretch called `name`, with times from its start; `uncounted_bytes` are taken off the curve.
 
-        Raises ValueError where no stretch of that name was seen.
+        Raises ValueError if no stretch of that name was seen.
         """
         found = [phase for phase in self._phases if phase.name == name]
         if not found:

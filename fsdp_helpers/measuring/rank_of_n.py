@@ -34,7 +34,7 @@ LIKE_THIS_ONE = "simulate_uniform_ranks"  # an option of the fake group: the oth
 
 @dataclass(frozen=True, kw_only=True)
 class RankOfN:
-    """What one rank keeps, needs and sends at a steady step."""
+    """One rank's bytes at a steady step: kept, at the peak, and sent."""
 
     rank: int
     world_size: int
@@ -53,7 +53,7 @@ class RankOfN:
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """Within the block this process is `rank` of `world_size`, and the others exist in no process.
 
-    Raises RuntimeError where this process is in a group already, or torch has no fake group where it used to be.
+    Raises RuntimeError if this process is in a group already, or torch has no fake group where it used to be.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already; be one rank of many in a process of its own")
@@ -81,12 +81,12 @@ def fake_parts() -> tuple[dist.Store, object]:
 
 
 def can_imagine(strategy: str) -> bool:
-    """Whether this torch can: DDP waits for what a collective gives, and torch 2.11 imagines no rank that gives it."""
+    """Return True if this torch can: DDP waits for a result that torch 2.11's fake group never delivers."""
     return strategy != "ddp" or hasattr(fake_parts()[1], LIKE_THIS_ONE)
 
 
 def check_can_imagine(strategy: str) -> None:
-    """Raises RuntimeError where this torch cannot be one rank of many under `strategy`."""
+    """Raises RuntimeError if this torch cannot be one rank of many under `strategy`."""
     if not can_imagine(strategy):
         raise RuntimeError(f"torch {torch.__version__} cannot imagine DDP's other ranks, only FSDP's; torch 2.15 can")
 
@@ -101,7 +101,7 @@ def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> Ra
 def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
     """A rank of a run of `config`, measured on the CPU, within whatever group it is: launch it, or imagine the others.
 
-    The images are random, and as many as the rank would have. Raises ValueError where `world_size` ranks cannot run it,
+    The images are random, and as many as the rank would have. Raises ValueError if `world_size` ranks cannot run it,
     and for several micro-batches: a step here has one.
     """
     config.check_world_size(world_size)

@@ -149,7 +149,7 @@ def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
 
 
 def _is_at_the_same_tensor(before: Moment, moment: Moment) -> bool:
-    """Where nothing was allocated or freed in between."""
+    """Return True if nothing was allocated or freed in between."""
     return "_backward" in moment.event and before.activation_bytes == before.highest_bytes == moment.activation_bytes
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of `values` over all ranks, on every rank; `values` itself where there is only one process."""
+    """The sum of `values` over all ranks, on every rank; `values` itself if there is only one process."""
     if dist.is_initialized():
         values = values.clone()
         dist.all_reduce(values)

@@ -112,8 +112,8 @@ def process_group(
 def compute_repeatably() -> None:
     """Have CUDA's libraries give the same numbers in every run, and fp32 where fp32 is asked for.
 
-    The series compares runs to the last bit (06) or to 1e-5. Left alone, cuDNN may choose another algorithm in the next
-    run, cuBLAS may add up in another order, and convolutions round what goes in to TF32, ten bits instead of 23.
+    The series compares runs to the last bit (06) or to 1e-5. Left alone, cuDNN may choose a different algorithm in
+    the next run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, ten bits of 23.
     All of that is faster; for a training that nobody compares, leave it on. Comes before the first use of the GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
@@ -161,5 +161,5 @@ def num_cores() -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What ran: the name of the GPU, or the number of cores."""
+    """Return the name of the GPU, or the number of cores."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"

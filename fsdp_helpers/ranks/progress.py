@@ -166,7 +166,7 @@ class ProgressBar:
             self._waiting.why = why or self._waiting.why
 
     def running(self) -> None:
-        """What was starting has started."""
+        """End the phase of starting."""
         if self._waiting is not None:
             self._waiting.state = "running"
 

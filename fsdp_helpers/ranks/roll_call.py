@@ -1,4 +1,4 @@
-"""When a collective waits in vain: which ranks do not answer.
+"""The ranks that do not answer when a collective times out.
 
 A collective that times out says so on every rank that waits, and of none for whom. So the ranks that gave up call the
 roll in the store where the group met: each signs, and whoever has not signed in time is stopped, stuck or gone.
@@ -90,7 +90,7 @@ def list_ranks(ranks: list[int]) -> str:
 
 
 def _describe(silent: list[int], timeout_s: float | None) -> str:
-    """`timeout_s` is None where nobody can have waited so long: the connection ended before."""
+    """`timeout_s` is None if nobody can have waited so long: the connection ended before."""
     who = list_ranks(silent)
     if timeout_s is None:
         return f"{who} did not answer any more: gone, or cut off; see its own last lines, and its machine"

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 
-_asked: bool | None = None  # None where nobody heeds SIGTERM
+_asked: bool | None = None  # None if nobody heeds SIGTERM
 
 
 class Stopped(Exception):

@@ -1,4 +1,4 @@
-"""What torchrun tells a rank, in its environment; and what is wrong with it, in one line. No torch import."""
+"""The environment that torchrun gives a rank, and what is wrong with it, in one line. No torch import."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ LEAVE_S = 10.0  # after bad input: the other ranks leave rank 0 the time to say 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank of torchrun stands: among all ranks, and among those of its machine."""
+    """The place of a rank of torchrun among all ranks, and among those on its machine."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ def end_with_agent() -> None:
 def read_place() -> Place:
     """This process's place, from the variables that torchrun sets.
 
-    Raises ValueError where some are missing or contradict each other, and where a restart would not work.
+    Raises ValueError if some are missing or contradict each other, or if a restart would not work.
     """
     missing = [name for name in RANK_VARIABLES if name not in os.environ]
     if missing:
@@ -89,7 +89,7 @@ def _check_restarts() -> None:
 
 
 def speaks() -> bool:
-    """True where bad input is to be said: in a process of its own, and in rank 0 of many."""
+    """True if bad input is to be said: in a process of its own, and in rank 0 of many."""
     return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
 
 

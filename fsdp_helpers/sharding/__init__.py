@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: strategies, units, recomputation, gradients."""
+"""Sharding of a model over ranks: strategies, units, recomputation, gradients."""

@@ -51,7 +51,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients down together, so that their norm is at most `max_norm`; returns the norm before, shape ().
 
     It is the norm of the whole model's gradient, the same number on every rank: squares are summed over the slices,
-    then over the ranks that share them. Clipping each slice by a norm of its own would turn the gradient another way.
+    then over the ranks that share them. Clipping each slice by its own norm would change the gradient's direction.
     `clip_grad_norm_`, of FSDP1 and of `torch.nn.utils`, does the same in fp32; on a CPU that loses digits with size,
     1e-5 of the norm for a million values, 1e-2 for a hundred million, so here the squares are summed in fp64.
     A parameter that FSDP2 ignores counts as this rank has it: average its gradient over the ranks first.
@@ -78,7 +78,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 def ranks_that_share(model: nn.Module, parameter: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
     """The groups of ranks whose slices make the whole `parameter`, one per sharded dimension, and where they meet.
 
-    There is no group if each rank has all of it.
+    Without a group, each rank has all of it.
     """
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh

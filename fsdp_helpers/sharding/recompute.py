@@ -24,7 +24,7 @@ def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) ->
     """Wrap the named modules of `model`, in place: "units" recomputes all of each, "selective" all but its products.
 
     Of modules within one another only the outermost is wrapped, since it recomputes what is in it. The names in a
-    state dict stay those of the plain model. Raises ValueError where there is nothing to wrap.
+    state dict stay those of the plain model. Raises ValueError if there is nothing to wrap.
     """
     if not names:
         raise ValueError(f"no module of {type(model).__name__} is large enough to checkpoint; lower min_num_params")
@@ -38,7 +38,7 @@ def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) ->
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Those of `names` that lie in no other of them."""
+    """Return the names that lie inside no other of `names`."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 

@@ -166,7 +166,7 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 
 
 def wait_for_buckets(model: nn.Module) -> None:
-    """Where a time-out is asked for on CUDA, let DDP wait for each bucket; other strategies do so by themselves.
+    """Let DDP wait for each bucket if a time-out is set on CUDA; other strategies do so by themselves.
 
     DDP only has later kernels wait. A rank that waits in vain would then hang in its next look at the GPU.
     """
@@ -193,7 +193,7 @@ def unit_names(model: nn.Module) -> list[str]:
 
 
 def count_units(model: nn.Module) -> int:
-    """The number of FSDP units in `model`, the root included; 0 where nothing is sharded."""
+    """The number of FSDP units in `model`, the root included; 0 if nothing is sharded."""
     return len(unit_names(model))
 
 

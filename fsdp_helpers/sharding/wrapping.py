@@ -1,4 +1,4 @@
-"""Which modules become FSDP units: one policy, the same answer for both APIs.
+"""Wrapping policies: which modules become FSDP units, the same for both APIs.
 
 A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. Asked with
 `recurse=True` it says whether to look at the children; with `recurse=False`, whether `module` becomes a unit,

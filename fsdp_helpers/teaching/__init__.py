@@ -1,1 +1,1 @@
-"""What the notebooks show, draw and check."""
+"""Everything that the notebooks show, draw and check."""

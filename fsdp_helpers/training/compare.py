@@ -34,7 +34,7 @@ def ways_to_run(strategy: str) -> list[dict]:
 
 
 def left_out(config: TrainConfig, device: str) -> str | None:
-    """Why this configuration cannot run on `device`; None where it can."""
+    """Say why this configuration cannot run on `device`; None if it can."""
     try:
         config.check_device(device)
     except ValueError as reason:
@@ -61,7 +61,7 @@ def compare(
 
 
 def comparison_row(record: RunRecord) -> ComparisonRow:
-    """What the comparison shows of a run. Needs a run of more than STEADY_STEP steps."""
+    """Return a run's row in the comparison. Needs a run of more than STEADY_STEP steps."""
     config, rank = record.config, record.ranks[0]
     return ComparisonRow(
         model=config.model,

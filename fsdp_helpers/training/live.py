@@ -65,7 +65,7 @@ class LiveView:
         print(text, file=stream, flush=True)
 
     def close(self) -> None:
-        """What the ranks said last stays."""
+        """Leave each rank's last report on screen."""
         self._end_waiting()
         if self._reports:
             self._show_lines()

@@ -142,7 +142,7 @@ def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str]
 
 
 def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
-    """The record of the run; None where SIGTERM ended it early, which rank 0 says."""
+    """The record of the run; None if SIGTERM ended it early, which rank 0 says."""
     try:
         with heeding_sigterm() if config.checkpoint_dir else nullcontext():
             return train_worker(place.rank, place.world_size, config)
@@ -155,7 +155,7 @@ def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
 def prepare_run_data(config: TrainConfig) -> str:
     """Make sure that workers find their data, and say which: "mnist" or "digits".
 
-    Raises ValueError where there are too few images.
+    Raises ValueError if there are too few images.
     """
     _check_data_size(config, "mnist")  # the larger source: refused before anything is fetched
     source = prepare_data(config.data_dir)

@@ -75,7 +75,7 @@ class StepWatch:
             self.trace = self._memory.last("train step", uncounted_bytes=batch_bytes)
 
     def rank_record(self, rank: int) -> RankRecord:
-        """What this rank kept, held and sent."""
+        """Return the bytes that this rank kept, held and sent."""
         return RankRecord(
             rank=rank,
             parameter_bytes=self.state.parameter_bytes,
@@ -122,6 +122,6 @@ class StepWatch:
 
 
 def run_title(config: TrainConfig, world_size: int, device: str) -> str:
-    """What tells one run from another where both are shown: "shallow, fsdp (fsdp2), 2 ranks on cpu"."""
+    """Return a title that tells runs apart: "shallow, fsdp (fsdp2), 2 ranks on cpu"."""
     way = f" ({config.api})" if config.is_sharded else ", lean" if config.bucket_view else ""
     return f"{config.model}, {config.strategy}{way}, {progress.count_ranks(world_size)} on {device}"

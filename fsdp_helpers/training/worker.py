@@ -74,7 +74,7 @@ class EpochPart(NamedTuple):
 
 
 def epochs_to_train(config: TrainConfig, steps_per_epoch: int, steps_done: int) -> list[EpochPart]:
-    """What is left to train after `steps_done` steps, epoch by epoch.
+    """Return what is left to train after `steps_done` steps, epoch by epoch.
 
     A run with nothing left is still in the epoch of its last step: one part, without a step, to be evaluated.
     """
@@ -120,7 +120,7 @@ def train_epochs(
 
 
 def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, object]:
-    """How `train_step` goes about a step; it appends to `norms` where it clips."""
+    """Return the settings of `train_step`; it appends to `norms` if it clips."""
     return {
         "micro_batches": config.micro_batches,
         "sync_micro_batches": config.sync_micro_batches,
@@ -190,7 +190,7 @@ def run_record(
     step_losses: list[float],
     watch: StepWatch,
 ) -> RunRecord:
-    """What every rank saw, gathered: the same record on all of them."""
+    """Gather what every rank saw: the same record on all of them."""
     ranks = gather_over_ranks(watch.rank_record(rank))
     traces = gather_over_ranks(watch.trace)
     return RunRecord(

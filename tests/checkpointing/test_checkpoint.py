@@ -256,7 +256,7 @@ def saved(tmp_path):
 
 def test_a_checkpoint_is_not_written_over(saved):
     before = sorted(os.listdir(saved.parent))
-    with pytest.raises(CheckpointError, match=f"{saved} is there already; save under another name, such as step-0"):
+    with pytest.raises(CheckpointError, match=f"{saved} is there already; choose a different name, such as step-0"):
         save(saved, *built(2)[:2])
     assert sorted(os.listdir(saved.parent)) == before == ["one"]
     assert load(saved, *built(2)[:2]) == {"step": 1}
@@ -264,7 +264,7 @@ def test_a_checkpoint_is_not_written_over(saved):
 
 def test_what_does_not_fit_is_refused_and_loads_nothing(saved):
     for model, message in [
-        (nn.Linear(4, 3), r"holds another model: model\.0\.bias has shape \(6,\) there and no place here"),
+        (nn.Linear(4, 3), r"holds a different model: model\.0\.bias has shape \(6,\) there and no place here"),
         (workers.small_model(hidden=7), r"model\.0\.bias has shape \(6,\) there and \(7,\) here"),
         (nn.Sequential(*workers.small_model(), nn.Linear(3, 3)), r"model\.5\.bias has shape no place there and \(3,\)"),
     ]:

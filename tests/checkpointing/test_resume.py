@@ -590,7 +590,7 @@ def test_a_model_of_the_same_name_and_another_shape_is_refused(saved_run, no_mni
     monkeypatch.setattr("fsdp_helpers.checkpointing.resume.build_model", build_another)
     assert resume(saved_run, no_mnist, "--resume") == 2
     (line,) = complaints(capfd)
-    assert "holds another 'simple' model" in line
+    assert "holds a different 'simple' model" in line
 
 
 def test_checkpoints_are_not_mixed_with_those_of_a_run_from_the_start(saved_run, no_mnist, no_rank, capfd):

@@ -1,4 +1,4 @@
-"""How a launch ends when it does not end well. A notebook shows each of these without the frames that led to it."""
+"""The errors in which a launch can end. A notebook shows each of them without its traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -120,7 +120,7 @@ def _check_numbers(world_size: int, **limits_s: float | None) -> None:
 
 @dataclass
 class _Output:
-    """Where the ranks' lines and reports go."""
+    """The destination of the ranks' lines and reports."""
 
     bar: ProgressBar
     draws: bool

@@ -1,4 +1,4 @@
-"""What can travel to a rank and back: it is pickled, and what cannot be is named."""
+"""Pickling of what travels to a rank and back; an error names the part that cannot be pickled."""
 
 import importlib
 import inspect
@@ -73,7 +73,7 @@ def _check(value: Any, name: str) -> None:
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What a container holds, each with the expression that leads to it."""
+    """Yield the items of a container, each with the expression that leads to it."""
     if isinstance(value, dict):
         yield from ((f"{name}, under {key!r}", part) for key, part in value.items())
     elif isinstance(value, list | tuple):
@@ -124,7 +124,7 @@ def _import_by_name(module: str, qualname: str) -> Any:
 
 
 def _can_import_main() -> bool:
-    """Whether a new process imports this program's main module: a script is, and so is `python -m module`."""
+    """Return True if a new process can import this program's main module, as it can a script or `python -m module`."""
     main = sys.modules["__main__"]
     name = getattr(main.__spec__, "name", None)
     if name is not None:

@@ -31,7 +31,7 @@ STREAMS = ("stdout", "stderr")
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of one launch is told."""
+    """The part of a launch that is the same for all its ranks."""
 
     payload: bytes  # the pickled worker and its arguments
     world_size: int

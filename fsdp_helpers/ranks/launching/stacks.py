@@ -1,4 +1,4 @@
-"""Where a rank stands: asked by a signal, it writes its stack into a file, whatever it is doing."""
+"""Stack traces on demand: a rank that gets the signal writes its stack into a file, whatever it is doing."""
 
 import faulthandler
 import os
@@ -39,7 +39,7 @@ def ask(pids: list[int]) -> None:
 
 
 def has_answered(stack_file: Path) -> bool:
-    """Whether a rank has written after it was asked; one that is stopped has not. True where nobody can be asked."""
+    """Return True if a rank has answered since it was asked (a stopped one cannot), or if none can be asked."""
     return not CAN_ASK or not stack_file.exists() or stack_file.stat().st_size > 0
 
 

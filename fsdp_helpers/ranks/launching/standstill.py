@@ -1,4 +1,4 @@
-"""Ranks that wait for one another for ever: no message comes from any of them, and none of them computes.
+"""Ranks that wait for one another forever: none of them sends a message, and none computes.
 
 Seconds alone do not tell. On a machine that others keep busy a right program takes long, but it takes its share of the
 cores; ranks that wait in a collective take none, or a hundredth of a core where they wait at the store.
@@ -45,7 +45,7 @@ class Standstill:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process and of its children, theirs included; of those that have ended, nothing."""
+    """Return the processor time of a process and of all its living descendants."""
     import psutil  # not at the top: every rank would read it anew
 
     seconds = 0.0

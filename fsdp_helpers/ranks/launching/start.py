@@ -1,4 +1,4 @@
-"""How the processes of ranks come to life: forked from a server that has torch loaded, or started from nothing."""
+"""Starting the processes of ranks: forked from a server that has loaded torch, or spawned."""
 
 import atexit
 import multiprocessing
@@ -147,7 +147,7 @@ def end_idle_server() -> None:
 
 
 def environment_changes() -> dict[str, str | None]:
-    """What this process set or, with None, removed since the server started, whose forks know nothing of it.
+    """Return variables set or removed (None) in this process since the server started; its forks would not see them.
 
     Only what differs travels: each string that a rank keeps lies somewhere between the large buffers of its steps.
     """

@@ -1,4 +1,4 @@
-"""What a rank prints: its standard output and error travel to the parent, line by line."""
+"""A rank's standard output and error, which travel to the parent line by line."""
 
 import codecs
 import io

@@ -1,4 +1,4 @@
-"""What every checker does with a reader's answer: ask for it, call it, refuse it in one line, or count it as solved."""
+"""Handling a reader's answer: ask for it, call it, refuse it in one line, or count it as solved."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class NotYet(AssertionError):
 
 
 class Solved(str):
-    """What a checker says of a right answer; a notebook shows it in green, with how many exercises are solved."""
+    """The verdict on a right answer; a notebook shows it in green, with the number of exercises solved."""
 
     count: str
 

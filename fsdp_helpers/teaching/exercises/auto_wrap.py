@@ -95,7 +95,7 @@ def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedCut:
-    """What came of training a model that a reader has cut, on one rank."""
+    """The result of training a model that a reader has cut into units, on one rank."""
 
     losses: list[float]
     right: list[float]  # those of one process

@@ -111,7 +111,7 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
         expect(
             saving + lost_work <= (1 + FLAT) * least,
             f"a save of {save_s:.1f} s, a failure every {between_failures_s:,.0f} s: your function says {given:,.1f} s,"
-            f" where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; another interval costs less",
+            f" where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; a different one costs less",
         )
     return "Right: the root of 2 x save time x time between failures."
 

@@ -46,7 +46,7 @@ def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedUnit:
-    """What came of training with a reader's unit, on one rank."""
+    """The result of training with a reader's unit, on one rank."""
 
     losses: list[float]
     right: list[float]  # those of one process

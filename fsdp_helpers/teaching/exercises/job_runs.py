@@ -75,7 +75,7 @@ PATH=${PATH#*:} exec python3 "$@"
 
 @dataclass(frozen=True)
 class Done:
-    """What the stand-ins saw of one run of the script."""
+    """One run of the script, as the stand-ins saw it."""
 
     torchruns: list["Torchrun"]
     calls: str
@@ -133,7 +133,7 @@ def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...]
                 is_asked = _wait_until(lambda: _num_asked(folder) == len(nodes), SIGTERM_S)
                 left_early = _wait_until(lambda: script.poll() is not None or _is_queued(folder), SAVING_S)
                 (folder / "saved").touch()
-            # A script that did not ask for checkpoints might wait for ever.
+            # A script that did not ask for checkpoints might wait forever.
             status = script.wait(timeout=TIMEOUT_S if ends or is_asked else 0)
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL

@@ -33,7 +33,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
         answer = call(largest_model, budget_bytes)
         expect_whole(answer)
         says = f"for {format_count(budget_bytes)} bytes your function says {format_count(answer)}; "
-        expect(16 * answer <= budget_bytes, f"{says}with their gradients and Adam's moments, so many do not fit")
+        expect(16 * answer <= budget_bytes, f"{says}with their gradients and Adam's moments, that many do not fit")
         expect(16 * (answer + 1) > budget_bytes, f"{says}there would be room for more")
     return "Right: 16 bytes a parameter, and only whole parameters."
 

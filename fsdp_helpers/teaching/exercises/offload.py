@@ -88,10 +88,10 @@ def check_plan(module: str = "my_plan") -> str:
         if given is None:
             expect(not fitting, f"{says}a number of blocks does fit both memories")
             continue
-        expect(0 <= given <= case["num_blocks"], f"{says}there are only so many blocks")
+        expect(0 <= given <= case["num_blocks"], f"{says}the model has only {case['num_blocks']} blocks")
         expect(given in fitting, f"{says}{_what_is_too_small(given, case)}")
         expect(given == fitting[0], f"{says}it fits with fewer blocks on the host, too")
-    return "Right: the fewest blocks wherever some number fits, and None where none does."
+    return "Right: the fewest blocks wherever some number fits, and None if none does."
 
 
 def _plan_cases() -> list[dict[str, int]]:

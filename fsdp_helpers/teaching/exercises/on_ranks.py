@@ -9,16 +9,16 @@ from fsdp_helpers.teaching.exercises.answers import NotYet, expect
 from fsdp_helpers.teaching.exercises.own_module import last_line_in
 
 RANKS = (2, 3)
-STALL_S, TIMEOUT_S = 15.0, 120.0  # ranks that wait for one another, and ranks that compute for ever
+STALL_S, TIMEOUT_S = 15.0, 120.0  # for ranks that wait for one another, and for ranks that compute forever
 LONGEST = 200  # characters of an error's message; some print a whole model
-TOLERANCE = 1e-4  # fp32 sums in another order differ by less
+TOLERANCE = 1e-4  # fp32 sums in a different order differ by less
 # What torch says when a module is sharded after the unit that it lies in.
 TORCHS_WORDS = "Invariant encountered: value was None"
 IN_OUR_WORDS = "a part of a unit was made a unit after it; inner ones first, the root last"
 
 
 def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
-    """What `worker` returns, rank by rank; NotYet, in one line, where the reader's code fails or never ends."""
+    """Run `worker` on ranks and return their results; NotYet, in one line, if the reader's code fails or never ends."""
     try:
         return launch_readers(worker, module, world_size, *arguments)
     except RankError as error:

@@ -15,7 +15,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def read_module(module: str, name: str, *, with_package: bool = False) -> object:
-    """What the module's file calls `name`, run anew. NotYet where the file is missing, broken, or has no such name.
+    """Run the module's file anew and return its `name`. NotYet if the file is missing, broken, or has no such name.
 
     Unless `with_package`, also NotYet for a module that imports this package, which has many of the answers.
     """
@@ -52,6 +52,6 @@ def import_own(module: str, name: str) -> object:
 
 
 def last_line_in(module: str, details: str) -> str:
-    """Where in the reader's file a traceback was last, such as " in line 12"; nothing where it was never there."""
+    """Return the traceback's last place in the reader's file, such as " in line 12"; nothing if it was never there."""
     lines = re.findall(rf'{re.escape(module)}\.py", line (\d+)', details)
     return f" in line {lines[-1]}" if lines else ""

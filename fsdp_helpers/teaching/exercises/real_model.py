@@ -87,7 +87,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
 
 
 def _starts() -> list[tuple[list[int], int]]:
-    """Layers and bytes of a device: edges with known outcomes, then fresh ones, of which some never fit."""
+    """Layers and bytes of a device: edges with known outcomes, then fresh ones, some of which never fit."""
     # 4 bytes x (1,000 / N + 1,000 + 1,000 / N): 12,000 on one rank, 8,000 on two, more than 4,000 on any number
     cases = [([1_000], 12_000), ([1_000], 11_999), ([1_000], 8_000), ([1_000], 4_000), ([64] * 10, 10**9)]
     for _ in range(FRESH_CASES):
@@ -118,7 +118,7 @@ def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class StartedByReader:
-    """What came of a reader's start, on one rank."""
+    """The result of a reader's start, on one rank."""
 
     whole: list[str]  # parameters that are not sharded
     on_meta: list[str]
@@ -217,7 +217,7 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
 
 
 def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
-    """What a file of the model has: of two names for one tensor only the first, as in safetensors."""
+    """Return the model's tensors as a file has them: of two names for one tensor only the first, as in safetensors."""
     return {name: value.clone() for name, value in model.state_dict().items() if name != TIED}
 
 

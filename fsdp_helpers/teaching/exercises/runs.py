@@ -43,7 +43,7 @@ def judge_run(record: RunRecord | None, task: RunTask) -> str:
 
 
 def _expect_same_settings(record: RunRecord, task: RunTask) -> None:
-    """Raise NotYet where the run differs in what the exercise leaves as it is."""
+    """Raise NotYet if the run differs in what the exercise leaves as it is."""
     settings = record.config.__dict__
     for name, value in task.fixed.items():
         expect(settings[name] == value, f"the exercise leaves {name} at {value!r}; your run has {settings[name]!r}")

@@ -44,7 +44,7 @@ def _describe_axes(ax: Axes) -> str:
 
 
 def _sentence(what: str, parts: Iterable[str]) -> list[str]:
-    """One sentence, or none where there is nothing to say."""
+    """One sentence, or none if there is nothing to say."""
     said = "; ".join(dict.fromkeys(part for part in parts if part))
     return [f"{what}: {said}."] if said else []
 
@@ -92,7 +92,7 @@ def _lengths(ax: Axes, container: BarContainer) -> Iterator[tuple[str, float]]:
 
 
 def _row_names(ax: Axes) -> dict[float, str]:
-    """Those of these axes or, where they share them with the axes to their left, of those."""
+    """Return the row names of these axes or, if they share them, of the axes to their left."""
     before = ax.figure.axes[: ax.figure.axes.index(ax) + 1]
     return next((names for one in reversed(before) if (names := _tick_names(one.yaxis))), {})
 

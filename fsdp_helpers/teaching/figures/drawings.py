@@ -1,4 +1,4 @@
-"""What lies where, drawn: in a step, in a model that is cut, in a checkpoint. Nothing here is measured.
+"""Diagrams: the bytes of a step, the units of a model, the slices of a checkpoint. Nothing here is measured.
 
 Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
 """
@@ -40,7 +40,7 @@ KEY = (
 
 
 def draw_step(moments: Sequence[Moment], num_ranks: int = 2) -> tuple[Figure, Axes]:
-    """What each rank has at each moment of a step: one box per rank and moment, one bar per kind of state."""
+    """Draw what each rank holds at each stage of a step: one box per rank and stage, one bar per kind of state."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 1.15 * num_ranks), layout="constrained")
         for column, moment in enumerate(moments):
@@ -202,7 +202,7 @@ def _owner(leaf: str, units: Sequence[str]) -> str:
 
 
 def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
-    """Who wrote what: one row per tensor, from its first value to its last, one bar per slice.
+    """Draw which rank wrote which slice: one row per tensor, from its first value to its last, one bar per slice.
 
     A row's height grows with the tensor's bytes, from a least height at which its name can be read.
     """

@@ -74,7 +74,7 @@ def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figur
 
 
 def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
-    """How far predictions are off, in percent: a mark for each run, a column for each variant, a marker per model."""
+    """Plot the errors of predictions in percent: a mark for each run, a column for each variant, a marker per model."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():

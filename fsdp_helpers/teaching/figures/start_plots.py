@@ -41,7 +41,7 @@ def _draw_start(ax: Axes, curve: MemoryCurve) -> None:
 
 
 def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """What happens after what in a forward, one row per setting; entries are "gather 3" or "compute 3"."""
+    """Draw a forward's order of events, one row per setting; entries are "gather 3" or "compute 3"."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.55 * len(orders)), layout="constrained")
         for row, order in enumerate(orders.values()):

@@ -24,7 +24,7 @@ from fsdp_helpers.training.worker import first_batches
 
 
 def say_hello(rank: int, world_size: int) -> dict:
-    """Who am I, and does the sum over all ranks come out right?"""
+    """Return who this rank is, and whether the sum over all ranks comes out right."""
     ones = torch.ones(1, device=rank_device())
     dist.all_reduce(ones)
     return {
@@ -37,7 +37,7 @@ def say_hello(rank: int, world_size: int) -> dict:
 
 
 def show_all_reduce(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """What this rank puts into an all-reduce, and what it gets out of it."""
+    """Return what this rank puts into an all-reduce, and what it gets back."""
     values = torch.tensor([1.0, 10.0, 100.0], device=rank_device()) * (rank + 1)
     before = values.tolist()
     dist.all_reduce(values, op=dist.ReduceOp.SUM)  # in place, and the same on every rank afterwards

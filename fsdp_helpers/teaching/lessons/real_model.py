@@ -55,7 +55,7 @@ def cut_by_class(rank: int, world_size: int, shape: ViTShape) -> dict[str, list[
 
 
 def order_of_forward(rank: int, world_size: int, shape: ViTShape, ahead: int) -> list[str]:
-    """What begins after what in a forward: "gather 1" for block 1's all-gather, "compute 1" for its arithmetic.
+    """Return a forward's order of events: "gather 1" for block 1's all-gather, "compute 1" for its arithmetic.
 
     Every block asks for the gathers of the next `ahead` blocks as soon as it is whole itself; 0 leaves FSDP2 as it is.
     """
@@ -184,7 +184,7 @@ def clip_by_mesh(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def clip_in_two_dimensions(rank: int, world_size: int, config: TrainConfig, max_norm: float) -> dict[str, str]:
-    """What two ways to clip the gradient of one batch say, and the norm that it has afterwards."""
+    """Clip the gradient of one batch in two ways; return the norms that they report, and the norm afterwards."""
     # A norm over both dimensions takes two reductions; torch would say so. They are of a single number.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = init_device_mesh(rank_device().type, (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
@@ -205,7 +205,7 @@ def clip_in_two_dimensions(rank: int, world_size: int, config: TrainConfig, max_
 
 
 def call_another_door(rank: int, world_size: int, shape: ViTShape) -> dict[str, str]:
-    """What comes of calling a sharded model's method: as it is, and registered as a forward."""
+    """Call a sharded model's method, as it is and registered as a forward, and return what happens."""
     model = shard_blocks(ViT(shape).to(rank_device()), init_device_mesh(rank_device().type, (world_size,)))
     images = torch.zeros(2, shape.channels, shape.image_size, shape.image_size, device=rank_device())
     answers = {"model(images)": str(list(model(images).shape))}

@@ -105,7 +105,7 @@ def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
 
 
 def save_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What one process would save."""
+    """Save as one process would."""
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
 
 

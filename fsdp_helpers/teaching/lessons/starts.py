@@ -50,7 +50,7 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def start_whole(build: Build, mesh: DeviceMesh) -> nn.Module:
-    """What everyone writes first: every rank has the whole model, and then keeps its slices."""
+    """Build the model whole on every rank, as everyone does at first, and then shard it."""
     torch.manual_seed(SEED)
     return shard_blocks(build().to(rank_device()), mesh)
 
@@ -199,7 +199,7 @@ class StartRecord:
 
 
 def measure_start(rank: int, world_size: int, way: str, shape: ViTShape, *path: str) -> StartRecord:
-    """Start a `WaveViT` in one of the `WAYS`, of which some need the path of a file, beside a plain start."""
+    """Start a `WaveViT` in one of the `WAYS` (some need the path of a file), beside a plain start."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
 
     def build() -> nn.Module:

@@ -34,7 +34,7 @@ def transformer_in_units(root: bool | None = None, blocks: bool | int = True) ->
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """A rank's slice of a sharded tensor, or all of another."""
+    """Return a rank's slice of a sharded tensor, or all of a plain one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -47,7 +47,7 @@ def own_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def between_forward_and_backward(rank: int, world_size: int, choices: Sequence[bool | int]) -> list[dict[str, int]]:
-    """What each choice of `reshard_after_forward` leaves of the blocks, and what backward gathers and sends for it."""
+    """Return, by choice of `reshard_after_forward`, the bytes left of the blocks, and what backward gathers and sends."""
     found = []
     for blocks in choices:
         model = transformer_in_units(blocks=blocks)
@@ -154,13 +154,13 @@ def special_parameters(rank: int, world_size: int) -> tuple[list[list], dict[str
 
 
 def gradient_here(tensor: Tensor) -> str:
-    """What this rank has of a gradient, and, where it is whole, whether the other ranks have the same."""
+    """Describe this rank's gradient and, if it is whole, whether the other ranks have the same one."""
     if tensor.grad is None:
         return "none"
     if isinstance(tensor, DTensor):
         return "slice"
     sums = gather_over_ranks(tensor.grad.sum().item())
-    return "whole, the same on all ranks" if len(set(sums)) == 1 else "whole, another on each rank"
+    return "whole, the same on all ranks" if len(set(sums)) == 1 else "whole, but different on each rank"
 
 
 def are_still_tied(rank: int, world_size: int) -> dict[str, bool]:

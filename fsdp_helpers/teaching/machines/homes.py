@@ -27,12 +27,12 @@ TIMEOUT_S = 240.0
 
 
 def own_variables() -> dict[str, str]:
-    """Those of VARIABLES that this process has."""
+    """Return the VARIABLES that this process has."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def look_around(rank: int, world_size: int) -> dict[str, str]:
-    """What a rank of `launch` finds in its environment."""
+    """Return what a rank of `launch` finds in its environment."""
     return own_variables()
 
 
@@ -43,12 +43,12 @@ def write_own_variables(folder: Path) -> None:
 
 
 def read_variables(folder: Path) -> list[dict[str, str]]:
-    """What every rank wrote, in rank order."""
+    """Return what every rank wrote, in rank order."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def side_by_side(homes: dict[str, dict[str, str]]):
-    """A table: one row per variable, one column per home; a dash where a home does not set it."""
+    """A table: one row per variable, one column per home; a dash if a home does not set it."""
     rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
     return table(["variable", *homes], [row for row in rows if set(row[1:]) != {"–"}])
 
@@ -135,7 +135,7 @@ def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
 
 
 def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
-    """Until a rank prints such a line. Raises RuntimeError where the run ends before."""
+    """Until a rank prints such a line. Raises RuntimeError if the run ends before."""
     for line in torchrun.stdout:
         if line.startswith(beginning):
             return
@@ -143,7 +143,7 @@ def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
 
 
 def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
-    """Until a checkpoint is there. Raises RuntimeError where the run ends before, or takes too long."""
+    """Until a checkpoint is there. Raises RuntimeError if the run ends before, or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:

@@ -64,7 +64,7 @@ class SlurmError(RuntimeError):
 
 
 def missing() -> str | None:
-    """In a clause: why no Slurm can be started here; None where it can."""
+    """In a clause: why no Slurm can be started here; None if it can."""
     return what_is_missing(PROGRAMS, HOW_TO_GET)
 
 
@@ -79,7 +79,7 @@ class Slurm:
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def run(self, *command: object, folder: Path | None = None, **variables: str) -> str:
-        """What one of Slurm's commands prints. Raises SlurmError where it fails."""
+        """Run one of Slurm's commands and return what it prints. Raises SlurmError if it fails."""
         done = subprocess.run(
             [str(part) for part in command],
             cwd=folder or self._folder,
@@ -100,12 +100,12 @@ class Slurm:
         return self.run(*command, folder=folder, **variables).strip()
 
     def show(self, job: str) -> dict[str, str]:
-        """What Slurm knows of a job."""
+        """Return what Slurm knows of a job."""
         pairs = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
     def wait_for(self, job: str, *states: str, timeout_s: float = 240.0) -> str:
-        """The state of a job as soon as it is among `states`. Raises SlurmError where it never comes there."""
+        """The state of a job as soon as it is among `states`. Raises SlurmError if it never comes there."""
         deadline_s = time.monotonic() + timeout_s
         while (state := self.show(job)["JobState"]) not in states:
             if state in ENDED:
@@ -150,7 +150,7 @@ class Slurm:
         end_with_namespace(self.daemons.pop(NODES[number]))
 
     def wait_for_nodes(self) -> None:
-        """Until both nodes are there and have nothing to do. Raises SlurmError where they do not come."""
+        """Until both nodes are there and have nothing to do. Raises SlurmError if they do not come."""
         states: list[str] = []
 
         def all_idle() -> bool:
@@ -235,7 +235,7 @@ def try_job(script: Path, *arguments: object, folder: Path) -> dict | None:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 180.0) -> bool:
-    """Whether `condition` became true in time."""
+    """Return True if `condition` became true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not (reached := bool(condition())) and time.monotonic() < deadline_s:
         time.sleep(0.2)
@@ -243,7 +243,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 180.0) -> boo
 
 
 def end_with_namespace(daemon: subprocess.Popen) -> None:
-    """Kill everything that bears the host name of a node: its slurmd, and steps that are no children of it any more."""
+    """Kill everything with the host name of a node: its slurmd, and steps that are no longer its children."""
     daemon.send_signal(signal.SIGSTOP)  # it starts nothing more meanwhile
     with suppress(OSError):
         namespace = os.readlink(f"/proc/{daemon.pid}/ns/uts")

@@ -32,13 +32,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def write_hosts(path: Path, addresses: Mapping[str, str]) -> None:
-    """What the machines find under /etc/hosts: their names, and localhost."""
+    """Write the machines' /etc/hosts: their names, and localhost."""
     lines = [f"{address} {name}" for name, address in addresses.items()]
     path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
 
 def what_is_missing(programs: Sequence[str], how_to_get: str) -> str | None:
-    """In a clause: why this machine cannot play two, and what would help; None where it can."""
+    """In a clause: why this machine cannot play two, and what would help; None if it can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "root is needed, for namespaces and for Slurm's daemons"
     missing = [name for name in programs if shutil.which(name) is None]

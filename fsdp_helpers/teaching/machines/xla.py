@@ -29,7 +29,7 @@ STUCK = re.compile(r"only (\d+) of them arrived")
 
 
 class XlaMissing(RuntimeError):
-    """There is no environment with torch_xla; the message says how to get one."""
+    """No environment with torch_xla was found; the message says how to get one."""
 
 
 class XlaError(RuntimeError):
@@ -46,7 +46,7 @@ class XlaTimeout(TimeoutError):
 def find_python() -> Path:
     """The interpreter that has torch_xla: FSDP_XLA_PYTHON, else the one that `make xla` built.
 
-    Raises XlaMissing where there is neither, ValueError where the variable names no file.
+    Raises XlaMissing if there is neither, ValueError if the variable names no file.
     """
     chosen = os.environ.get(VARIABLE)
     python = Path(chosen) if chosen else BUILT_BY_MAKE
@@ -65,7 +65,7 @@ def run_script(
     starter: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> object:
-    """Run notebooks/xla/NAME.py in `folder` and return its result, None where it left none.
+    """Run notebooks/xla/NAME.py in `folder` and return its result, None if it left none.
 
     `starter` goes before the script, such as `-m torch.distributed.run`. Raises XlaMissing, XlaTimeout after
     `timeout_s` seconds, XlaError where the script fails. No process outlives the call.
@@ -139,7 +139,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def explain(output: str) -> str:
-    """What a failed script said last, or the cause in words where it is a known one."""
+    """Return the cause of a failure in words if it is a known one, else the last thing the script printed."""
     if arrived := STUCK.search(output):
         return (
             f"a collective was stuck: {arrived.group(1)} replica(s) came to it within 10 s, and XLA ended the process. "
@@ -157,7 +157,7 @@ def explain(output: str) -> str:
 
 
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
-    """What `work` returns, as JSON has it; where PyTorch/XLA is missing, the kept record, and a sentence that says so.
+    """Return `work()` as JSON has it or, if PyTorch/XLA is missing, the kept record, with a sentence that says so.
 
     `keep` writes the record anew.
     """
@@ -172,7 +172,7 @@ def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -
 
 
 def kept(key: str, why: str) -> object:
-    """What was kept of an earlier run; prints `why` it is not run here, and when it was."""
+    """Return the record of an earlier run; print `why` it does not run here, and when it ran."""
     record = json.loads((RECORDS / f"{key}.json").read_text())
     print(f"{why}. Below is the kept record of {record['finished']}.")
     return record["result"]

@@ -1,4 +1,4 @@
-"""What PyTorch/XLA's FSDP is compared with: plain training, FSDP2, and what arithmetic expects. No torch_xla here."""
+"""References for PyTorch/XLA's FSDP: plain training, FSDP2, and arithmetic. No torch_xla here."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -21,8 +21,8 @@ from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.machines.xla_inputs import read_batches, start_model, start_optimizer
 
-TOLERANCE = 1e-5  # of a loss over some twenty steps, whose sums are made in another order
-SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's slice has a multiple of so many values
+TOLERANCE = 1e-5  # of a loss over some twenty steps, with sums in a different order
+SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's slice is a multiple of this number of values
 
 # ---------------------------------------------------------------- the same training, here
 
@@ -66,7 +66,7 @@ def train_fsdp2(rank: int, world_size: int, folder: Path, name: str, units: Sequ
 def answers_of_fsdp2(
     rank: int, world_size: int, folder: Path, name: str, units: Sequence[str], weights: Path
 ) -> Tensor:
-    """What a sharded network answers for the first batch, with its slices taken from a file of whole tensors."""
+    """Return a sharded network's outputs for the first batch, its slices taken from a file of whole tensors."""
     model = shard(start_model(folder, name), units, world_size)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, load_file(weights), options=options)  # every rank takes its slices

@@ -1,4 +1,4 @@
-"""What both environments begin with: batches and first parameters, read from files, and the optimiser.
+"""The common start of both environments: batches and initial parameters, read from files, and the optimiser.
 
 The scripts of notebooks/xla import this too, so it needs nothing but NumPy and whichever torch there is.
 """

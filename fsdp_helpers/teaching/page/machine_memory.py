@@ -13,7 +13,7 @@ WORTH_SAYING = 100_000 * KB
 
 
 def describe_memory(needs_bytes: int | None = None) -> str:
-    """Free memory, what a notebook needs, and what other kernels hold; nothing where the system does not say."""
+    """Free memory, what a notebook needs, and what other kernels hold; nothing if the system does not say."""
     free_bytes = available_bytes()
     if free_bytes is None:
         return ""
@@ -29,7 +29,7 @@ def describe_memory(needs_bytes: int | None = None) -> str:
 
 
 def available_bytes() -> int | None:
-    """What a new process could take without swapping, in this container; None where the system does not say."""
+    """Return the bytes that a new process could take without swapping, in this container."""
     on_machine = _field(PROC / "meminfo", "MemAvailable:")
     if on_machine is None:
         return None
@@ -50,7 +50,7 @@ def other_kernels() -> Iterator[int]:
 
 
 def private_bytes(pid: int) -> int:
-    """A process's memory, with its share of what it shares with others; 0 where that may not be read."""
+    """A process's memory, with its share of what it shares with others; 0 if that may not be read."""
     return _field(PROC / str(pid) / "smaps_rollup", "Pss:") or 0
 
 

@@ -1,4 +1,4 @@
-"""What notebooks show besides figures: source code, tables, the machine they run on."""
+"""Everything that notebooks show besides figures: source code, tables, the machine they run on."""
 
 import ast
 import difflib
@@ -56,7 +56,7 @@ def needed_imports(*objects: Callable | type) -> str:
 
 
 def _global_names(code: str) -> set[str]:
-    """What `code` uses and does not define itself."""
+    """Return the names that `code` uses and does not define itself."""
     tables = [symtable.symtable(code, "shown", "exec")]
     for table in tables:
         tables += table.get_children()
@@ -112,7 +112,7 @@ def side_by_side(left: Callable, right: Callable) -> SideBySide:
 
 
 def difference(before: Callable, after: Callable) -> Listing:
-    """What makes one function another: how many lines come and go, and which.
+    """Show the lines that differ between two functions, and their number.
 
     Bodies are compared; names and docstrings are left aside.
     """

@@ -1,4 +1,4 @@
-"""Controls for a plan that is drawn anew at each change; where there are no widgets, the figure alone."""
+"""Sliders that redraw a plan at each change; without widgets, the figure alone."""
 
 from base64 import b64decode
 from html import escape

@@ -174,7 +174,7 @@ class Nowhere(io.TextIOBase):
         return len(text)
 
 
-@pytest.mark.timeout(60)  # where this goes wrong, it goes on for ever
+@pytest.mark.timeout(60)  # where this goes wrong, it goes on forever
 def test_a_rank_that_never_stops_printing_is_ended_like_any_other():
     with contextlib.redirect_stdout(Nowhere()):
         with pytest.raises(RankError, match="rank 0 of 2 failed: ZeroDivisionError: on purpose"):

@@ -1,4 +1,4 @@
-"""Ranks that wait for one another for ever are ended soon; slow ones are not."""
+"""Ranks that wait for one another forever are ended soon; slow ones are not."""
 
 import re
 import time

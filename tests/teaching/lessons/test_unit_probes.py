@@ -59,7 +59,7 @@ def test_the_root_stays_whole_after_an_evaluation():
 def test_tied_frozen_and_ignored_parameters_and_buffers():
     for rows, moved in on_ranks(2, unit_probes.special_parameters):
         assert rows == [
-            ["scale", "whole", 4 * 64, "whole, another on each rank"],
+            ["scale", "whole", 4 * 64, "whole, but different on each rank"],
             ["embedding.weight", "slice", 4 * 500 * 64, "slice"],  # tied: the head's is this one
             ["frozen.weight", "slice", 4 * 32 * 64, "none"],
             ["down.weight", "slice", 4 * 2 * 64, "slice"],
