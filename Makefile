@@ -152,7 +152,7 @@ can-test-network: $(INSTALLED)
 	@PYTHONPATH=tests:tests/cluster $(call missing_for,network)
 
 can-test-slurm: $(INSTALLED)
-	@$(call missing_for,fsdp_helpers.teaching.machines.slurm)
+	@PYTHONPATH=tests:tests/cluster $(call missing_for,slurm)
 
 can-test-mnist:
 	@ls data/MNIST/raw/*.gz > /dev/null 2>&1 || { echo "no MNIST: its four .gz files are not in data/MNIST/raw"; exit 1; }

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leftovers import PROJECT
-
-from fsdp_helpers.teaching.machines.two_machines import NODES, alone_on_a_core, core_of, what_is_missing, write_hosts
+from two_machines import NODES, alone_on_a_core, core_of, what_is_missing, write_hosts
 
 PROGRAMS = ("ip", "tc", "nsenter", "unshare", "taskset")
 HOW_TO_GET = "apt-get update && apt-get install --no-install-recommends iproute2 util-linux"

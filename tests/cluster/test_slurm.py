@@ -6,13 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import slurm as cluster
 from leftovers import PROJECT
 from needs import need
 from torchrun_jobs import SMALL, read_losses
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.teaching.machines import slurm as cluster
 from fsdp_helpers.teaching.machines.homes import torchrun_command
 from fsdp_helpers.training.run import train
 

@@ -1,11 +1,11 @@
-"""A Slurm of one's own, where none can be started; `tests/cluster` starts a real one."""
+"""The files of a Slurm for tests, and what it needs; `tests/cluster` starts a real one."""
 
 import re
 import stat
 
 import pytest
-
-from fsdp_helpers.teaching.machines import slurm, two_machines
+import slurm
+import two_machines
 
 
 def test_what_is_missing_is_said_with_how_to_get_it(monkeypatch):
@@ -15,22 +15,6 @@ def test_what_is_missing_is_said_with_how_to_get_it(monkeypatch):
     assert two_machines.what_is_missing(("sh",), "apt") is None
     monkeypatch.setattr(two_machines.os, "geteuid", lambda: 1000)
     assert two_machines.what_is_missing((), "apt").startswith("root is needed")
-
-
-def test_a_notebook_without_slurm_says_why(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(slurm, "missing", lambda: "root is needed")
-    assert slurm.try_job(tmp_path / "train.sbatch", folder=tmp_path) is None
-    assert capsys.readouterr().out == "No Slurm here: root is needed.\n"
-
-
-def test_a_notebook_with_a_slurm_that_fails_goes_on(monkeypatch, tmp_path, capsys):
-    def fail(folder):
-        raise slurm.SlurmError("the nodes are [] after 90 s")
-
-    monkeypatch.setattr(slurm, "missing", lambda: None)
-    monkeypatch.setattr(slurm, "running_slurm", fail)
-    assert slurm.try_job(tmp_path / "train.sbatch", folder=tmp_path) is None
-    assert capsys.readouterr().out == "No Slurm here: it was tried, but the nodes are [] after 90 s.\n"
 
 
 def test_every_cluster_has_ports_and_a_key_of_its_own(tmp_path):

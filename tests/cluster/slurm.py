@@ -3,7 +3,6 @@
 It needs root and Debian's packages, and installs nothing. Nothing of it outlives the block in which it runs.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -13,14 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fsdp_helpers.teaching.machines.two_machines import (
-    NODES,
-    alone_on_a_core,
-    core_of,
-    free_ports,
-    what_is_missing,
-    write_hosts,
-)
+from two_machines import NODES, alone_on_a_core, core_of, free_ports, what_is_missing, write_hosts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "unshare", "taskset", "setpriv")
 HOW_TO_GET = "apt-get update && apt-get install --no-install-recommends slurm-wlm munge"
@@ -217,21 +209,6 @@ def munge_files(folder: Path) -> list[str]:
 def rank_0_of(output: str) -> str:
     """The lines of a job's output that its rank 0 printed, as torchrun marks them."""
     return "\n".join(line for line in output.splitlines() if line.startswith("[default0]:"))
-
-
-def try_job(script: Path, *arguments: object, folder: Path) -> dict | None:
-    """A training run under a Slurm of its own: queue, output and losses; None, and why in a line, where none starts."""
-    reason = missing()
-    if reason is None:
-        record = folder / "slurm.json"
-        try:
-            with running_slurm(folder / "cluster") as cluster:
-                queue, output = cluster.watch_job(script, *arguments, "--json", record, folder=folder)
-            return {"queue": queue, "output": output, "step_losses": json.loads(record.read_text())["step_losses"]}
-        except SlurmError as error:
-            reason = f"it was tried, but {error}"
-    print(f"No Slurm here: {reason}.")
-    return None
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 180.0) -> bool:
