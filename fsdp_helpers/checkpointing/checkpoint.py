@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from fsdp_helpers.checkpointing.flat import FlatPlanner, FlatSlice, read_flat_state
 from fsdp_helpers.checkpointing.folder import (
     CheckpointError,
     begin,
@@ -80,7 +79,7 @@ def save(
         raise CheckpointError(f"{path} is there already; choose a different name, such as {checkpoint_name(20)}")
     if not wait and group is None and num_ranks() > 1:
         raise ValueError('saving in the background needs a group of its own: group=dist.new_group(backend="gloo")')
-    tensors, plain = _content(model, optimizer, extra, gather=not wait)
+    tensors, plain = _content(model, optimizer, extra)
     unfinished = begin(path)
     if this_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left there
@@ -88,9 +87,8 @@ def save(
     description = {"step": step_of(path), "world_size": num_ranks(), "settings": settings or {}}
     with ignore_single_process_warnings():
         if wait:
-            return _finish(
-                lambda: dcp.save(tensors, storage_writer=writer, planner=FlatPlanner()), unfinished, plain, description
-            )
+            _finish(lambda: dcp.save(tensors, storage_writer=writer), unfinished, plain, description)
+            return None
         written = dcp.async_save(tensors, storage_writer=writer, process_group=group)
     thread = ThreadPoolExecutor(max_workers=1)
     future = thread.submit(_finish, written.result, unfinished, plain, description, group)
@@ -99,19 +97,18 @@ def save(
 
 
 def _content(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, gather: bool
-) -> tuple[dict[str, Tensor | FlatSlice], dict[str, Any]]:
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Collect what this rank writes: tensors by name, and everything else as JSON.
 
-    Without `gather` what FSDP1 keeps is left as it is; torch's copying for the background does not know such slices.
+    Under FSDP1, torch gathers a unit to cut it by rows: a save needs the largest unit whole for that while.
     """
     is_new = optimizer is not None and all(gather_over_ranks(not optimizer.state))
-    state = None if gather else read_flat_state(model, optimizer)
-    state = state or read_state(model, optimizer)
+    state = read_state(model, optimizer)
     if is_new:
         optimizer.state.clear()  # a checkpoint before the first step changes no step
     values = {name: value for name, value in state.values.items() if not (is_new and name.startswith("optimizer."))}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor | FlatSlice)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     extra_tensors = random_state(this_rank())
     plain = {
         "optimizer": None if optimizer is None else take_apart(_settings(state), "settings", extra_tensors),

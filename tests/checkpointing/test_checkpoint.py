@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from fsdp_helpers import load, save
-from fsdp_helpers.checkpointing.flat import boxes
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, read_checkpoint
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.plain import put_together, take_apart
@@ -356,33 +355,3 @@ def test_buffers_and_extra_tensors_are_rank_0s(name, saved_by_three):
 
 def test_the_background_needs_a_group_of_its_own(saved_by_three):
     assert all("needs a group of its own" in answers["without a group"] for answers in saved_by_three[1])
-
-
-# ---------------------------------------------------------------- FSDP1's slices
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 1, 5), (4, 1, 3), ()])
-def test_boxes_are_the_values_in_order(shape):
-    """Every range of every shape: its boxes, one after the other, hold exactly its values."""
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    for begin in range(whole.numel() + 1):
-        for end in range(begin, whole.numel() + 1):
-            found = [
-                whole[tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))].flatten()
-                for offsets, sizes in boxes(shape, begin, end)
-            ]
-            assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(begin, end))
-            assert len(found) <= max(1, 2 * len(shape) - 1)
-
-
-def test_fsdp1_saves_its_slices_without_gathering(saved_by_three):
-    for answers in saved_by_three[1]:
-        gathered = answers["gathered while saving"]
-        assert (gathered["fsdp1"], gathered["fsdp1 without a mesh"]) == (0, 0)
-        assert (
-            gathered["fsdp1 flat"] > 0
-        )  # its optimiser knows the flat tensor alone; so the counting sees what there is
-    folder, _ = saved_by_three
-    # 4 x 6 = 24 weights and 6 biases, 3 x 6 = 18 and 3 with two times 6 of the normalisation: 63, so 21 a rank
-    (entry,) = [entry for entry in read_index(folder / "fsdp1") if entry.name == "model.4.weight"]
-    assert sum(torch.Size(part.sizes).numel() for part in entry.slices) == 18
