@@ -101,7 +101,7 @@ def _content(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Collect what this rank writes: tensors by name, and everything else as JSON.
 
-    Under FSDP1, torch gathers a unit to cut it by rows: a save needs the largest unit whole for that while.
+    Under FSDP1, torch gathers the state to cut it by rows, so a save allocates more than the whole state meanwhile.
     """
     is_new = optimizer is not None and all(gather_over_ranks(not optimizer.state))
     state = read_state(model, optimizer)
