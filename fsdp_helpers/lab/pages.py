@@ -1,0 +1,84 @@
+"""A notebook as one page of HTML, with pictures and styles inside, so that showing it asks no other machine."""
+
+import re
+from collections.abc import Collection, Iterable
+from functools import cache
+from html import escape
+from pathlib import Path
+
+import nbformat
+from nbconvert import HTMLExporter
+from nbconvert.filters import markdown2html_mistune
+from pygments.formatters import HtmlFormatter
+
+STYLES = Path(__file__).resolve().parent / "styles"
+SHOWN = ("image/png", "text/html", "text/markdown", "text/plain")  # what a page can show; a slider needs a kernel
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{styles}
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def page(title: str, body: str, style_names: Iterable[str]) -> str:
+    """Return a whole page; `style_names` are files in `styles`, the colours of code come first."""
+    sheets = [code_colours(), *((STYLES / name).read_text() for name in style_names)]
+    return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
+
+
+def notebook_body(notebook: nbformat.NotebookNode) -> str:
+    """Return the cells and their outputs as HTML, without prompts; headings have JupyterLab's anchors."""
+    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
+    return exporter.from_notebook_node(notebook)[0]
+
+
+def markdown_body(text: str) -> str:
+    """Return Markdown as HTML, as a notebook would show it."""
+    return markdown2html_mistune(text)
+
+
+def keep_what_a_page_shows(notebook: nbformat.NotebookNode) -> None:
+    """Remove the outputs that need a kernel, and those of exercises that nobody has solved yet."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            solved_by_the_reader = "exercise" in cell.metadata.get("tags", [])
+            cell.outputs = [] if solved_by_the_reader else [one for one in cell.outputs if _is_shown(one)]
+
+
+def _is_shown(output: nbformat.NotebookNode) -> bool:
+    if output.output_type not in ("display_data", "execute_result"):
+        return True
+    return "application/vnd.jupyter.widget-view+json" not in output.data and any(kind in output.data for kind in SHOWN)
+
+
+def title_of(notebook: nbformat.NotebookNode) -> str:
+    """Return the text of the first heading, such as "03 · FSDP"."""
+    return notebook.cells[0].source.partition("\n")[0].removeprefix("# ").strip()
+
+
+@cache
+def code_colours() -> str:
+    return HtmlFormatter(style="default").get_style_defs(".highlight")
+
+
+def link_to_pages(body: str, names: Collection[str]) -> str:
+    """Let links to notebooks and Markdown files lead to their pages, which are `names`; other files are not linked."""
+
+    def linked(found: re.Match) -> str:
+        address, anchor = found["address"], found["anchor"]
+        if ":" in address or not address:
+            return found[0]  # a website, or a place on this page
+        stem = Path(address).stem
+        return f'<a href="{stem}.html{anchor}"' if stem in names and "/" not in address else "<a"
+
+    return re.sub(r'<a href="(?P<address>[^"#]*)(?P<anchor>[^"]*)"', linked, body)

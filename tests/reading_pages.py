@@ -1,0 +1,46 @@
+"""What tests ask of a page of HTML that somebody will open without a network."""
+
+import re
+from pathlib import Path
+
+from bs4 import BeautifulSoup
+
+LOADING = {
+    "script": "src",
+    "img": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "object": "data",
+}
+
+
+def loaded_files(page: str) -> list[str]:
+    """Every address that a browser would load for the page, except what is inside it."""
+    soup = BeautifulSoup(page, "html.parser")
+    found = [tag.get(attribute) for name, attribute in LOADING.items() for tag in soup.find_all(name)]
+    styles = [*(tag.text for tag in soup.find_all("style")), *(tag["style"] for tag in soup.find_all(style=True))]
+    for style in styles:
+        found += re.findall(r"url\(['\"]?([^'\")]+)", style) + re.findall(r"@import\s+['\"]([^'\"]+)", style)
+    return [address for address in found if address and not address.startswith("data:")]
+
+
+def anchors(page: str) -> set[str]:
+    return {tag["id"] for tag in BeautifulSoup(page, "html.parser").find_all(id=True)}
+
+
+def broken_links(folder: Path) -> list[str]:
+    """Links of a folder of pages that lead to no file of it, or to no anchor of the page that they name."""
+    pages = {path.resolve(): path.read_text() for path in folder.rglob("*.html")}
+    ids = {path: anchors(page) for path, page in pages.items()}
+    broken = []
+    for path, page in pages.items():
+        for tag in BeautifulSoup(page, "html.parser").find_all("a", href=True):
+            address, _, anchor = tag["href"].partition("#")
+            target = (path.parent / address).resolve() if address else path
+            if re.match(r"[a-z]+:", address):
+                continue  # a website, which nobody needs for reading
+            if not target.exists() or (anchor and anchor not in ids.get(target, {anchor})):
+                broken.append(f"{path.name}: {tag['href']}")
+    return broken
