@@ -4,20 +4,16 @@ A field of `TrainConfig` is the one home of a setting: its default, its choices,
 the losses. The command line, its documentation and what a resumed run must have in common are read from there.
 """
 
-from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
-from pathlib import Path
-from types import NoneType
-from typing import get_args
 
-MODELS = ("shallow", "deep", "simple", "vit", "vit-deep", "vit-mnist")
+IMAGE_MODELS = ("shallow", "deep", "simple", "vit", "vit-deep", "vit-mnist")
+MODELS = (*IMAGE_MODELS, "llama")
 STRATEGIES = ("local", "ddp", "fsdp", "fsdp-auto-wrap", "fsdp-offload")
 APIS = ("fsdp1", "fsdp2")
 SHARDING = ("full", "grad-op", "hybrid", "none")
 BACKWARD_PREFETCH = ("pre", "post", "none")
 PRECISIONS = ("fp32", "bf16")
 FEWEST_AND_MOST_TRAIN_IMAGES = (1_437, 60_000)  # the bundled digits, MNIST
-VALUE_NAMES = {int: "N", float: "X", str: "DIR", Path: "FILE", bool: ""}
 ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
 
@@ -34,9 +30,16 @@ def _setting(
     choices: tuple[str, ...] | None = None,
     at_least_one: bool = False,
     changes_losses: bool = False,
+    placeholder: str | None = None,
 ) -> Field:
     """A field of `TrainConfig`. `changes_losses`: a resumed run must have the same; the others are free to change."""
-    metadata = {"meaning": meaning, "choices": choices, "at_least_one": at_least_one, "changes_losses": changes_losses}
+    metadata = {
+        "meaning": meaning,
+        "choices": choices,
+        "at_least_one": at_least_one,
+        "changes_losses": changes_losses,
+        "placeholder": placeholder,  # for the value, where the flag is explained
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -105,12 +108,32 @@ class TrainConfig:
     data_dir: str | None = _setting(
         None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ at the project's root)"
     )
+    text: str | None = _setting(
+        None,
+        "llama: the text to learn, as bytes (default: the reference texts that come with Python)",
+        placeholder="FILE",
+    )
+    sample: str | None = _setting(
+        None, "llama: after training, print how the model continues this text", placeholder="TEXT"
+    )
+    export: str | None = _setting(
+        None, "llama: after training, write the model to DIR, a new folder in Hugging Face's layout"
+    )
     checkpoint_dir: str | None = _setting(None, "save the run's state in DIR after the last step")
     checkpoint_every: int | None = _setting(None, "also save after every N steps", at_least_one=True)
     keep_last: int | None = _setting(
         None, "keep only the newest N checkpoints; a resumed run does the same", at_least_one=True
     )
     resume: bool = _setting(False, "continue from the newest checkpoint, or from the start if there is none")
+
+    @property
+    def learns_text(self) -> bool:
+        return self.model not in IMAGE_MODELS
+
+    @property
+    def item(self) -> str:
+        """Return what a batch consists of."""
+        return "sequence" if self.learns_text else "image"
 
     @property
     def is_sharded(self) -> bool:
@@ -121,6 +144,9 @@ class TrainConfig:
             _check_by_itself(setting, getattr(self, setting.name))
         if self.min_num_params < 0:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
+        for name in ("text", "sample", "export"):
+            if getattr(self, name) is not None and not self.learns_text:
+                raise ValueError(f"{name} belongs to model 'llama', model is {self.model!r}; leave it out")
         self._check_api()
         self._check_resharding()
         self._check_levers()
@@ -199,13 +225,13 @@ class TrainConfig:
         if self.global_batch_size % world_size:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} does not divide by world_size {world_size}: "
-                f"{self.global_batch_size % world_size} image(s) would be left over; "
+                f"{self.global_batch_size % world_size} {self.item}(s) would be left over; "
                 f"use {self._batch_sizes_nearby(world_size)}"
             )
         images_per_rank = self.global_batch_size // world_size
         if images_per_rank % self.micro_batches:
             raise ValueError(
-                f"a rank's {images_per_rank} images (global_batch_size {self.global_batch_size} / world_size "
+                f"a rank's {images_per_rank} {self.item}s (global_batch_size {self.global_batch_size} / world_size "
                 f"{world_size}) do not divide by micro_batches {self.micro_batches}: "
                 f"{images_per_rank % self.micro_batches} would be left over; use a divisor of {images_per_rank}"
             )
@@ -230,47 +256,13 @@ class TrainConfig:
         used = self.train_images or train_images
         if used < self.global_batch_size:
             raise ValueError(
-                f"{used} training images do not fill one global batch of {self.global_batch_size}; "
-                "use a smaller global_batch_size or more training images"
+                f"{used} training {self.item}s do not fill one global batch of {self.global_batch_size}; "
+                f"use a smaller global_batch_size or more training {self.item}s"
             )
 
 
 # What the loss of the next step depends on, each with its default.
 LOSS_SETTINGS = {setting.name: setting.default for setting in fields(TrainConfig) if setting.metadata["changes_losses"]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """A flag of the command line."""
-
-    setting: str
-    kind: type  # of the value; bool for a switch, which takes none
-    choices: tuple[str, ...] | None = None
-    default: object = None
-    meaning: str
-
-    @property
-    def name(self) -> str:
-        """A switch that is on by default is turned off."""
-        return ("--no-" if self.default is True else "--") + self.setting.replace("_", "-")
-
-    @property
-    def value(self) -> str:
-        """Return the placeholder of the value in the help text; nothing for a switch."""
-        return f"{{{','.join(self.choices)}}}" if self.choices else VALUE_NAMES[self.kind]
-
-
-def flags() -> Iterator[Flag]:
-    """One flag a setting, in the order of the settings."""
-    for setting in fields(TrainConfig):
-        (kind,) = [one for one in get_args(setting.type) or (setting.type,) if one is not NoneType]
-        yield Flag(
-            setting=setting.name,
-            kind=kind,
-            choices=setting.metadata["choices"],
-            default=setting.default,
-            meaning=setting.metadata["meaning"],
-        )
 
 
 def _check_by_itself(setting: Field, value: object) -> None:

@@ -1,4 +1,4 @@
-"""The models of the series. Every forward takes images (N, 1, 28, 28) and returns (N, 10)."""
+"""The models of the series, by name. Images (N, 1, 28, 28) become (N, 10); bytes (N, length), (N, length, 256)."""
 
 from functools import partial
 
@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_helpers.shapes import VIT_SHAPES
+from fsdp_helpers.llama import Llama
+from fsdp_helpers.shapes import BYTE_LLAMA, VIT_SHAPES
 from fsdp_helpers.vit import ViT
 
 
@@ -120,6 +121,7 @@ MODEL_CLASSES = {
     "vit": VisionTransformer,
     "vit-deep": DeepVisionTransformer,
     "vit-mnist": partial(ViT, VIT_SHAPES["vit-mnist"]),
+    "llama": partial(Llama, BYTE_LLAMA),
 }
 
 

@@ -120,8 +120,8 @@ class EpochRecord:
     test_loss: float  # mean over all test images
     test_accuracy: float  # fraction, 0 to 1
     test_correct: int
-    test_images: int
-    train_images: int
+    test_images: int  # of a text: the bytes that were predicted
+    train_images: int  # of a text: sequences
     seconds: float  # training only
     images_per_s: float | None
 
@@ -143,6 +143,7 @@ class RunRecord:
     gradient_norms: tuple[float, ...] = ()  # before clipping, one per step; empty where clip_norm is not set
     step_seconds: tuple[float, ...]  # rank 0, one per step
     ranks: tuple[RankRecord, ...]
+    sample: str | None = None  # what a language model says after training, its prompt included
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:

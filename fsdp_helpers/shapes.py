@@ -1,4 +1,4 @@
-"""The shape of a vision transformer in numbers, from which models are built and plans are made."""
+"""Numbers that decide the size of a transformer. Models are built from them, and plans are made from them."""
 
 from dataclasses import dataclass
 
@@ -42,3 +42,99 @@ VIT_SHAPES = {
         num_classes=1000,
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    """A Llama-like language model: grouped keys and values, rotary positions, SwiGLU, RMSNorm."""
+
+    width: int
+    depth: int
+    num_heads: int
+    num_kv_heads: int
+    mlp_width: int
+    vocabulary: int
+    context: int = 8192  # tokens of a sequence
+    tied: bool = False  # the head's table is the embedding's
+    rope_base: float = 500_000.0  # of the rotary positions' wavelengths
+    norm_eps: float = 1e-5
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def kv_width(self) -> int:
+        return self.head_width * self.num_kv_heads
+
+
+LLAMA_SHAPES = {
+    # The Llama 3 herd of models, 2024, arXiv:2407.21783, table 3: 8,030,261,248 and 70,553,706,496 parameters.
+    "llama-8b": LlamaShape(width=4096, depth=32, num_heads=32, num_kv_heads=8, mlp_width=14336, vocabulary=128256),
+    "llama-70b": LlamaShape(width=8192, depth=80, num_heads=64, num_kv_heads=8, mlp_width=28672, vocabulary=128256),
+}
+
+# What `train --model llama` trains, on bytes: 1,214,080 parameters.
+BYTE_LLAMA = LlamaShape(
+    width=128, depth=6, num_heads=4, num_kv_heads=2, mlp_width=384, vocabulary=256, context=128, tied=True,
+    rope_base=10_000.0,
+)  # fmt: skip
+
+
+def llama_from_config(config: dict) -> LlamaShape:
+    """Return the shape that a Hugging Face `config.json` of a Llama describes.
+
+    Raises ValueError, naming the key, for what this model does not have: biases, other activations, scaled positions.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    refused = {
+        "model_type": config.get("model_type") != "llama",
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "attention_bias": config.get("attention_bias", False),
+        "mlp_bias": config.get("mlp_bias", False),
+        "rope_type": rope.get("rope_type", rope.get("type", "default")) != "default",
+    }
+    for key, is_refused in refused.items():
+        if is_refused:
+            found = rope.get(key, config.get(key))
+            raise ValueError(f"this config.json has {key} {found!r}, which a plain Llama does not have")
+    num_heads = config["num_attention_heads"]
+    head_width = config.get("head_dim") or config["hidden_size"] // num_heads
+    if head_width * num_heads != config["hidden_size"]:
+        raise ValueError(f"head_dim {head_width} x {num_heads} heads is not the hidden_size {config['hidden_size']}")
+    return LlamaShape(
+        width=config["hidden_size"],
+        depth=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        mlp_width=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        context=config.get("max_position_embeddings", 2048),
+        tied=config.get("tie_word_embeddings", False),
+        rope_base=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+    )
+
+
+def config_of_llama(shape: LlamaShape) -> dict:
+    """Return what Hugging Face's `config.json` says of a model of this shape."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_width,
+        "intermediate_size": shape.mlp_width,
+        "hidden_act": "silu",
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": shape.tied,
+        "rope_theta": shape.rope_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base},
+        "rms_norm_eps": shape.norm_eps,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }

@@ -12,7 +12,8 @@ from leftovers import PROJECT
 from runs import check_json, main_in_process, mostly_long, train
 
 from fsdp_helpers.__main__ import build_parser, train_flags
-from fsdp_helpers.config import MODELS, STRATEGIES, TrainConfig, flags, is_sharded
+from fsdp_helpers.config import IMAGE_MODELS, MODELS, STRATEGIES, TrainConfig, is_sharded
+from fsdp_helpers.flags import flags
 from fsdp_helpers.models import MODEL_CLASSES
 from fsdp_helpers.planning.state import held_bytes
 from fsdp_helpers.ranks.launching.launch import launch
@@ -366,7 +367,7 @@ def test_every_flag_reaches_its_setting():
 
 
 def test_help_of_the_comparison_knows_every_model(help_of):
-    assert "{" + ",".join(MODELS) + "}" in help_of("compare")
+    assert "{" + ",".join(IMAGE_MODELS) + "}" in help_of("compare")
 
 
 # ---------------------------------------------------------------- a strategy or a model is known everywhere, or nowhere

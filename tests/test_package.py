@@ -22,9 +22,10 @@ FLOORS = (
     {"measuring"},
     {"sharding", "checkpointing"},
     {"ranks", "planning"},
-    {"config", "records", "quantities", "shapes", "models", "vit", "data", "mnist"},  # the words that all share
+    # the words that all share
+    {"config", "flags", "records", "quantities", "shapes", "models", "vit", "llama", "data", "text", "mnist"},
 )
-WITHOUT_TORCH = ("planning", "config", "records", "quantities", "shapes")
+WITHOUT_TORCH = ("planning", "config", "flags", "records", "quantities", "shapes")
 MAX_FUNCTION_LINES, MAX_MODULE_LINES, MAX_MEDIAN_LINES = 50, 300, 8
 
 

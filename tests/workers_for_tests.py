@@ -16,18 +16,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
 from fsdp_helpers import mnist
+from fsdp_helpers.checkpointing.hugging_face import load_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import prepare_data
+from fsdp_helpers.llama import Llama
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import progress
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.shapes import BYTE_LLAMA
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import STRATEGIES, make_mesh, shard, unit_names
 from fsdp_helpers.training.loop import train_step
@@ -395,3 +399,19 @@ def gradient_norm_in_units(rank, world_size, cut):
     model(torch.full((2, 1, 28, 28), rank + 1.0)).square().mean().backward()
     own = [piece.grad.to_local() if isinstance(piece.grad, DTensor) else piece.grad for piece in slices]
     return sum_over_ranks(sum(gradient.double().square().sum() for gradient in own)).sqrt().item()
+
+
+def load_llama(rank, world_size, folder):
+    """Start a sharded Llama on meta and read it from `folder`: tensors that differ from a plain one, and own values."""
+    with torch.device("meta"):
+        model = Llama(BYTE_LLAMA)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh).to_empty(device="cpu")
+    load_hugging_face(model, folder)
+    plain = Llama(BYTE_LLAMA)
+    load_hugging_face(plain, folder)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    differing = [name for name, value in plain.state_dict().items() if not torch.equal(whole[name], value)]
+    return differing, sum(parameter.to_local().numel() for parameter in model.parameters())

@@ -5,14 +5,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from fsdp_helpers.commands.files import check_output_path, print_data_source, write_json
-from fsdp_helpers.config import MODELS, TrainConfig
+from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `compare` to its parser."""
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["shallow", "deep"])
+    parser.add_argument("--models", nargs="+", choices=IMAGE_MODELS, default=["shallow", "deep"])
     parser.add_argument("--world-size", type=int, metavar="N", default=2)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--steps", type=int, metavar="N", default=8, help="steps of each run, 4 or more")

@@ -9,7 +9,7 @@ from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile
-from fsdp_helpers.shapes import VIT_SHAPES, ViTShape
+from fsdp_helpers.shapes import LLAMA_SHAPES, VIT_SHAPES, LlamaShape, ViTShape
 
 Shapes = dict[str, tuple[int, ...]]
 VALUE_BYTES = {"fp32": 4, "bf16": 2}
@@ -27,28 +27,6 @@ class Subject:
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a forward of a batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class LlamaShape:
-    """A Llama-like language model: grouped keys and values, SwiGLU, RMSNorm, an embedding and a head of its own."""
-
-    width: int
-    depth: int
-    num_heads: int
-    num_kv_heads: int
-    mlp_width: int
-    vocabulary: int
-    context: int = 8192  # tokens of a sequence
-
-    @property
-    def kv_width(self) -> int:
-        return self.width // self.num_heads * self.num_kv_heads
-
-
-# The Llama 3 herd of models, 2024, arXiv:2407.21783, table 3: 8,030,261,248 and 70,553,706,496 parameters.
-LLAMA_SHAPES = {
-    "llama-8b": LlamaShape(width=4096, depth=32, num_heads=32, num_kv_heads=8, mlp_width=14336, vocabulary=128256),
-    "llama-70b": LlamaShape(width=8192, depth=80, num_heads=64, num_kv_heads=8, mlp_width=28672, vocabulary=128256),
-}
 MODELS = (*VIT_SHAPES, *LLAMA_SHAPES)
 
 

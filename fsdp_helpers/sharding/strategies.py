@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.group import limit_waiting, waits_in_the_open
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
-from fsdp_helpers.sharding.wrapping import Policy, choose_units, size_policy
+from fsdp_helpers.sharding.wrapping import Policy, choose_units, holders_of_ties, size_policy
 
 SHARDING_STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,  # ZeRO-3: parameters freed after forward
@@ -62,12 +62,12 @@ def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> n
 
 def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """Every rank a slice of each unit; units are cut by size and gathered one after the other."""
-    return shard(model, device, config, policy=size_policy(config.min_num_params))
+    return shard(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)))
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """As auto-wrap, and between its uses each slice lives in host memory, with its gradient and optimiser state."""
-    return shard(model, device, config, policy=size_policy(config.min_num_params), offload=True)
+    return shard(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True)
 
 
 STRATEGIES = {
@@ -106,7 +106,7 @@ def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
     """
     if config.activation_checkpointing == "none":
         return model
-    units = choose_units(model, size_policy(config.min_num_params))
+    units = choose_units(model, size_policy(config.min_num_params, holders_of_ties(model)))
     return checkpoint_activations(model, units, config.activation_checkpointing)
 
 

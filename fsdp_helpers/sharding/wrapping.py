@@ -6,8 +6,10 @@ A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_nume
 function from a module to True or False, is a policy too.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Set
 from functools import partial
+from itertools import accumulate
 
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, lambda_auto_wrap_policy, size_based_auto_wrap_policy
@@ -17,11 +19,33 @@ from fsdp_helpers.models import count_params
 Policy = Callable[..., bool] | CustomPolicy
 
 
-def size_policy(min_num_params: int) -> Policy:
-    """Every module with at least `min_num_params` parameters that are in no smaller unit becomes one."""
+def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:
+    """Make every module a unit that has at least `min_num_params` parameters outside smaller units.
+
+    Except those in `tied` (see `holders_of_ties`), whose parameters are then left to a unit around all their holders.
+    """
     if min_num_params < 0:
         raise ValueError(f"min_num_params is {min_num_params}; it must be 0 or more")
-    return partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+    by_size = partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+    return partial(_unless_tied, by_size, tied) if tied else by_size
+
+
+def _unless_tied(
+    by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurse: bool, nonwrapped_numel: int
+) -> bool:
+    return (recurse or module not in tied) and by_size(module, recurse, nonwrapped_numel)
+
+
+def holders_of_ties(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that hold a parameter which a module outside them holds too: none of them can be a unit."""
+    homes: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        homes[parameter].append(name)
+    holders = set()
+    for names in homes.values():
+        around = [set(accumulate(name.split(".")[:-1], "{}.{}".format)) for name in names]
+        holders |= set.union(*around) - set.intersection(*around)
+    return {model.get_submodule(name) for name in holders}
 
 
 def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:

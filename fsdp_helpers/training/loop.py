@@ -94,11 +94,11 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss over `images`, in fp32 whatever the model computes in.
+    """The mean loss over `images` or, of sequences, over their tokens; in fp32 whatever the model computes in.
 
     Cross-entropy serves logits and log-probabilities alike, since log-softmax leaves log-probabilities as they are.
     """
-    return F.cross_entropy(model(images).float(), labels)
+    return F.cross_entropy(model(images).float().flatten(0, -2), labels.flatten())
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def layer_by_layer() -> Iterator[None]:
 @torch.no_grad()
 @layer_by_layer()
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
-    """This rank's sums over its test images: loss, correct answers, images. Shape (3,), float64.
+    """This rank's sums over its test images or tokens: loss, correct answers, number. Shape (3,), float64.
 
     Sums, not means: ranks with different numbers of images can add them up and divide once.
     """
@@ -127,8 +127,8 @@ def evaluate(model: nn.Module, batches: Batches) -> Tensor:
     sums = None
     for images, labels in batches:
         outputs = model(images).float()
-        loss = F.cross_entropy(outputs, labels, reduction="sum")
-        correct = (outputs.argmax(dim=1) == labels).sum()
-        batch_sums = torch.stack([loss.double(), correct.double(), torch.full_like(loss, len(labels)).double()])
+        loss = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction="sum")
+        correct = (outputs.argmax(dim=-1) == labels).sum()
+        batch_sums = torch.stack([loss.double(), correct.double(), torch.full_like(loss, labels.numel()).double()])
         sums = batch_sums if sums is None else sums + batch_sums
     return sums

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
@@ -21,6 +22,8 @@ from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.ranks.torchrun import Place, read_place
 from fsdp_helpers.records import RunRecord
+from fsdp_helpers.shapes import BYTE_LLAMA
+from fsdp_helpers.text import TEST_PART, read_text
 from fsdp_helpers.training.live import LiveView
 from fsdp_helpers.training.watch import run_title
 from fsdp_helpers.training.worker import train_worker
@@ -153,14 +156,31 @@ def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
 
 
 def prepare_run_data(config: TrainConfig) -> str:
-    """Make sure that workers find their data, and say which: "mnist" or "digits".
+    """Make sure that workers find their data, and say which: "mnist", "digits", or a text by its digest.
 
-    Raises ValueError if there are too few images.
+    Raises ValueError if there are too few images or sequences.
     """
+    if config.learns_text:
+        return prepare_text(config)
     _check_data_size(config, "mnist")  # the larger source: refused before anything is fetched
     source = prepare_data(config.data_dir)
     _check_data_size(config, source)
     return source
+
+
+def prepare_text(config: TrainConfig) -> str:
+    """Return the name of the text that `config` trains on, once it is known to be readable and long enough."""
+    text, context = read_text(config.text), BYTE_LLAMA.context
+    num_test = text.num_test_sequences(context)
+    if num_test == 0:
+        raise DataError(
+            f"the text has {len(text.content)} bytes, which are not enough for {TEST_PART} sequences of {context}; "
+            f"give one of at least {TEST_PART * context + 1} bytes"
+        )
+    if config.export is not None and Path(config.export).exists():
+        raise ValueError(f"export: {config.export} is there already; give the name of a new folder")
+    config.check_data_size(text.source, text.num_sequences(context) - num_test, num_test)
+    return text.source
 
 
 def _check_data_size(config: TrainConfig, source: str) -> None:

@@ -114,7 +114,7 @@ class StepWatch:
 
     def _details(self, loss: float) -> str:
         num_images = (len(self.step_seconds) - self._first_step) * self._config.global_batch_size
-        return f"{self._epoch_text}{num_images / self.epoch_seconds:,.0f} images/s, {self._whose_loss} {loss:.4f}"
+        return f"{self._epoch_text}{num_images / self.epoch_seconds:,.0f} {self._config.item}s/s, {self._whose_loss} {loss:.4f}"
 
     @property
     def _epoch_text(self) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import platform
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import NamedTuple
@@ -11,17 +12,23 @@ import torchvision
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from fsdp_helpers.checkpointing.hugging_face import save_hugging_face
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import Dataset, evaluation_batches, load_data, rank_batches
+from fsdp_helpers.llama import generate
 from fsdp_helpers.mnist import DataError
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import device_name, rank_device
 from fsdp_helpers.records import EpochRecord, RunRecord
+from fsdp_helpers.shapes import BYTE_LLAMA, config_of_llama
 from fsdp_helpers.sharding.strategies import STRATEGIES, settle_buckets, wait_for_buckets
+from fsdp_helpers.text import read_text, text_dataset
 from fsdp_helpers.training.loop import Batches, evaluate, train_one_epoch
 from fsdp_helpers.training.watch import StepWatch
+
+SAMPLE_BYTES = 400  # that a language model says after training
 
 
 def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
@@ -51,7 +58,13 @@ def run_training(
         model, optimizer, between_steps=lambda: checkpoints.after_step(model, optimizer, first_step + num_steps)
     )
     epochs, step_losses = train_epochs(rank, world_size, config, dataset, parts, model, optimizer, watch)
-    return run_record(rank, world_size, config, dataset.source, first_step, epochs, step_losses, watch)
+    record = run_record(rank, world_size, config, dataset.source, first_step, epochs, step_losses, watch)
+    if config.export is not None:
+        save_hugging_face(model, config.export, config_of_llama(BYTE_LLAMA))
+    if config.sample is not None:
+        said = generate(model, config.sample, SAMPLE_BYTES, context=BYTE_LLAMA.context, seed=config.seed)
+        record = replace(record, sample=said)
+    return record
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -131,10 +144,22 @@ def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, object]
 
 
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
-    """The images that `config` asks for, whole on every rank, on its device."""
-    dataset = load_data(config.data_dir, train_images=config.train_images, test_images=config.test_images)
+    """The images or the text that `config` asks for, whole on every rank, on its device."""
+    if config.learns_text:
+        dataset = text_dataset(
+            read_text(config.text),
+            context=BYTE_LLAMA.context,
+            train_sequences=config.train_images,
+            test_sequences=config.test_images,
+        )
+    else:
+        dataset = load_data(config.data_dir, train_images=config.train_images, test_images=config.test_images)
     if len(set(gather_over_ranks(dataset.source))) > 1:
-        raise DataError("some ranks find MNIST and others do not; give every machine the same data folder")
+        raise DataError(
+            "the ranks read different texts; give every machine the same file and the same Python"
+            if config.learns_text
+            else "some ranks find MNIST and others do not; give every machine the same data folder"
+        )
     config.check_data_size(dataset.source, len(dataset.train), len(dataset.test))
     return Dataset(source=dataset.source, train=dataset.train.to(device), test=dataset.test.to(device))
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, lambda_a
 
 from fsdp_helpers.models import ConvFeatures, build_model
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.sharding.wrapping import choose_units, size_policy, unit_sizes
+from fsdp_helpers.sharding.wrapping import choose_units, holders_of_ties, size_policy, unit_sizes
 
 CONVOLUTIONS = ["features.0", "features.2"]  # 320 and 18,496 parameters
 
@@ -74,6 +74,18 @@ def test_what_a_unit_inside_has_taken_does_not_count_again():
     assert choose_units(model, size_policy(100)) == ["outer.0"]
     assert choose_units(model, size_policy(30)) == ["outer.0", "outer.1"]
     assert choose_units(model, size_policy(140)) == ["outer"]  # neither is large enough, both together are
+
+
+def test_what_is_tied_outside_a_module_is_left_to_a_unit_around_both():
+    # The table (5 x 10) is also the head's. "inside" holds it and a norm; both tables lie in "whole".
+    table, head = nn.Embedding(5, 10), nn.Linear(10, 5, bias=False)
+    head.weight = table.weight
+    inside = nn.Sequential(table, nn.Linear(10, 10))
+    model = nn.ModuleDict({"whole": nn.Sequential(inside, head)})
+    assert holders_of_ties(model) == {inside, table, head}
+    assert holders_of_ties(model_without_values("shallow")) == set()
+    assert choose_units(model, size_policy(50, holders_of_ties(model))) == ["whole.0.1", "whole"]
+    assert choose_units(model, size_policy(50)) == ["whole.0.0", "whole.0.1", "whole.1"]  # a tie across two units
 
 
 def test_the_sizes_of_units():

@@ -1,0 +1,83 @@
+"""Models as folders in Hugging Face's layout: `config.json`, several safetensors files, and an index of them.
+
+torch's own reader and writer do the work. Each rank reads only the rows it keeps, and writes only those.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from fsdp_helpers.checkpointing.folder import CheckpointError
+from fsdp_helpers.checkpointing.state import ignore_single_process_warnings, this_rank
+from fsdp_helpers.ranks.exchange import gather_over_ranks
+
+CONFIG, SHARDED = "config.json", "sharded"  # the second is the folder in which torch's writer begins
+
+
+def read_config(folder: str | os.PathLike) -> dict:
+    """Return the folder's `config.json`. Raises CheckpointError if there is none."""
+    path = Path(folder, CONFIG)
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); give the folder of a Hugging Face model") from error
+
+
+def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's tensors as its files name them: of two names for one tensor only the first."""
+    firsts = {name for name, _ in model.named_parameters()}
+    repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - firsts
+    hidden = {plain_name(name) for name in repeated}
+    return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in hidden}
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name in the model that is not wrapped by DDP or FSDP1."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_fsdp_wrapped_module"))
+
+
+def load_hugging_face(model: nn.Module, folder: str | os.PathLike) -> None:
+    """Fill the model from the folder's files, sharded or whole; every rank reads its own rows, in the model's dtype.
+
+    Raises CheckpointError for a tensor that the files lack, or have in a different shape.
+    """
+    tensors = tensors_in_files(model)
+    try:
+        with ignore_single_process_warnings():
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except dcp.api.CheckpointException as error:
+        causes = "; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))
+        raise CheckpointError(f"{folder} does not fit the model: {causes}") from error
+
+
+def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict, *, num_files: int = 3) -> None:
+    """Write the model as a new folder, on every rank: each writes its slices, which are then joined to whole tensors.
+
+    The folder appears when it is whole. Raises CheckpointError if it is there already.
+    """
+    folder = Path(folder).absolute()
+    unfinished = folder.with_name(f".{folder.name}-unfinished")
+    if any(gather_over_ranks(folder.exists())):
+        raise CheckpointError(f"{folder} is there already; give the name of a new folder")
+    if this_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left there
+        unfinished.mkdir(parents=True)
+    gather_over_ranks(None)  # nobody writes before there is room
+    tensors = tensors_in_files(model)
+    file_of = {name: 1 + number * num_files // len(tensors) for number, name in enumerate(tensors)}
+    writer = HuggingFaceStorageWriter(
+        str(unfinished), fqn_to_index_mapping=file_of, save_distributed=True, enable_consolidation=True
+    )
+    with ignore_single_process_warnings():
+        dcp.save(tensors, storage_writer=writer)
+    if this_rank() == 0:
+        shutil.rmtree(unfinished / SHARDED)
+        (unfinished / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        unfinished.rename(folder)
+    gather_over_ranks(None)  # nobody goes on before the folder is there
