@@ -8,12 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
@@ -27,6 +29,7 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve, RunRecord, SavingRecord
 from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.teaching.lessons.unit_probes import own_part
 from fsdp_helpers.training.loop import train_step
 from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
 
@@ -102,6 +105,41 @@ def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)  # fills them
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+class TrainingState(Stateful):
+    """Model and optimiser as one entry of a checkpoint: DCP calls these methods itself."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def save_in_background(rank: int, world_size: int, config: TrainConfig, folder: str) -> bool:
+    """Save twice while training goes on; return whether the newest checkpoint is the state of its moment."""
+    model, optimizer = trained_for_a_step(rank, world_size, config)
+    state = {"training": TrainingState(model, optimizer)}
+    group = dist.new_group(backend="gloo")  # for the threads that write
+    saving = None
+    for step in (1, 2):
+        if saving is not None:
+            saving.result()  # one at a time; an error of the thread is raised here
+        saving = dcp.async_save(state, checkpoint_id=f"{folder}/{step}", process_group=group)
+        as_saved = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.detach().mul_(2)  # training goes on
+    saving.result()
+    dcp.load(state, checkpoint_id=f"{folder}/2")
+    return all(
+        torch.equal(own_part(loaded), own_part(saved))
+        for loaded, saved in zip(model.parameters(), as_saved, strict=True)
+    )
 
 
 def save_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -125,3 +125,9 @@ def test_a_moment_that_is_there_twice_is_noticed(gather, config):
 def test_fsdp1_on_the_cpu_gathers_one_moment_twice(config):
     answers = launch(lessons.gather_by_torch, replace(config, api="fsdp1"), world_size=2, device="cpu")
     assert answers == [False, True]
+
+
+def test_the_background_writes_the_state_of_the_moment(config, tmp_path):
+    found = launch(lessons.save_in_background, config, str(tmp_path), world_size=2, device="cpu")
+    assert found == [True, True]
+    assert sorted(path.parent.name for path in tmp_path.glob("*/.metadata")) == ["1", "2"]
