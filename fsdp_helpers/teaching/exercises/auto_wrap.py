@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: a wrapping policy, a threshold, and the cut of a transformer."""
+"""Exercises of notebook 04: a policy, a threshold, the cut of a transformer, and blocks that come and go."""
 
 from dataclasses import dataclass
 
@@ -31,6 +31,7 @@ from fsdp_helpers.teaching.exercises.training import (
     rank_batch,
     sgd,
 )
+from fsdp_helpers.teaching.exercises.unit_hooks import GATHERS, TrainedHooks, train_readers_hooks
 
 THRESHOLD = RunTask(
     peak_bytes=1_450_000_000,
@@ -119,6 +120,27 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
         not found.in_root,
         f"{says}{', '.join(found.in_root)} belong to no unit but the root, which stays whole from forward to backward",
     )
+    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
+
+
+@exercise("04")
+def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 04: `hook_block(block, whole, gather)`, so that `whole` has bytes only while its block computes."""
+    read_module(module, "hook_block")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(train_readers_hooks, module, world_size)):
+            _expect_hooks(found, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: on {in_words(ranks)} ranks, {GATHERS} gathers in a step, and no bytes in between."
+
+
+def _expect_hooks(found: TrainedHooks, says: str) -> None:
+    for moment, num_bytes in found.left.items():
+        expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage is not emptied?")
+    expect(
+        found.num_gathers == GATHERS,
+        f"{says}{found.num_gathers} gathers in a step, not {GATHERS}: each block needs one in forward, one in backward",
+    )
+    expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are whole at a time while one computes")
     expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
 
 
