@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 
 import torch
@@ -47,6 +48,23 @@ def train_steps(model, optimizer, count):
     """Steps on noise: enough for moments that are not zero."""
     for _ in range(count):
         training.train_step(model, torch.randn(4, 1, 28, 28), torch.randint(10, (4,)), optimizer)
+
+
+def save_beside_leftovers(rank, world_size, folder):
+    """Whether a rank finds what a killed process left when it begins to write; rank 0 removes it slowly."""
+    found, remove, write = [], checkpoint.shutil.rmtree, checkpoint.dcp.save
+
+    def remove_slowly(path, **settings):
+        time.sleep(0.3)
+        remove(path, **settings)
+
+    def look_and_write(tensors, storage_writer):
+        found.append((storage_writer.path / "left").exists())
+        return write(tensors, storage_writer=storage_writer)
+
+    checkpoint.shutil.rmtree, checkpoint.dcp.save = remove_slowly, look_and_write
+    save(folder, nn.Linear(2, 2))
+    return found
 
 
 def whole_state(model, optimizer):
