@@ -17,6 +17,7 @@ from fsdp_helpers.lab.run_notebooks import FOLDER, chosen
 from fsdp_helpers.lab.sources import PROJECT
 
 FOLDED = re.compile(r"<details><summary>(?P<title>[^<]*)</summary>(?P<text>.*?)</details>\n?", re.DOTALL)
+PAPER = pages.STYLES / "paper.css"
 HEADING = re.compile(r"^#{2,3} (.+)$", re.MULTILINE)
 GLOSSARY = FOLDER / "GLOSSARY.md"
 
@@ -31,7 +32,7 @@ def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collect
         notebook.cells += _section("Solutions", answers)
     pages.keep_what_a_page_shows(notebook)
     body = pages.link_to_pages(pages.notebook_body(notebook), others)
-    return pages.page(pages.title_of(notebook), f"<main>\n{body}\n</main>", ["paper.css"])
+    return pages.page(pages.title_of(notebook), f"<main>\n{body}\n</main>", PAPER)
 
 
 def take_folded(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str, str]]:
@@ -58,7 +59,7 @@ def write_handouts(notebooks: list[Path], folder: Path, *, solutions: bool) -> I
         yield written
     words = pages.link_to_pages(pages.markdown_body(GLOSSARY.read_text()), names)
     written = folder / f"{GLOSSARY.stem}.html"
-    written.write_text(pages.page("Glossary", f"<main>\n{words}\n</main>", ["paper.css"]))
+    written.write_text(pages.page("Glossary", f"<main>\n{words}\n</main>", PAPER))
     yield written
 
 

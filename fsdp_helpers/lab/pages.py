@@ -1,7 +1,7 @@
 """A notebook as one page of HTML, with pictures and styles inside, so that showing it asks no other machine."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -30,9 +30,9 @@ PAGE = """<!doctype html>
 """
 
 
-def page(title: str, body: str, style_names: Iterable[str]) -> str:
-    """Return a whole page; `style_names` are files in `styles`, the colours of code come first."""
-    sheets = [code_colours(), *((STYLES / name).read_text() for name in style_names)]
+def page(title: str, body: str, *styles: Path) -> str:
+    """Return a whole page; the styles are CSS files, and the colours of code come before them."""
+    sheets = [code_colours(), *(path.read_text() for path in styles)]
     return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
 
 

@@ -1,0 +1,81 @@
+"""Slides, handouts and the book in Chromium: nothing is cut off, and nothing is asked of another machine."""
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import nbformat
+import pytest
+from leftovers import PROJECT, SESSION_VARIABLE
+
+from fsdp_helpers.lab import handouts, slides
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: `make test-browser` installs it")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the search path: `apt-get install chromium`"),
+]
+CHAPTERS = ("02_ddp_baseline", "03_fsdp", "04_fsdp_auto_wrap")
+SHOTS = PROJECT / ".pytest_cache" / "browser"
+A4_PX = {"width": 673, "height": 986}  # what the margins leave of 210 x 297 mm, at 96 pixels an inch
+TOO_LARGE = """() => [...document.querySelectorAll('section.present, section.present *')]
+    .filter(one => { const box = one.getBoundingClientRect();
+                     return box.right > innerWidth + 1 || box.bottom > innerHeight + 1 || box.left < -1 || box.top < -1; })
+    .map(one => one.tagName + ': ' + one.textContent.slice(0, 60))"""
+TOO_WIDE = """() => [...document.querySelectorAll('main *')]
+    .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+    .map(one => one.tagName + ': ' + one.textContent.slice(0, 60))"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SESSION_VARIABLE, raising=False)  # the browser lives for several tests
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("browser")))
+        with sync_api.sync_playwright() as playwright:
+            running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] * (os.getuid() == 0))
+            yield running
+            running.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a page from a folder; returns it and the list of addresses that it asks for, the file itself not counted."""
+
+    def open_one(text: str, viewport: dict):
+        path = tmp_path / "page.html"
+        path.write_text(text)
+        page, asked = browser.new_page(viewport=viewport), []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path.as_uri())
+        return page, [url for url in asked if url != path.as_uri() and not url.startswith("data:")]
+
+    return open_one
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(PROJECT / "notebooks" / f"{name}.ipynb", as_version=4)
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_every_slide_fits_and_its_picture_is_large(opened, name):
+    page, asked = opened(slides.deck(read(name)), {"width": 1280, "height": 720})
+    page.wait_for_function("() => Reveal.isReady()")
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for number in range(page.evaluate("() => Reveal.getTotalSlides()")):
+        page.evaluate("number => Reveal.slide(number)", number)
+        assert page.evaluate(TOO_LARGE) == [], f"slide {number + 1}"
+        for height in page.evaluate("() => [...document.querySelectorAll('section.present img')].map(i => i.height)"):
+            assert height > 250, f"slide {number + 1}"
+        page.screenshot(path=SHOTS / f"slides-{name}-{number + 1:02}.png")
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_nothing_of_a_handout_is_wider_than_the_paper(opened, name):
+    page, asked = opened(handouts.handout(read(name), solutions=True), A4_PX)
+    page.emulate_media(media="print")
+    assert page.evaluate(TOO_WIDE) == []
+    assert asked == []
