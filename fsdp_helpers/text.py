@@ -1,6 +1,8 @@
 """Text as bytes, cut into sequences: a token is a byte, and what comes next is the byte to predict."""
 
 import hashlib
+import importlib
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,13 @@ from torch import Tensor
 from fsdp_helpers.data import Dataset, Split
 from fsdp_helpers.mnist import DataError
 
+# Modules of Python's standard library whose functions explain themselves.
+DOCUMENTED = (
+    "builtins ast asyncio bisect calendar codecs copy difflib dis email fnmatch functools gc gettext glob heapq html "
+    "imaplib inspect json linecache locale logging math mimetypes operator os pickle platform pprint random re select "
+    "shutil signal site socket sqlite3 ssl statistics subprocess symtable sys sysconfig tempfile textwrap threading "
+    "time timeit tokenize traceback types typing unittest uuid warnings weakref zipfile zlib"
+).split()
 TEST_PART = 10  # one sequence in ten, the last ones, is for testing
 
 
@@ -69,3 +78,14 @@ def text_dataset(
 
 def _split(inputs: Tensor, targets: Tensor, count: int | None) -> Split:
     return Split(images=inputs[:count].long(), labels=targets[:count].long())
+
+
+def docstring_documents(*, longest: int = 256) -> list[str]:
+    """Return the docstrings of functions in Python's standard library, from 8 to `longest` bytes, in order of name."""
+    found = set()
+    for module in map(importlib.import_module, DOCUMENTED):
+        for name, thing in inspect.getmembers(module, inspect.isroutine):
+            text = inspect.getdoc(thing)
+            if text and not name.startswith("_") and 8 <= len(text.encode()) <= longest:
+                found.add(text)
+    return sorted(found)

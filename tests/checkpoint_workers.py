@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -28,6 +29,7 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.teaching.lessons.saving import trained_for_a_step
 from fsdp_helpers.training import loop as training
 from fsdp_helpers.training import worker
 from fsdp_helpers.training.worker import train_worker
@@ -46,6 +48,23 @@ def train_steps(model, optimizer, count):
     """Steps on noise: enough for moments that are not zero."""
     for _ in range(count):
         training.train_step(model, torch.randn(4, 1, 28, 28), torch.randint(10, (4,)), optimizer)
+
+
+def save_beside_leftovers(rank, world_size, folder):
+    """Whether a rank finds what a killed process left when it begins to write; rank 0 removes it slowly."""
+    found, remove, write = [], checkpoint.shutil.rmtree, checkpoint.dcp.save
+
+    def remove_slowly(path, **settings):
+        time.sleep(0.3)
+        remove(path, **settings)
+
+    def look_and_write(tensors, storage_writer):
+        found.append((storage_writer.path / "left").exists())
+        return write(tensors, storage_writer=storage_writer)
+
+    checkpoint.shutil.rmtree, checkpoint.dcp.save = remove_slowly, look_and_write
+    save(folder, nn.Linear(2, 2))
+    return found
 
 
 def whole_state(model, optimizer):
@@ -248,29 +267,14 @@ def load_crosswise(rank, world_size, folder, names):
 # ---------------------------------------------------------------- gathering
 
 
-def gather_one_moment_twice(rank, world_size, config):
-    return _gather(rank, world_size, config, twice=True)
-
-
-def gather_both_moments(rank, world_size, config):
-    return _gather(rank, world_size, config, twice=False)
-
-
-def _gather(rank, world_size, config, twice):
-    """The lesson's answer, where torch's gathering is replaced by one that is right, or wrong in the known way."""
-    from fsdp_helpers.teaching.lessons import saving
-
-    def gathered(model, optimizer, options):
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        for moments in optimizer_state["state"].values():
-            for kind in ("exp_avg", "exp_avg_sq"):
-                moments[kind] = gather(moments[kind])
-            if twice:
-                moments["exp_avg"] = moments["exp_avg_sq"]
-        return model_state, optimizer_state if rank == 0 else {"state": {}}
-
-    saving.get_state_dict = gathered
-    return saving.gather_by_torch(rank, world_size, config)
+def gather_by_torch(rank, world_size, config):
+    """True unless torch's own gathering on rank 0 returns the same tensor for both of Adam's moments."""
+    model, optimizer = trained_for_a_step(rank, world_size, config)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    _, whole = get_state_dict(model, optimizer, options=options)
+    return rank != 0 or all(
+        not torch.equal(moments["exp_avg"], moments["exp_avg_sq"]) for moments in whole["state"].values()
+    )
 
 
 # ---------------------------------------------------------------- resuming, and slices by hand

@@ -68,7 +68,7 @@ async def run_together(notebooks: Sequence[nbformat.NotebookNode], folder: Path)
     highest_bytes = 0
     while not running.done():
         await asyncio.wait([running], timeout=1.0)
-        held = [private_bytes(process.pid) for process in psutil.Process().children(recursive=True)]
+        held = [private_bytes(process) for process in psutil.Process().children(recursive=True)]
         highest_bytes = max(highest_bytes, sum(held))
     await running  # raises where a cell failed that may not
     return highest_bytes

@@ -83,6 +83,7 @@ def save(
     unfinished = begin(path)
     if this_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left there
+    gather_over_ranks("it is gone")  # before a rank makes the folder anew
     writer = dcp.FileSystemWriter(unfinished)
     description = {"step": step_of(path), "world_size": num_ranks(), "settings": settings or {}}
     with ignore_single_process_warnings():

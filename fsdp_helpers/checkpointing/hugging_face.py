@@ -42,12 +42,12 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("module", "_fsdp_wrapped_module"))
 
 
-def load_hugging_face(model: nn.Module, folder: str | os.PathLike) -> None:
+def load_hugging_face(model: nn.Module, folder: str | os.PathLike, *, without: tuple[str, ...] = ()) -> None:
     """Fill the model from the folder's files, sharded or whole; every rank reads its own rows, in the model's dtype.
 
-    Raises CheckpointError for a tensor that the files lack, or have in a different shape.
+    Tensors whose names end in one of `without` are in no file, and stay as they are. Raises CheckpointError for a tensor that the files lack, or have in a different shape.
     """
-    tensors = tensors_in_files(model)
+    tensors = {name: tensor for name, tensor in tensors_in_files(model).items() if not name.endswith(without)}
     try:
         with ignore_single_process_warnings():
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_helpers.checkup.gpu_workers import collectives_on_device, lose_rank_1, train_and_look_at_cuda
-from fsdp_helpers.checkup.rows import Outcome
+from fsdp_helpers.checkup.rows import NOISE_BYTES, Outcome
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
-from fsdp_helpers.quantities import MB, format_bytes
+from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launching.errors import RankError
 from fsdp_helpers.ranks.launching.launch import launch
 
@@ -20,7 +20,6 @@ GPU = torch.device("cuda", 0)
 CPU_RANKS = 2
 SMALL = {"model": "simple", "global_batch_size": 24, "max_steps": 4, "train_images": 240, "test_images": 24}
 WAIT_S = 8.0  # for a rank that does not come
-NOISE_BYTES = 32 * MB  # what a desktop takes and gives back meanwhile; a CUDA context takes more than 100 MB
 POLL_S = 0.05
 STEPS, BATCH = 3, 64
 

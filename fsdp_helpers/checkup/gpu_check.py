@@ -1,21 +1,22 @@
 """Check a machine with GPUs: `python -m fsdp_helpers gpu-check`, a table to paste and its numbers as JSON."""
 
 import math
+import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from fsdp_helpers.checkup.facts import DESCRIBE, fact_lines
 from fsdp_helpers.checkup.one_check import ask_child, describe_process, marked_processes, run_check
-from fsdp_helpers.checkup.rows import FAIL, PASS, SKIP, Check, Row, count_results, markdown_table
-from fsdp_helpers.quantities import MB, format_bytes
+from fsdp_helpers.checkup.rows import FAIL, NOISE_BYTES, PASS, SKIP, Check, Row, count_results, markdown_table
+from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, find_gpus
 
 PASTE = "-" * 20 + " paste from here " + "-" * 20
 LEFT_BEHIND, NOTHING = "nothing is left behind", "no process, no memory of a GPU"
-NOISE_BYTES = 32 * MB  # of a GPU's memory, which a desktop or a neighbour may take meanwhile
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,25 @@ def check_gpus(checks: Iterable[Check], limit_s: float, on_row: Callable[[int, i
     gpus = find_gpus(1)  # and try the first
     if gpus.count == 0:
         return _without_gpus(checks)
-    facts = _describe(gpus, limit_s, mark)
-    rows: list[Row] = []
-    for check in checks:
-        rows.append(run_check(check, gpus, limit_s, mark))
-        on_row(len(rows), len(checks) + 1, rows[-1])
-    rows.append(_look_for_leftovers(facts, gpus, limit_s, mark))
+    with sigterm_raised():
+        facts = _describe(gpus, limit_s, mark)
+        rows: list[Row] = []
+        for check in checks:
+            rows.append(run_check(check, gpus, limit_s, mark))
+            on_row(len(rows), len(checks) + 1, rows[-1])
+        rows.append(_look_for_leftovers(facts, gpus, limit_s, mark))
     on_row(len(rows), len(rows), rows[-1])
     return Report(rows, facts)
+
+
+@contextmanager
+def sigterm_raised() -> Iterator[None]:
+    """Within the block SIGTERM raises SystemExit, so that the running check is ended and its files are removed."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _without_gpus(checks: list[Check]) -> Report:

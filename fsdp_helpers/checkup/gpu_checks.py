@@ -3,7 +3,7 @@
 from functools import partial
 
 from fsdp_helpers.checkup import device_checks, many_gpu_checks, training_checks
-from fsdp_helpers.checkup.rows import Check
+from fsdp_helpers.checkup.rows import NOISE_BYTES, Check
 from fsdp_helpers.config import APIS
 
 NAMES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2"}
@@ -14,7 +14,7 @@ def _alone() -> list[Check]:
     """Return the checks that need one GPU."""
     device, training = device_checks, training_checks
     as_ddp = f"both runs within {training.SAME:g} of DDP"
-    within = f"no rank touches it, at most {device.NOISE_BYTES // 10**6} MB"
+    within = f"no rank touches it, at most {NOISE_BYTES // 10**6} MB"
     checks = [
         Check("the GPU, in a process as a notebook's kernel", device.usable_in_this_process, "within 1e-2"),
         Check("the GPUs, in ranks of `launch`", device.usable_through_launch, "sums are right"),

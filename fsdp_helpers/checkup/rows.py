@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_helpers.quantities import MB
+
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+NOISE_BYTES = 32 * MB  # a desktop or a neighbour may take them; a CUDA context takes more than 100 MB
 HEADERS = ("check", "result", "measured", "expected", "seconds")
 
 

@@ -15,7 +15,6 @@ from fsdp_helpers.teaching.lessons import real_model
 
 STEPS = 8
 SAME, SAME_AFTER_RESUMING, SAME_COMPILED, SAME_IN_BF16 = 1e-5, 1e-4, 1e-4, 0.05
-ADAM_BYTES = 16  # per parameter: value, gradient, two moments
 
 
 def settings(**changes: object) -> TrainConfig:

@@ -57,15 +57,15 @@ class CollectiveTrace(TorchDispatchMode):
         self.events: list[Collective] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_collective = func.namespace == "c10d" and func._schema.name != "c10d::check_for_nan"
-        if is_collective or func.namespace == "profiler":
+        waits = is_collective(func)
+        if waits or func.namespace == "profiler":
             _let_gpu_catch_up()
         start_s = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        if is_collective:
+        if waits:
             _wait_for(result)
             _let_gpu_catch_up()
-            self.events.append(_collective(func, args, kwargs or {}, (start_s, time.perf_counter())))
+            self.events.append(as_collective(func, args, kwargs or {}, (start_s, time.perf_counter())))
             if any(tensor.device.type == "cpu" for tensor in _tensors(args)):
                 _settle()
         return result
@@ -92,7 +92,12 @@ def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tupl
     )
 
 
-def _collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_s: tuple[float, float]) -> Collective:
+def is_collective(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operator is a collective of c10d."""
+    return func.namespace == "c10d" and func._schema.name != "c10d::check_for_nan"
+
+
+def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_s: tuple[float, float]) -> Collective:
     """Describe one call of c10d, for this rank in the process group of that call."""
     named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     group = dist.ProcessGroup.unbox(named["process_group"])  # with hybrid sharding not all ranks belong to it

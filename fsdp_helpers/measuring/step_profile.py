@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
-from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
-from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.sharding.strategies import recompute_units
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 
@@ -63,12 +61,6 @@ def units_of(config: TrainConfig) -> list[str]:
         return []
     with torch.device("meta"):  # shapes are enough
         return choose_units(build_model(config.model), size_policy(config.min_num_params))
-
-
-def predict_peak(config: TrainConfig, world_size: int, device: str = "cpu") -> Peak:
-    """The peak of a run of `config`: one step of one process, measured here, and arithmetic."""
-    backend = "gloo" if device == "cpu" else "nccl"
-    return peak_of_step(measure_run(config, world_size, device), config, world_size, units_of(config), backend=backend)
 
 
 class StepMarks:

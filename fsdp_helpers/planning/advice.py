@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fsdp_helpers.planning.models import Subject
-from fsdp_helpers.planning.plan import Cluster, Plan, make_plan
+from fsdp_helpers.planning.plan import Plan, make_plan
 from fsdp_helpers.quantities import format_bytes
 
 MOST_CHANGES = 6
@@ -85,9 +85,3 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
         yield planned(f"take {ranks:,} ranks (--world-size {ranks})", ranks=ranks)
     if sharded and settings.strategy != "fsdp-offload":
         yield planned("keep slices in host memory (--strategy fsdp-offload)", strategy="fsdp-offload")
-
-
-def plan_for(subject: Subject, settings, cluster: Cluster) -> tuple[Plan, str]:
-    """The plan, and its verdict."""
-    plan = make_plan(subject, settings, cluster)
-    return plan, verdict(plan, subject)

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 TERM_S = 3  # after SIGTERM: a rank has this long before its keeper sends SIGKILL
@@ -86,26 +85,18 @@ def _wait_for(rank: int, folder: str) -> int:
 
 
 def _end_children() -> None:
-    """End all children, and theirs as they become orphans; a child's id is its own until it is waited for."""
+    """End all children, and theirs as they become orphans."""
     while True:
         try:
             ended, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return  # there are none left
         if ended == 0:
-            for child in _children():
-                os.kill(child, signal.SIGKILL)
+            import psutil  # seldom needed, and every rank would read it
+
+            for child in psutil.Process().children():
+                os.kill(child.pid, signal.SIGKILL)  # a child's id is its own until it is waited for
             os.waitpid(-1, 0)
-
-
-def _children() -> list[int]:
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == os.getpid()]
-
-
-def _parent_of(pid: int) -> int | None:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None  # it ended meanwhile
 
 
 def _leave_as(exit_code: int) -> None:

@@ -27,7 +27,7 @@ _in_lines = False
 
 
 def send_reports_to(sink: Callable[..., None] | None) -> None:
-    """From now on, `report(done, total, title, details, loss)` calls `sink` with the same arguments."""
+    """From now on, `report(done, total, title, details, loss, memory)` calls `sink` with the same arguments."""
     global _sink
     _sink = sink
 
@@ -38,15 +38,24 @@ def wants_report(done: int, total: int) -> bool:
     return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
 
-def report(done: int, total: int, title: str, details: str = "", loss: float | None = None) -> None:
+def report(
+    done: int,
+    total: int,
+    title: str,
+    details: str = "",
+    loss: float | None = None,
+    memory: tuple[int, int] | None = None,
+) -> None:
     """Say that `done` of `total` steps are behind us; at most ten times a second gets through.
+
+    `memory` is the bytes that this rank holds between two steps, and its peak within one, once they are known.
 
     Where a first step takes long, report 0 before it: the clock of the bar runs from the first report on.
     """
     global _last_report_s
     if wants_report(done, total):
         _last_report_s = time.monotonic()
-        _sink(done, total, title, details, loss)
+        _sink(done, total, title, details, loss, memory)
 
 
 def drawn(
@@ -170,7 +179,7 @@ class ProgressBar:
         if self._waiting is not None:
             self._waiting.state = "running"
 
-    def update(self, done: int, total: int, title: str, details: str = "", loss: float | None = None) -> None:
+    def update(self, done: int, total: int, title: str, details: str = "", *for_other_views: object) -> None:
         if title != self._title:
             self._begin(done, title)
         if self._line is not None:

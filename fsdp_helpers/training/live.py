@@ -1,4 +1,4 @@
-"""A run that is watched in a notebook: a line for each rank and the loss as a curve, drawn while it trains.
+"""A run that is watched in a notebook: a line for each rank, the loss as a curve, and memory, drawn while it trains.
 
 What is shown is text and a picture that are replaced in place, no widget, so a saved notebook keeps the last of them.
 """
@@ -6,13 +6,19 @@ What is shown is text and a picture that are replaced in place, no widget, so a 
 import base64
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.quantities import MB, format_bytes
 from fsdp_helpers.ranks.progress import Waiting, bar_text
 from fsdp_helpers.records import RunRecord
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_CURVES = 0.25, 1.0  # a curve takes a tenth of a second to draw
+SMOOTHED_OVER = 1 / 20  # of the losses so far
 PIXELS_PER_INCH = 220  # twice what is shown, for screens of double density
 BLUE, GREY = "#0072b2", "#6b7280"
 
@@ -27,6 +33,7 @@ class LiveView:
         self._title, self._first_done = "", 0  # steps of an earlier run, where this one is resumed
         self._waiting: Waiting | None = None
         self._reports: dict[int, tuple[int, int, str]] = {}  # by rank: steps done, steps in all, what else it says
+        self._memory: dict[int, tuple[int, int]] = {}  # by rank: bytes held between steps, and the peak
         self._steps: list[int] = []
         self._losses: list[float] = []
         self._started_s = self._lines_s = self._curve_s = 0.0
@@ -44,13 +51,22 @@ class LiveView:
             self._waiting.state = "running"
 
     def update(
-        self, rank: int, done: int, total: int, title: str, details: str = "", loss: float | None = None
+        self,
+        rank: int,
+        done: int,
+        total: int,
+        title: str,
+        details: str = "",
+        loss: float | None = None,
+        memory: tuple[int, int] | None = None,
     ) -> None:
         now_s = time.monotonic()
         if not self._reports:
             self._end_waiting()
             self._title, self._started_s, self._first_done = title, now_s, done
         self._reports[rank] = (done, total, details)
+        if memory is not None:
+            self._memory[rank] = memory
         if rank == 0 and loss is not None:
             self._steps.append(done)
             self._losses.append(loss)
@@ -59,7 +75,7 @@ class LiveView:
             self._show_lines()
         if len(self._losses) > 1 and now_s - self._curve_s > SECONDS_BETWEEN_CURVES:
             self._curve_s = now_s
-            self._show_curve(self._steps, self._losses, total, "of rank 0's images")
+            self._show_curve(self._steps, self._losses, "of rank 0's images")
 
     def print(self, text: str, stream) -> None:
         print(text, file=stream, flush=True)
@@ -81,13 +97,14 @@ class LiveView:
         text = [f"{self._title}: {len(record.step_losses)} steps, test accuracy {last.test_accuracy:.2%}"]
         for rank in record.ranks:
             if rank.peak_bytes is not None:
+                self._memory[rank.rank] = (rank.held_bytes, rank.peak_bytes)
                 text.append(
                     f"rank {rank.rank}: held {format_bytes(rank.held_bytes)}, peak {format_bytes(rank.peak_bytes)}"
                 )
         self._lines.show({"text/plain": "\n".join(text)})
         if record.step_losses:
             steps = range(record.first_step + 1, record.first_step + len(record.step_losses) + 1)
-            self._show_curve(steps, record.step_losses, steps[-1], "over the global batch")
+            self._show_curve(steps, record.step_losses, "over the global batch")
 
     def _show_lines(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
@@ -97,33 +114,67 @@ class LiveView:
         ]
         self._lines.show({"text/plain": "\n".join([self._title, *bars])})
 
-    def _show_curve(self, steps: Sequence[int], losses: Sequence[float], last_step: int, of_what: str) -> None:
+    def _show_curve(self, steps: Sequence[int], losses: Sequence[float], of_what: str) -> None:
         alt = (
             f"Loss {of_what}, {self._title}: {losses[0]:.3f} at step {steps[0]}, {losses[-1]:.3f} at step {steps[-1]}, "
             f"lowest {min(losses):.3f}."
         )
-        picture, size = loss_picture(steps, losses, last_step, f"Loss {of_what}, step by step")
+        picture, size = run_picture(steps, losses, self._memory, f"Loss {of_what}, step by step")
         self._curve.show({"image/png": picture, "text/plain": alt}, {"image/png": {"alt": alt, **size}})
 
 
-def loss_picture(
-    steps: Sequence[int], losses: Sequence[float], last_step: int, title: str
+def run_picture(
+    steps: Sequence[int], losses: Sequence[float], memory: Mapping[int, tuple[int, int]], title: str
 ) -> tuple[str, dict[str, int]]:
-    """The curve as a PNG in base64, and the width and height in which it is to be shown."""
+    """Return a PNG in base64, and the width and height in which it is to be shown.
+
+    It has the loss as far as the run has come, smoothed, over a pale line of each step's; and beside it, once they are
+    known, the bytes that each rank holds between two steps (solid) and at the peak of one (pale).
+    """
     from matplotlib.figure import Figure  # takes half a second, which other runs need not wait
 
     fig = Figure(figsize=(8, 2.2), dpi=PIXELS_PER_INCH, layout="constrained", facecolor="white")
-    ax = fig.subplots()
-    ax.plot(steps, losses, color=BLUE, linewidth=1.5)
-    ax.plot(steps[-1:], losses[-1:], color=BLUE, marker="o", markersize=4)
-    ax.annotate(f" {losses[-1]:.3f}", (steps[-1], losses[-1]), color=GREY, va="center")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.set(xlim=(1, max(2, last_step) * 1.05), ylim=(0, None), xlabel="step", ylabel="loss (nats)")
-    ax.set_title(title, loc="left", fontsize=10)
+    if memory:
+        loss_ax, memory_ax = fig.subplots(1, 2, width_ratios=(4, 1))
+        draw_memory(memory_ax, memory)
+    else:
+        loss_ax = fig.subplots()
+    draw_loss(loss_ax, steps, losses)
+    loss_ax.set_title(title, loc="left", fontsize=10)
     file = io.BytesIO()
     fig.savefig(file, format="png")
     width, height = (int(inches * PIXELS_PER_INCH / 2) for inches in fig.get_size_inches())
     return base64.b64encode(file.getvalue()).decode(), {"width": width, "height": height}
+
+
+def draw_loss(ax: "Axes", steps: Sequence[int], losses: Sequence[float]) -> None:
+    """Draw the smoothed loss over the pale loss of each step; the axis ends where the run is."""
+    smooth = smoothed(losses)
+    ax.plot(steps, losses, color=BLUE, linewidth=1, alpha=0.3)
+    ax.plot(steps, smooth, color=BLUE, linewidth=1.5)
+    ax.plot(steps[-1:], smooth[-1:], color=BLUE, marker="o", markersize=4)
+    ax.annotate(f" {smooth[-1]:.3f}", (steps[-1], smooth[-1]), color=GREY, va="center")
+    ax.spines[["top", "right"]].set_visible(False)
+    room = 0.08 * max(1, steps[-1] - steps[0])  # for the number at the end
+    ax.set(xlim=(steps[0], steps[-1] + room), ylim=(0, None), xlabel="step", ylabel="loss (nats)")
+
+
+def draw_memory(ax: "Axes", memory: Mapping[int, tuple[int, int]]) -> None:
+    """Draw a bar for each rank: what it holds between two steps (solid), and its peak within one (pale)."""
+    ranks = sorted(memory)
+    ax.barh(ranks, [memory[rank][1] / MB for rank in ranks], color=BLUE, alpha=0.3)
+    ax.barh(ranks, [memory[rank][0] / MB for rank in ranks], color=BLUE)
+    ax.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    ax.invert_yaxis()
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set(xlabel="held, peak (MB)")
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Return, for each step, the mean of its loss and the losses just before it."""
+    window = max(1, round(len(losses) * SMOOTHED_OVER))
+    sums = [0.0, *accumulate(losses)]
+    return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(losses) + 1)]
 
 
 class _InPlace:

@@ -102,7 +102,12 @@ class StepWatch:
     def _report(self, loss: Tensor) -> None:
         self._last_loss = loss
         if progress.wants_report(self._done, self._last_step):
-            progress.report(self._done, self._last_step, self._title, self._details(loss.item()), loss.item())
+            details = self._details(loss.item())
+            progress.report(self._done, self._last_step, self._title, details, loss.item(), self._held_and_peak)
+
+    @property
+    def _held_and_peak(self) -> tuple[int, int] | None:
+        return (self.trace.curve.held_bytes, self.trace.curve.peak_bytes) if self.trace else None
 
     @property
     def _done(self) -> int:

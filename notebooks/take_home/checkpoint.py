@@ -83,7 +83,8 @@ def save_checkpoint(folder: Path, state: dict) -> None:
     rank = dist.get_rank()
     unfinished = folder / "unfinished"
     if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run; `save` begins on rank 0
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run
+    dist.barrier()  # every rank makes the folder anew, but not while rank 0 removes it
     save(state, checkpoint_id=unfinished)  # returns when all ranks have written
     if rank == 0:
         older = list(folder.glob("[0-9]*"))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from fsdp_helpers import load, save
-from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, read_checkpoint
+from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, read_checkpoint
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.plain import put_together, take_apart
 from fsdp_helpers.ranks.launching.launch import launch
@@ -355,3 +355,12 @@ def test_buffers_and_extra_tensors_are_rank_0s(name, saved_by_three):
 
 def test_the_background_needs_a_group_of_its_own(saved_by_three):
     assert all("needs a group of its own" in answers["without a group"] for answers in saved_by_three[1])
+
+
+def test_no_rank_writes_before_leftovers_are_gone(tmp_path):
+    """torch makes the folder on every rank; one that is removed at that moment is an error, now and then."""
+    leftover = begin(tmp_path / "run")
+    leftover.mkdir()
+    (leftover / "left").touch()
+    found = launch(workers.save_beside_leftovers, tmp_path / "run", world_size=2, device="cpu", timeout_s=60)
+    assert found == [[False], [False]]

@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
 
 import psutil
 import pytest
-from programs import is_running, wait_until
+from programs import is_running, running_python, wait_until
 from runs import main_in_process, mostly_long
 
 from fsdp_helpers.checkup import device_checks, gpu_check, many_gpu_checks, one_check, training_checks
@@ -73,6 +74,29 @@ def test_a_check_that_hangs_becomes_a_row_and_is_gone():
     row = run_check(check, ONE_GPU, limit_s=0.2, mark="hangs")
     assert (row.result, row.measured) == (FAIL, "still running after 0.2 s")
     assert marked_processes("hangs") == []
+
+
+HANGS = """
+from fsdp_helpers.checkup import gpu_check, gpu_checks, one_check
+from fsdp_helpers.ranks.gpus import Gpus
+
+gpu_check.find_gpus = lambda wanted: Gpus(1)
+gpu_check._describe = lambda *_: print("here", flush=True) or {}
+check = gpu_checks.CHECKS["a stopped rank on the CPU is named"]
+gpu_check.check_gpus([check], 60.0, lambda *_: None)
+"""
+
+
+def test_sigterm_ends_the_running_check(tmp_path):
+    with running_python(HANGS, variables={"TMPDIR": str(tmp_path)}) as command:
+        command.stdout.readline()
+        children = psutil.Process(command.pid).children
+        assert wait_until(children)
+        family = children(recursive=True)
+        command.terminate()
+        assert command.wait(timeout=20) == 128 + signal.SIGTERM
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert list(tmp_path.glob("gpu-check-*")) == []
 
 
 def test_a_check_that_raises_becomes_a_row_with_its_last_lines():

@@ -81,7 +81,7 @@ def test_reports_are_thinned_out_but_the_last_arrives(reports):
         progress.report(step, 1000, "title")
     # 1,000 reports within far less than a second: at most ten a second get through, and always the last
     assert len(reports) < 100
-    assert reports[-1] == (1000, 1000, "title", "", None)
+    assert reports[-1] == (1000, 1000, "title", "", None, None)
 
 
 def test_without_a_listener_reports_are_dropped():
@@ -142,7 +142,7 @@ def test_reports_of_this_very_process_are_drawn(monkeypatch):
 def test_a_rank_hands_its_reports_on_instead(reports):
     with progress.reports_drawn():
         progress.report(3, 3, "one rank of many")
-    assert reports == [(3, 3, "one rank of many", "", None)]
+    assert reports == [(3, 3, "one rank of many", "", None, None)]
 
 
 def test_items_of_this_very_process_are_drawn(monkeypatch):

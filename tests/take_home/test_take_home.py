@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launching.launch import launch
 
-NAMES = ("checkpoint.py", "ddp.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py", "vit.py")
+NAMES = ("checkpoint.py", "ddp.py", "finetune.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py", "vit.py")
 MAX_WIDTH = 110
 STEPS = 6
 SHARDED = {"strategy": "fsdp-auto-wrap", "min_num_params": 20_000, "global_batch_size": 24}  # units: the four layers
@@ -109,7 +109,7 @@ def test_on_plain_torch(name):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "vit.py"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("finetune.py", "vit.py")])
 def test_the_model_and_the_batches_are_the_same_in_all(name):
     """Whoever lays two scripts side by side sees what the chapter is about, and nothing else."""
     parts = [

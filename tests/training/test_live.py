@@ -4,8 +4,10 @@ import base64
 from dataclasses import replace
 
 import pytest
+from matplotlib.figure import Figure
 from runs import tiny_record
 
+from fsdp_helpers.quantities import MB
 from fsdp_helpers.training import live
 from fsdp_helpers.training.live import LiveView
 
@@ -74,14 +76,14 @@ def test_a_summary_takes_their_place(outputs):
 
 @pytest.fixture
 def curves(monkeypatch):
-    """The steps and losses of every curve, and the last step of its axis."""
-    drawn, draw = [], live.loss_picture
+    """The steps and losses of every curve, and the memory of the ranks beside it."""
+    drawn, draw = [], live.run_picture
 
-    def loss_picture(steps, losses, last_step, title):
-        drawn.append((list(steps), list(losses), last_step))
-        return draw(steps, losses, last_step, title)
+    def run_picture(steps, losses, memory, title):
+        drawn.append((list(steps), list(losses), dict(memory)))
+        return draw(steps, losses, memory, title)
 
-    monkeypatch.setattr(live, "loss_picture", loss_picture)
+    monkeypatch.setattr(live, "run_picture", run_picture)
     return drawn
 
 
@@ -89,10 +91,41 @@ def test_the_curve_of_a_resumed_run_begins_after_the_steps_before(outputs, curve
     view = LiveView()
     for done, loss in ((10, None), (11, 1.2), (12, 1.0)):
         view.update(0, done, 14, "shallow, ddp, 2 ranks on cpu", "", loss)
-    assert curves == [([11, 12], [1.2, 1.0], 14)]
+    assert curves == [([11, 12], [1.2, 1.0], {})]
     # two of the four steps that were left have been taken: what is left is reckoned from them alone
     bar = outputs[0][0]["text/plain"].splitlines()[1]
     assert bar.startswith("rank 0:  86%|") and " 12/14 " in bar
     view.summarise(replace(tiny_record(), step_losses=(1.2, 1.0, 0.9, 0.8), first_step=10))
-    assert curves[-1] == ([11, 12, 13, 14], [1.2, 1.0, 0.9, 0.8], 14)
+    assert curves[-1] == ([11, 12, 13, 14], [1.2, 1.0, 0.9, 0.8], {0: (16, 40)})
     assert "1.200 at step 11, 0.800 at step 14" in outputs[1][0]["text/plain"]
+
+
+def test_the_memory_of_each_rank_is_drawn_as_soon_as_it_is_known(outputs, curves):
+    view = LiveView()
+    for rank, done, memory in ((0, 1, None), (0, 2, None), (0, 3, (16, 40)), (1, 3, (16, 38)), (0, 4, (16, 40))):
+        view.update(rank, done, 9, "shallow, ddp, 2 ranks on cpu", "", 2.0, memory)
+    assert [memory for *_, memory in curves] == [
+        {},
+        {0: (16, 40)},
+        {0: (16, 40), 1: (16, 38)},
+        {0: (16, 40), 1: (16, 38)},
+    ]
+
+
+def test_the_axis_ends_where_the_run_is():
+    ax = Figure().subplots()
+    live.draw_loss(ax, range(1, 101), [2.0] * 100)
+    assert ax.get_xlim() == (1, pytest.approx(100 + 0.08 * 99))  # and not at the thousandth step that is to come
+
+
+def test_a_loss_is_smoothed_over_a_twentieth_of_the_run():
+    assert live.smoothed([4.0, 2.0, 6.0]) == [4.0, 2.0, 6.0]  # three steps: nothing to average
+    jagged = live.smoothed([1.0, 3.0] * 20)  # 40 steps: each with the one before it
+    assert jagged[0] == 1.0 and set(jagged[1:]) == {2.0}
+
+
+def test_bars_of_memory_are_as_long_as_the_bytes():
+    ax = Figure().subplots()
+    live.draw_memory(ax, {0: (16 * MB, 40 * MB), 1: (16 * MB, 38 * MB)})
+    assert [bar.get_width() for bar in ax.patches] == [40, 38, 16, 16]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["rank 0", "rank 1"]

@@ -58,7 +58,7 @@ def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock
     assert watch.step_seconds == [0.5, 0.5, 0.5]
     # 64 images in 0.5 s, then 128 in 1.0 s; then 64 of the second epoch in 0.5 s
     assert {title for _, _, title, *_ in reports} == {"shallow, local, 1 rank on cpu"}
-    assert [(done, total, details) for done, total, _, details, _ in reports] == [
+    assert [(done, total, details) for done, total, _, details, *_ in reports] == [
         (0, 3, ""),  # from here on the bar counts the time
         (1, 3, "epoch 1/2, 128 images/s, loss 2.0000"),
         (2, 3, "epoch 1/2, 128 images/s, loss 1.0000"),
@@ -85,7 +85,7 @@ def test_a_resumed_run_counts_on(reports, half_second_clock, monkeypatch):
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
     assert list(watch.evaluation([(torch.empty(5, 1), torch.empty(5))]))
     # 64 images in half a second, whatever the run before did
-    assert [(done, total, details) for done, total, _, details, _ in reports] == [
+    assert [(done, total, details) for done, total, _, details, *_ in reports] == [
         (10, 12, ""),
         (11, 12, "128 images/s, loss 2.0000"),
         (11, 12, "evaluating, 0 images so far"),
@@ -102,7 +102,7 @@ def test_an_evaluation_says_how_far_it_is(reports, half_second_clock, monkeypatc
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
     batches = [(torch.empty(size, 1), torch.empty(size)) for size in (1_000, 500)]
     assert list(watch.evaluation(batches)) == batches
-    assert [details for *_, details, _ in reports[2:]] == [
+    assert [details for _, _, _, details, *_ in reports[2:]] == [
         "evaluating, 0 images so far",
         "evaluating, 1,000 images so far",
         "128 images/s, loss 2.0000",  # what stays

@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: a wrapping policy, a threshold, and the cut of a transformer."""
+"""Exercises of notebook 04: a policy, a threshold, the cut of a transformer, and blocks that come and go."""
 
 from dataclasses import dataclass
 
@@ -6,15 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.sharding.wrapping import Policy, choose_units, size_policy
-from fsdp_helpers.teaching.exercises.answers import NotYet, error_line, exercise, expect, expect_answered, in_short
+from fsdp_helpers.teaching.exercises.answers import exercise, expect
 from fsdp_helpers.teaching.exercises.on_ranks import RANKS, expect_same_losses, first_of, in_words, run_on_ranks
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
@@ -31,6 +28,7 @@ from fsdp_helpers.teaching.exercises.training import (
     rank_batch,
     sgd,
 )
+from fsdp_helpers.teaching.exercises.unit_hooks import GATHERS, TrainedHooks, train_readers_hooks
 
 THRESHOLD = RunTask(
     peak_bytes=1_450_000_000,
@@ -48,30 +46,6 @@ THRESHOLD = RunTask(
 )
 CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}  # one unit less needs more, one more is one too many
 CUT_COLLECTIVES = 14
-
-
-@exercise("04")
-def check_units(policy: Policy | int | None) -> str:
-    """Notebook 04: a policy, or the threshold of `size_policy`, that makes `fc1` and `fc2` of DeepNet units.
-
-    The policy is asked about a DeepNet of the checker's own, without values: torch's "meta" device.
-    """
-    expect_answered(policy)
-    if isinstance(policy, int) and not isinstance(policy, bool) and policy >= 0:
-        policy = size_policy(policy)
-    is_policy = callable(policy) or isinstance(policy, CustomPolicy)
-    expect(is_policy, f"the answer is {in_short(policy)}; a policy is asked for, such as size_policy(...)")
-    with torch.device("meta"):
-        model = build_model("deep")
-    try:
-        names = choose_units(model, policy)
-    except Exception as error:
-        raise NotYet(f"asked about the modules of DeepNet, your policy fails: {error_line(error)}") from None
-    expect(
-        set(names) == {"fc1", "fc2"},
-        f"in a new DeepNet your policy makes {len(names)} unit(s): {', '.join(sorted(names)) or 'none'}",
-    )
-    return "Right: fc1, fc2, and nothing else."
 
 
 @exercise("04")
@@ -119,6 +93,27 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
         not found.in_root,
         f"{says}{', '.join(found.in_root)} belong to no unit but the root, which stays whole from forward to backward",
     )
+    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
+
+
+@exercise("04")
+def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 04: `hook_block(block, whole, gather)`, so that `whole` has bytes only while its block computes."""
+    read_module(module, "hook_block")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(train_readers_hooks, module, world_size)):
+            _expect_hooks(found, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: on {in_words(ranks)} ranks, {GATHERS} gathers in a step, and no bytes in between."
+
+
+def _expect_hooks(found: TrainedHooks, says: str) -> None:
+    for moment, num_bytes in found.left.items():
+        expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage is not emptied?")
+    expect(
+        found.num_gathers == GATHERS,
+        f"{says}{found.num_gathers} gathers in a step, not {GATHERS}: each block needs one in forward, one in backward",
+    )
+    expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are whole at a time while one computes")
     expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
 
 

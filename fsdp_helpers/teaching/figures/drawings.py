@@ -5,7 +5,6 @@ Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an em
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from os import PathLike
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -16,7 +15,7 @@ from torch import nn
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.moments import FSDP_STEP, OWN, SLICE, WHOLE, Moment
+from fsdp_helpers.teaching.figures.moments import OWN, SLICE, WHOLE, Moment
 from fsdp_helpers.teaching.figures.style import (
     FRAME_COLOUR,
     OP_COLOURS,
@@ -58,13 +57,6 @@ def draw_step(moments: Sequence[Moment], num_ranks: int = 2) -> tuple[Figure, Ax
         ax.axis("off")
     put_in_words(fig, step_in_words(moments, num_ranks))
     return fig, ax
-
-
-def write_step_image(path: str | PathLike) -> None:
-    """The drawing of FSDP's step as a picture, as README shows it."""
-    fig, _ = draw_step(FSDP_STEP)
-    fig.savefig(path, dpi=160)
-    plt.close(fig)
 
 
 def _draw_rank(ax: Axes, column: int, rank: int, moment: Moment, num_ranks: int) -> None:

@@ -18,14 +18,12 @@ from fsdp_helpers.records import (
     MemoryCurve,
     RankRecord,
     Rung,
-    SavingRecord,
     StepTrace,
 )
 from fsdp_helpers.teaching.figures.style import (
     LINE_PATTERNS,
     MARKERS,
     PEAK_COLOUR,
-    SAVING_COLOURS,
     STATE_COLOURS,
     STRATEGY_COLOURS,
     figure_style,
@@ -233,27 +231,6 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
                 ax.invert_yaxis()
             memory_ax.set(title=f"{model}: held (solid) and peak (light)", xlabel="bytes on a rank (MB)")
             time_ax.set(title="step time, median", xlabel="time (ms)")
-    return fig, axes
-
-
-def plot_savings(savings: Mapping[str, Sequence[SavingRecord]]) -> tuple[Figure, Sequence[Axes]]:
-    """For each strategy and way of saving: seconds (solid: training waits), memory meanwhile, bytes on disk."""
-    bars = [(f"{strategy}, {record.way}", record) for strategy, records in savings.items() for record in records]
-    with figure_style():
-        size = (9, 0.8 + 0.28 * len(bars))
-        fig, axes = plt.subplots(1, 3, figsize=size, layout="constrained", sharey=True)
-        time_ax, memory_ax, disk_ax = axes
-        places, records = range(len(bars)), [record for _, record in bars]
-        colours = [SAVING_COLOURS[record.way] for record in records]
-        time_ax.barh(places, [1e3 * record.total_s for record in records], color=colours, alpha=0.35)
-        time_ax.barh(places, [1e3 * record.waiting_s for record in records], color=colours)
-        memory_ax.barh(places, [record.extra_bytes / MB for record in records], color=colours)
-        disk_ax.barh(places, [record.disk_bytes / MB for record in records], color=colours)
-        time_ax.set(title="until whole; solid: training waits", xlabel="time (ms)")
-        memory_ax.set(title="allocated meanwhile, one rank", xlabel="memory (MB)")
-        disk_ax.set(title="on disk, all files", xlabel="size (MB)")
-        time_ax.set_yticks(places, [name for name, _ in bars])
-        time_ax.invert_yaxis()
     return fig, axes
 
 

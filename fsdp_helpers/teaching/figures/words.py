@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_helpers.checkpointing.index import TensorEntry
+from fsdp_helpers.measuring.unit_trace import UnitTrace
 from fsdp_helpers.planning.streams import Span
+from fsdp_helpers.quantities import MB
 from fsdp_helpers.teaching.figures.moments import NOTHING, OWN, SLICE, WHOLE, Moment
 
 PHRASES = {
@@ -34,6 +36,24 @@ def _state_in_words(kind: str, has: str, num_ranks: int) -> str:
     if num_ranks == 2:
         return f"rank 0 has the left half of the {name}, rank 1 the right half"
     return f"each of {num_ranks} ranks has its own slice of the {name}, and no other"
+
+
+def step_of_units_in_words(step: UnitTrace) -> str:
+    """Say what a traced step shows: the units, what happens to each, and the memory of rank 0."""
+    seen = step.ranks[0]
+    curve, below = seen.trace.curve, [unit.name for unit in step.units[1:]]
+    names = f"{len(step.units)} units, the root and {_listed(below)}" if below else "one unit"
+    told = [
+        f"One step of FSDP on two ranks, {step.model} in {names}, traced over {1e3 * step.length_s:.0f} ms.",
+        f"Between steps rank 0 has the left half of every tensor, rank 1 the right half: {curve.held_bytes / MB:.1f} MB.",
+        "In forward an all-gather brings each unit's halves together on both ranks"
+        + (", and after its forward the unit is freed again, but for the root." if below else "."),
+        "In backward "
+        + ("each unit is gathered once more, the last one first; " if below else "")
+        + "whole gradients of the rank's own images appear, and a reduce-scatter leaves each rank its half of their mean.",
+        f"Rank 0 has at most {curve.peak_bytes / MB:.1f} MB.",
+    ]
+    return " ".join(told)
 
 
 def units_in_words(units: Sequence[str]) -> str:

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import warnings
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
@@ -131,29 +130,6 @@ def losses_when_built(rank: int, world_size: int, when: str) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def start_on_meta(rank: int, world_size: int) -> dict[str, int]:
-    """A model that is never whole on any rank: shapes first, then slices, then values. What there is at each stage."""
-    with torch.device("meta"):  # shapes without bytes
-        model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
-    mesh = init_device_mesh(rank_device().type, (world_size,))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh)
-
-    def slices() -> list[Tensor]:
-        return [parameter.to_local() for parameter in model.parameters()]
-
-    stages = {"slices on meta": sum(own.is_meta for own in slices())}
-    model.to_empty(device=rank_device())  # room for this rank's slices; what is in it is garbage
-    stages |= {"then on meta": sum(own.is_meta for own in slices()), "bytes": sum(own.nbytes for own in slices())}
-    torch.manual_seed(rank)  # every rank draws its own slices
-    warnings.filterwarnings(
-        "ignore", message="DTensor random operators"
-    )  # on CPUs each rank draws its own values, as intended
-    for layer in (model[0], model[2]):
-        layer.reset_parameters()  # a module of your own needs this method, and fills its buffers there, too
-    return stages | {"values that are not finite": sum(int((~own.isfinite()).sum()) for own in slices())}
 
 
 def dtypes_in_forward(rank: int, world_size: int, way: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.profiler import record_function
 
@@ -73,16 +73,6 @@ def _timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve:
 def _finish(writing: Future | None) -> None:
     if writing is not None:
         writing.result()
-
-
-def gather_by_torch(rank: int, world_size: int, config: TrainConfig) -> bool:
-    """Does torch's own gathering return both of Adam's moments, or one of them twice?"""
-    model, optimizer = trained_for_a_step(rank, world_size, config)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    _, whole = get_state_dict(model, optimizer, options=options)
-    return rank != 0 or all(
-        not torch.equal(moments["exp_avg"], moments["exp_avg_sq"]) for moments in whole["state"].values()
-    )
 
 
 def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> None:

@@ -131,16 +131,6 @@ def train_frozen(
     return state_bytes(model, optimizer), count_collectives(seen)
 
 
-def wrap_frozen_as_one_tensor(rank: int, world_size: int, shape: ViTShape) -> str:
-    """FSDP1 without `use_orig_params`, its default: what it says to a block that is frozen in part."""
-    model = add_detours(ViT(shape), rank=4)
-    try:
-        FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=rank_device())
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
 # ---------------------------------------------------------------- ignored
 
 

@@ -61,17 +61,6 @@ def between_forward_and_backward(rank: int, world_size: int, choices: Sequence[b
     return found
 
 
-def around_an_evaluation(rank: int, world_size: int, root: bool | None) -> dict[str, dict[str, int]]:
-    """The bytes that a rank has of root and blocks before an evaluation, after it, and after `reshard()`."""
-    model = transformer_in_units(root=root)
-    found = {"before": own_bytes(model)}
-    with torch.no_grad():  # no backward will come and free the root
-        model(torch.ones(4, 1, 28, 28, device=rank_device()))
-    found["after an evaluation"] = own_bytes(model)
-    model.reshard()
-    return found | {"after model.reshard()": own_bytes(model)}
-
-
 def doubled_after_evaluation(rank: int, world_size: int, reshard_first: bool) -> dict[str, float]:
     """The output of one layer, a root, around a change of its parameters that follows an evaluation."""
     torch.manual_seed(0)

@@ -29,6 +29,7 @@ CHECKERS = {
     "my_ddp": ddp.check_average_gradients,
     "my_unit": fsdp.check_unit,
     "my_cut": auto_wrap.check_cut,
+    "my_hooks": auto_wrap.check_hooks,
     "my_plan": offload.check_plan,
     "my_loop": checkpointing.check_loop,
     "my_accumulation": levers.check_accumulation,
@@ -234,6 +235,7 @@ STARTERS = {
     "my_ddp": "on 2 ranks.*no collective was seen",
     "my_unit": "on 2 ranks, my_unit.py fails: TypeError: a Unit needs `shard`",
     "my_cut": "on 2 ranks, rank 0: 100 parameters are in no unit",
+    "my_hooks": "on 2 ranks, rank 0: after hook_block, blocks still have 44,992 bytes",
     "my_plan": "replace the ... with your answer",
     "my_loop": "killed in step 16 on 3 ranks and started again on 2, your loop begins with step 1: nothing was loaded",
     "my_accumulation": "on 2 ranks, with 4 parts, rank 0: nothing was reduced",
@@ -314,6 +316,36 @@ WRONG = [
         "'all_reduce': 1",
     ),
     ("my_unit", [("(0, -len(flat) % self.world_size)", "(0, 0)")], "my_unit.py fails|are all equally long"),
+    (
+        "my_hooks",  # zeros take as many bytes
+        [("        storage.resize_(0)\n", "        whole.zero_()\n")],
+        "after hook_block, blocks still have 4.,... bytes",
+    ),
+    (
+        "my_hooks",
+        [("    block.register_forward_hook(reshard)\n", "")],
+        "between forward and backward, blocks still have .* bytes",
+    ),
+    (
+        "my_hooks",
+        [("    block.register_full_backward_pre_hook(unshard)\n", "")],
+        "RuntimeError: in backward, a layer computes while the storage of its block is empty",
+    ),
+    (
+        "my_hooks",  # the first gradient to arrive frees the block
+        [
+            ("            reshard()\n", "            pass\n"),
+            ("        arrived.append(parameter)\n", "        reshard()\n"),
+        ],
+        "in backward, a layer computes while the storage of its block is empty",
+    ),
+    ("my_hooks", [("            reshard()\n", "            pass\n")], "after backward, blocks still have"),
+    ("my_hooks", [("        gather(whole)\n", "        pass\n")], "0 gathers in a step, not 8"),
+    (
+        "my_hooks",  # gathered before there is room for it
+        [("        storage.resize_(num_bytes)\n        gather(whole)\n", "        gather(whole)\n")],
+        "gather fills a tensor whose storage is still empty",
+    ),
     ("my_cut", [AS_ONE_UNIT], "the peak is .* the target below"),
     (
         "my_cut",

@@ -12,14 +12,10 @@ from IPython.core.formatters import DisplayFormatter
 from IPython.core.interactiveshell import InteractiveShell
 from leftovers import PROJECT
 from runs import tiny_record
-from torch import nn
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from traitlets.config import Config
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
 from fsdp_helpers.records import CollectiveCount
-from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 from fsdp_helpers.teaching.exercises import auto_wrap, checkpointing, ddp, fsdp, levers, memory, offload, real_model
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
@@ -63,15 +59,6 @@ def ranks_without_rows(num_rows, saved, loading, rank):
     return overlapping(num_rows, saved, loading, rank) or [rows_a_rank(num_rows, rows_a_rank(num_rows, saved)) - 1]
 
 
-def nine_million_wide(module, recurse, **_):
-    """A policy written out: linear layers of a certain width."""
-    return recurse or getattr(module, "out_features", 0) in (9000, 1000) and module.in_features > 1000
-
-
-OWN_DEEP_NET = build_model("deep")  # what a notebook has
-BY_NAME_OF_MINE = {id(OWN_DEEP_NET.fc1), id(OWN_DEEP_NET.fc2)}
-LARGE_LINEAR = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.weight.numel() > 5_000_000)
-
 # checker, right answers, wrong answers, the lazy one
 CHECKERS = [
     # 64 x 5 x 5 = 1,600 weights a kernel; 128 kernels and 128 biases: 204,800 + 128
@@ -94,12 +81,6 @@ CHECKERS = [
             lambda n, latency, speed: -9 * n * latency * speed,
         ],
         table({(2, 1e-5, 1e10): 1.8e6, (8, 1e-5, 1e10): 7.2e6, (8, 2e-5, 1e10): 14.4e6}),
-    ),
-    (
-        auto_wrap.check_units,
-        [size_policy(5_000_000), LARGE_LINEAR, 1_002_001, nine_million_wide],
-        [size_policy(20_000), ModuleWrapPolicy({nn.Linear}), 100_000_000, lambda module, **_: False],
-        lambda module, recurse, **_: recurse or id(module) in BY_NAME_OF_MINE,
     ),
     (
         offload.check_offload_split,
@@ -161,7 +142,7 @@ CHECKERS = [
         table({(10.0, 86_400.0): (2 * 10 * 86_400) ** 0.5}),
     ),
 ]
-FUNCTIONS = [row[0] for row in CHECKERS if row[0] not in (memory.check_parameter_count, auto_wrap.check_units)]
+FUNCTIONS = [row[0] for row in CHECKERS if row[0] is not memory.check_parameter_count]
 
 
 # ---------------------------------------------------------------- runs
@@ -330,11 +311,11 @@ def fails(*numbers):
     raise KeyError("no\nsuch number")
 
 
-@pytest.mark.parametrize("checker", [*FUNCTIONS, auto_wrap.check_units])
+@pytest.mark.parametrize("checker", FUNCTIONS)
 @pytest.mark.parametrize("function, error", [(fails, "KeyError: 'no"), (lambda: 1, "TypeError: .* argument")])
 def test_a_function_that_fails_is_told_its_own_error(checker, function, error):
     with pytest.raises(NotYet, match=f"fails: {error}") as rejected:
-        checker(function if checker is not auto_wrap.check_units else lambda **_: function(1))
+        checker(function)
     assert len(str(rejected.value).splitlines()) == 1
 
 
@@ -365,15 +346,6 @@ def test_messages_do_not_give_the_answer():
 def test_off_by_ones_are_found_where_ranks_stay_the_same(answer, message):
     with pytest.raises(NotYet, match=message):
         checkpointing.check_ranks_to_read(answer)
-
-
-def test_the_starter_of_04_and_what_its_own_model_says():
-    assert choose_units(OWN_DEEP_NET, lambda module, recurse, **_: recurse or id(module) in BY_NAME_OF_MINE) == [
-        "fc1",
-        "fc2",
-    ]
-    with pytest.raises(NotYet, match="makes 5 unit.*: fc1, fc2, fc3, fc4, fc5|makes 6 unit"):
-        auto_wrap.check_units(size_policy(20_000))
 
 
 # ---------------------------------------------------------------- what is folded in the notebooks
@@ -416,7 +388,7 @@ def test_every_checker_is_in_a_table():
 def test_a_notebook_shows_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
-    shell.run_cell("from fsdp_helpers.teaching.exercises.auto_wrap import check_units; check_units(...)")
+    shell.run_cell("from fsdp_helpers.teaching.exercises.memory import check_parameter_count as check; check(...)")
     said = capsys.readouterr()
     assert (said.out + said.err).strip() == "Not yet: replace the ... with your answer"
 
@@ -442,7 +414,7 @@ def test_success_is_green_and_says_so_in_words(nothing_solved):
     formats, _ = DisplayFormatter().format(memory.check_parameter_count(204_928))
     assert formats["text/plain"] == "✓ Right: 204,928 parameters. (1 of 3 solved)"
     assert "✓ Right: 204,928 parameters. (1 of 3 solved)" in formats["text/html"]
-    assert "success-color" in formats["text/html"]
+    assert "color:#15803d" in formats["text/html"]
 
 
 class Awkward(float):

@@ -1,12 +1,10 @@
 import inspect
-import re
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 from torch import nn
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
@@ -15,8 +13,6 @@ from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings, moments
 from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.teaching.figures.style import STATE_COLOURS
-
-PROJECT = Path(__file__).resolve().parents[3]
 
 
 def entry(name: str, *sizes: int) -> TensorEntry:
@@ -143,16 +139,6 @@ def test_rows_of_a_checkpoint_weigh_what_their_tensors_weigh():
 def test_a_slice_without_room_names_its_rows_alone():
     ax = drawings.draw_slices([entry("weight", 19, 1)])[1]
     assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
-
-
-def test_the_image_of_the_readme(tmp_path):
-    drawings.write_step_image(tmp_path / "step.png")
-    for picture in (tmp_path / "step.png", PROJECT / "notebooks" / "images" / "step.png"):
-        is_filled = abs(plt.imread(picture)[..., :3] - to_rgb(STATE_COLOURS["parameters"])).max(axis=-1) < 0.01
-        assert 0.04 < is_filled.mean() < 0.1  # 12 of the 48 slices of the drawing are filled with parameters
-    shown = re.findall(r"!\[.+\]\((.+\.png)\)", (PROJECT / "README.md").read_text())
-    assert shown[0] == "notebooks/images/step.png"
-    assert all((PROJECT / image).is_file() for image in shown)
 
 
 def test_the_innermost_unit_owns_a_layer():

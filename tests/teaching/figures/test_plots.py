@@ -24,7 +24,6 @@ from fsdp_helpers.records import (
     Phase,
     RankRecord,
     Rung,
-    SavingRecord,
     StepTrace,
 )
 from fsdp_helpers.teaching.figures import plots
@@ -62,11 +61,6 @@ def rung(name: str, peak_bytes: int) -> Rung:
     )
 
 
-def saving(way: str) -> SavingRecord:
-    return SavingRecord(way=way, waiting_s=0.01, total_s=0.02, disk_bytes=12 * MB, extra_bytes=3 * MB)
-
-
-WAYS = [saving("full"), saving("sharded"), saving("asynchronous")]
 PHASES = ("forward", "backward", "step")
 RUNGS = [rung("DDP", 40 * MB), rung("+ a lever", 30 * MB), rung("+ another", 32 * MB)]
 EPOCHS = {"local": tiny_record().epochs * 2, "ddp": tiny_record().epochs}
@@ -83,7 +77,6 @@ FIGURES = {
     "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_step": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}}, 2 * MB),
-    "plot_savings": ({"DDP": WAYS, "FSDP2": WAYS},),
     "plot_ladder": (RUNGS,),
     "plot_comparison": (ROWS,),
     "plot_copies": (step_trace(*PHASES), [COPY], ["blocks.0"]),
@@ -123,7 +116,6 @@ def test_every_figure_is_in_the_table():
         ("plot_collectives", ([step_trace()], "a step without phases")),
         ("plot_step", ([step_trace()], "a step without phases")),
         ("plot_memory_curve", (step_trace().curve, "a step without phases")),
-        ("plot_savings", ({"DDP": WAYS[:1]},)),
         ("plot_ladder", (RUNGS[:1],)),
         ("plot_comparison", (ROWS[:1],)),
     ],
@@ -275,12 +267,6 @@ def test_the_comparison_draws_held_in_front_of_peak():
     assert [(bar.get_width(), bar.get_alpha()) for bar in memory_ax.patches] == [(20, 0.35)] * 2 + [(9, None)] * 2
     assert [bar.get_width() for bar in time_ax.patches] == [10, 10]
     assert [tick.get_text() for tick in memory_ax.get_yticklabels()] == ["ddp", "fsdp (fsdp1)"]
-
-
-def test_a_saving_says_how_long_training_waits():
-    time_ax, memory_ax, disk_ax = plots.plot_savings({"DDP": WAYS[:1]})[1]
-    assert [bar.get_width() for bar in time_ax.patches] == [20, 10]
-    assert [bar.get_width() for bar in (*memory_ax.patches, *disk_ax.patches)] == [3, 12]
 
 
 def test_wrong_predictions_say_what_would_be_right():

@@ -3,7 +3,6 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from fsdp_helpers.records import MemoryCurve
 from fsdp_helpers.teaching.figures import start_plots
 
 
@@ -11,20 +10,6 @@ from fsdp_helpers.teaching.figures import start_plots
 def closed():
     yield
     plt.close("all")
-
-
-def test_starts_share_one_scale():
-    curve = MemoryCurve(times_s=(0.0, 0.1, 0.2), allocated_bytes=(0, 40_000_000, 20_000_000))
-    fig, axes = start_plots.plot_starts({"whole": curve, "on meta, drawn": curve}, 40_000_000, 20_000_000)
-    assert [ax.get_title(loc="left") for ax in axes] == ["whole", "on meta,\ndrawn"]
-    assert "MB" in axes[0].get_ylabel() and axes[0].get_ylim() == axes[1].get_ylim()
-    assert [list(line.get_ydata()) for line in axes[0].lines] == [[40, 20], [40, 40], [20, 20]]  # curve, model, slices
-    # beside the last panel, where no curve runs through them
-    assert [text.get_text() for text in axes[-1].texts] == ["the whole\nmodel", "its slices"]
-    assert all(text.get_position()[0] > 1 for text in axes[-1].texts)
-    # from the first byte on
-    assert axes[0].get_xlim() == (0.1, 0.2)
-    fig.canvas.draw()
 
 
 def test_gathers_are_drawn_in_order():

@@ -14,13 +14,6 @@ def test_an_optimiser_built_before_sharding_moves_nothing():
     assert after[0] == before[0] and after == sorted(after, reverse=True) and len(set(after)) == 4
 
 
-def test_a_start_on_meta_gives_each_rank_its_slices_alone(capfd):
-    # (784 x 512 + 512) + (512 x 10 + 10) = 407,050 parameters, 4 bytes each, over 2 ranks; 512 and 10 rows divide by 2
-    stages = {"slices on meta": 4, "then on meta": 0, "bytes": 814_100, "values that are not finite": 0}
-    assert on_two_ranks(probes.start_on_meta) == [stages, stages]
-    assert "Warning" not in capfd.readouterr().err
-
-
 def test_a_policy_casts_weights_and_autocast_casts_operations():
     found = {way: on_two_ranks(probes.dtypes_in_forward, way)[0] for way in ("policy", "norm apart", "autocast")}
     policy = {"weight": "bfloat16", "Linear": "bfloat16", "LayerNorm": "bfloat16", "loss": "bfloat16"}

@@ -105,25 +105,9 @@ def test_killed_while_writing(config, tmp_path):
     assert (resumed.first_step, find_steps(tmp_path)) == (2, [2, 4, 6])
 
 
-def test_gathering_by_torch_is_told_as_it_is(config):
-    """FSDP2's and DDP's moments come back; of FSDP1 on the CPU the notebook reports what this torch does."""
-    for strategy, api in [("ddp", "fsdp2"), ("fsdp", "fsdp2")]:
-        answers = launch(
-            lessons.gather_by_torch, replace(config, strategy=strategy, api=api), world_size=2, device="cpu"
-        )
-        assert answers == [True, True]
-
-
-@pytest.mark.parametrize("gather", [workers.gather_one_moment_twice, workers.gather_both_moments])
-def test_a_moment_that_is_there_twice_is_noticed(gather, config):
-    """Whatever this torch does: as it is where FSDP1 gathers both into one buffer, and as it should be."""
-    answers = launch(gather, config, world_size=2, device="cpu")
-    assert answers == [gather is workers.gather_both_moments, True]  # rank 1 gathers nothing to look at
-
-
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="said of torch 2.15 and newer")
 def test_fsdp1_on_the_cpu_gathers_one_moment_twice(config):
-    answers = launch(lessons.gather_by_torch, replace(config, api="fsdp1"), world_size=2, device="cpu")
+    answers = launch(workers.gather_by_torch, replace(config, api="fsdp1"), world_size=2, device="cpu")
     assert answers == [False, True]
 
 

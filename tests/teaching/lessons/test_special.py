@@ -45,11 +45,6 @@ def test_fsdp1_reduces_what_is_frozen_too():
     assert sum(state.gradient_bytes for state, _ in kept) == 4 * 4 * 1_024  # wherever the cut falls
 
 
-def test_fsdp1_refuses_a_unit_that_is_frozen_in_part():
-    (said, _) = on_two_ranks(special.wrap_frozen_as_one_tensor, SHAPE)
-    assert said.startswith("blocks.0 has both parameters with requires_grad=True and False")
-
-
 def test_ignored_parameters_drift_apart_unless_averaged():
     kind, apart = on_two_ranks(special.train_ignoring, SHAPE, False)[0]
     assert kind == "Parameter" and apart > 0

@@ -45,17 +45,6 @@ def test_copies_that_start_apart_stay_apart():
         assert set(alike.values()) == {0.0}
 
 
-def test_the_root_stays_whole_after_an_evaluation():
-    for rank, moments in enumerate(on_ranks(2, unit_probes.around_an_evaluation, None)):
-        roots = [moment["root"] for moment in moments.values()]
-        # `positions` has one row, which rank 0 has: 4 x 1,024 bytes; the rest is halved
-        own = ROOT_BYTES // 2 + (2_048 if rank == 0 else -2_048)
-        assert roots == [own, ROOT_BYTES, own]
-        assert {moment["blocks"] for moment in moments.values()} == {2 * BLOCK_BYTES}
-    for moments in on_ranks(2, unit_probes.around_an_evaluation, True):
-        assert len({moment["root"] for moment in moments.values()}) == 1
-
-
 def test_tied_frozen_and_ignored_parameters_and_buffers():
     for rows, moved in on_ranks(2, unit_probes.special_parameters):
         assert rows == [

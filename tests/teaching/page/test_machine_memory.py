@@ -1,9 +1,11 @@
-"""The line about memory, on a machine made of files."""
+"""The line about memory: on an imagined machine, and with a real process that looks like another kernel."""
 
-import os
-from pathlib import Path
+import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
+from programs import running
 
 from fsdp_helpers.teaching.page import machine_memory
 
@@ -11,27 +13,16 @@ GIB = 1024**3
 
 
 @pytest.fixture
-def proc(tmp_path, monkeypatch) -> Path:
-    """Two kernels of which this process is one, a server of the other, and a program that is none."""
-    monkeypatch.setattr(machine_memory, "PROC", tmp_path)
+def machine(tmp_path, monkeypatch):
+    """5 GiB are free, and another kernel and its server hold 1 GiB each."""
     monkeypatch.setattr(machine_memory, "CGROUP", tmp_path)
-    (tmp_path / "meminfo").write_text("MemTotal: 16 kB\nMemAvailable:    5242880 kB\n")  # 5 GiB
-    me, kernel, server, editor = os.getpid(), 5001, 5002, 5003
-    for pid, parent, command in (
-        (me, 1, "ipykernel"),
-        (kernel, 1, "ipykernel"),
-        (server, kernel, "fork"),
-        (editor, 1, "vi"),
-    ):
-        folder = tmp_path / str(pid)
-        folder.mkdir()
-        (folder / "stat").write_text(f"{pid} (a (name)) S {parent} 0")
-        (folder / "cmdline").write_text(f"python\0-m\0{command}")
-        (folder / "smaps_rollup").write_text("Rss: 9999999 kB\nPss:     1048576 kB\n")  # 1 GiB
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * GIB))
+    monkeypatch.setattr(machine_memory, "other_kernels", lambda: ["kernel", "server"])
+    monkeypatch.setattr(machine_memory, "private_bytes", lambda process: GIB)
     return tmp_path
 
 
-def test_what_is_free_what_is_needed_and_who_holds_the_rest(proc):
+def test_what_is_free_what_is_needed_and_who_holds_the_rest(machine):
     # 5 GiB = 5.37 GB; the other kernel and its server hold 1 GiB each, 2.15 GB
     assert machine_memory.describe_memory() == "Memory: 5.37 GB free; other kernels hold 2.15 GB."
     assert machine_memory.describe_memory(7 * 10**9) == (
@@ -41,14 +32,24 @@ def test_what_is_free_what_is_needed_and_who_holds_the_rest(proc):
     assert "Shut Down" not in machine_memory.describe_memory(10**9)
 
 
-def test_a_container_may_have_less(proc):
-    (proc / "memory.max").write_text(f"{4 * GIB}\n")
-    (proc / "memory.current").write_text(f"{3 * GIB}\n")
+def test_a_container_may_have_less(machine):
+    (machine / "memory.max").write_text(f"{4 * GIB}\n")
+    (machine / "memory.current").write_text(f"{3 * GIB}\n")
     assert machine_memory.available_bytes() == GIB
-    (proc / "memory.max").write_text("max\n")
+    (machine / "memory.max").write_text("max\n")
     assert machine_memory.available_bytes() == 5 * GIB
 
 
-def test_nothing_is_said_where_nothing_is_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine_memory, "PROC", tmp_path / "no-proc")
-    assert machine_memory.describe_memory(7 * 10**9) == ""
+CHILD = "import time; buffer = bytearray(2**26); print(flush=True); time.sleep(60)"
+KERNEL = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
+
+
+def test_a_kernel_and_what_it_started():
+    """A program with the name of a kernel in its command, and its child with 64 MiB; this process is not among them."""
+    with running([sys.executable, "-c", KERNEL, "ipykernel"]) as kernel:
+        kernel.stdout.readline()
+        (child,) = psutil.Process(kernel.pid).children()
+        found = {process.pid: process for process in machine_memory.other_kernels()}
+        assert {kernel.pid, child.pid} <= found.keys() and psutil.Process().pid not in found
+        assert machine_memory.private_bytes(found[child.pid]) > 2**26
+    assert machine_memory.private_bytes(found[child.pid]) == 0  # it has ended

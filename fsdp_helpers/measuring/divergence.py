@@ -1,0 +1,69 @@
+"""Where ranks part: their collectives, written down before each begins, and compared rank against rank."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_helpers.measuring.collectives import as_collective, is_collective
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.records import Collective
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where ranks are in different collectives; None for a rank that has no more of them."""
+
+    position: int  # how many collectives all ranks had in common before it
+    collectives: tuple[Collective | None, ...]  # one per rank
+
+    def __str__(self) -> str:
+        places = [f"rank {rank}: {describe(event)}" for rank, event in enumerate(self.collectives)]
+        return "\n".join([f"{self.position} collectives in common, then the ranks part:", *places])
+
+
+def describe(event: Collective | None) -> str:
+    """Return a collective in words."""
+    return "no further collective" if event is None else f"{event.op} of {format_bytes(event.bytes)}"
+
+
+def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | None:
+    """Return where the traces of the ranks first differ in kind or size, or None if they agree to the end.
+
+    Ranks of one group match their collectives by order alone. Equal traces do not prove that the ranks agree: two
+    all-reduces of one size may still mean different things.
+    """
+    for position in range(max(map(len, traces), default=0)):
+        events = tuple(trace[position] if position < len(trace) else None for trace in traces)
+        if len({(event.op, event.bytes) if event else None for event in events}) > 1:
+            return Divergence(position, events)
+    return None
+
+
+class CollectiveLog(TorchDispatchMode):
+    """While active, writes each collective to a file before it begins: one that never ends is there, too."""
+
+    def __init__(self, file: TextIO) -> None:
+        super().__init__()
+        self.file = file
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if is_collective(func):
+            print(json.dumps(asdict(as_collective(func, args, kwargs or {}, (0.0, 0.0)))), file=self.file, flush=True)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def log_collectives(path: Path) -> Iterator[None]:
+    """Within the block, write this rank's collectives to `path`, one line each."""
+    with open(path, "w") as file, CollectiveLog(file):
+        yield
+
+
+def read_log(path: Path) -> list[Collective]:
+    """Read what `log_collectives` wrote, also of a rank that was ended."""
+    return [Collective(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -1,0 +1,238 @@
+"""One traced step of FSDP2, unit by unit: when each is gathered, freed and reduced, and when each gradient is there.
+
+Every time was taken in the run. All ranks run on one machine, whose clock their processes share. On a GPU a gradient's
+time is that of its launch; collectives and phases end when the GPU is done.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_helpers.records import Collective, MemoryCurve, Phase, StepTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedUnit:
+    """Parameters that are gathered and reduced together."""
+
+    name: str
+    full_bytes: int  # as the collectives move it, padding included
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientMade:
+    """The whole gradient of one parameter, of this rank's own images."""
+
+    unit: str
+    parameter: str
+    bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stay:
+    """A stretch in which one rank has the parameters of a unit whole."""
+
+    gather: Collective
+    freed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUnits:
+    """What one rank saw in the step; all times count from the same moment on every rank."""
+
+    trace: StepTrace
+    zeroed_s: float  # `zero_grad` has let the old gradients go
+    gradients: tuple[GradientMade, ...]
+    stays: dict[str, tuple[Stay, ...]]  # by unit, in time
+    reduces: dict[str, Collective]  # by unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTrace:
+    """One step of a run of FSDP2, on every rank."""
+
+    model: str
+    versions: dict[str, str]
+    units: tuple[TracedUnit, ...]  # in the order of forward, the root first
+    ranks: tuple[RankUnits, ...]
+
+    @property
+    def length_s(self) -> float:
+        """Until the last rank has ended its step."""
+        return max(phase.end_s for rank in self.ranks for phase in rank.trace.curve.phases)
+
+    def save(self, path: str | PathLike) -> None:
+        Path(path).write_text(json.dumps(_rounded(asdict(self))) + "\n")
+
+
+def read_unit_trace(path: str | PathLike) -> UnitTrace:
+    """Return the trace that `UnitTrace.save` has written."""
+    kept = json.loads(Path(path).read_text())
+    return UnitTrace(
+        model=kept["model"],
+        versions=kept["versions"],
+        units=tuple(TracedUnit(**unit) for unit in kept["units"]),
+        ranks=tuple(_read_rank(rank) for rank in kept["ranks"]),
+    )
+
+
+class UnitHooks:
+    """Hooks on the units of a sharded model that note times: forward entered and left, gradients finished.
+
+    Add them after `fully_shard`, whose own hooks then come first: parameters are whole when a unit is entered here.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._entered: list[str] = []  # in the last forward
+        self._left: dict[str, tuple[float, bool]] = {}  # unit: when, and whether its parameters are slices again
+        self._gradients: list[GradientMade] = []
+        self._zeroed_s = 0.0
+        self._watched: set[int] = set()
+        self._units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        for name, unit in self._units.items():
+            unit.register_forward_pre_hook(self._enter(name))
+            unit.register_forward_hook(self._leave(name))
+
+    def begin_step(self) -> None:
+        """Forget the step before. Call it right after `zero_grad`."""
+        self._zeroed_s = time.perf_counter()
+        self._entered, self._left, self._gradients = [], {}, []
+
+    def _enter(self, name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple) -> None:
+            self._entered.append(name)
+            for parameter_name, parameter in self._own_parameters(name):
+                if id(parameter) not in self._watched:  # FSDP2 takes the same whole parameter in every step
+                    self._watched.add(id(parameter))
+                    parameter.register_post_accumulate_grad_hook(self._made(name, parameter_name))
+
+        return hook
+
+    def _leave(self, name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: object) -> None:
+            is_freed = all(isinstance(parameter, DTensor) for _, parameter in self._own_parameters(name))
+            self._left[name] = (time.perf_counter(), is_freed)
+
+        return hook
+
+    def _made(self, unit: str, parameter_name: str) -> Callable:
+        def hook(parameter: nn.Parameter) -> None:
+            made = GradientMade(
+                unit=unit or "root", parameter=parameter_name, bytes=parameter.grad.nbytes, time_s=time.perf_counter()
+            )
+            self._gradients.append(made)
+
+        return hook
+
+    def _own_parameters(self, unit: str) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that no unit within this one has taken."""
+        inner = [name for name in self._units if name != unit and name.startswith(f"{unit}." if unit else "")]
+        found = self._units[unit].named_parameters(prefix=unit)
+        return [(name, one) for name, one in found if not any(name.startswith(f"{other}.") for other in inner)]
+
+    def seen_with(self, trace: StepTrace) -> RankUnits:
+        """Return the last step, with times from its beginning; `trace` is of the same step.
+
+        Raises ValueError unless every unit was gathered and reduced in the order of units that lie side by side.
+        """
+        root, *below = self._entered
+        reduced = self._matched([*reversed(below), root], trace, "reduce_scatter")
+        again = [name for name in reversed(self._entered) if self._left[name][1]]  # gathered once more, for backward
+        gathered = self._matched([*self._entered, *again], trace, "all_gather")
+        stays: dict[str, list[Stay]] = {name: [] for name in self._entered}
+        for name, gather in gathered:
+            left_s, is_freed = self._left[name]
+            freed_after_forward = is_freed and not stays[name]
+            freed_s = left_s - trace.began_s if freed_after_forward else dict(reduced)[name].start_s
+            stays[name].append(Stay(gather=gather, freed_s=freed_s))
+        return RankUnits(
+            trace=trace,
+            zeroed_s=self._zeroed_s - trace.began_s,
+            gradients=tuple(replace(made, time_s=made.time_s - trace.began_s) for made in self._gradients),
+            stays={name or "root": tuple(found) for name, found in stays.items()},
+            reduces={name or "root": found for name, found in reduced},
+        )
+
+    def _matched(self, order: Sequence[str], trace: StepTrace, op: str) -> list[tuple[str, Collective]]:
+        """The collectives of one kind, each with the unit whose turn it was; a unit's are all of the same size."""
+        seen = [one for one in trace.collectives if one.op == op]
+        sizes: dict[str, set[int]] = {}
+        for name, one in zip(order, seen, strict=False):
+            sizes.setdefault(name, set()).add(one.bytes)
+        if len(seen) != len(order) or any(len(found) > 1 for found in sizes.values()):
+            moved = [f"{one.bytes:,}" for one in seen]
+            raise ValueError(
+                f"{op} moved {', '.join(moved)} bytes, which does not fit the units {[name or 'root' for name in order]}; "
+                "only units that lie side by side in one root can be followed"
+            )
+        return list(zip(order, seen, strict=True))
+
+
+def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits]) -> UnitTrace:
+    """Put the ranks of one step together, with all times from the moment at which the first of them began.
+
+    Raises ValueError where the ranks did not gather the same bytes.
+    """
+    sizes = [{name: stays[0].gather.bytes for name, stays in rank.stays.items()} for rank in ranks]
+    if any(one != sizes[0] for one in sizes):
+        raise ValueError(f"the ranks gathered different units: {sizes}")
+    began_s = min(rank.trace.began_s for rank in ranks)
+    units = tuple(TracedUnit(name=name, full_bytes=size) for name, size in sizes[0].items())
+    shifted = tuple(_later(rank, rank.trace.began_s - began_s) for rank in ranks)
+    return UnitTrace(model=model, versions=versions, units=units, ranks=shifted)
+
+
+def _later(rank: RankUnits, delay_s: float) -> RankUnits:
+    def collective(seen: Collective) -> Collective:
+        return replace(seen, start_s=seen.start_s + delay_s, end_s=seen.end_s + delay_s)
+
+    curve = rank.trace.curve
+    phases = [replace(one, start_s=one.start_s + delay_s, end_s=one.end_s + delay_s) for one in curve.phases]
+    later = replace(curve, times_s=tuple(at + delay_s for at in curve.times_s), phases=tuple(phases))
+    return RankUnits(
+        trace=replace(rank.trace, curve=later, collectives=tuple(map(collective, rank.trace.collectives)), began_s=0.0),
+        zeroed_s=rank.zeroed_s + delay_s,
+        gradients=tuple(replace(made, time_s=made.time_s + delay_s) for made in rank.gradients),
+        stays={
+            name: tuple(replace(stay, gather=collective(stay.gather), freed_s=stay.freed_s + delay_s) for stay in stays)
+            for name, stays in rank.stays.items()
+        },
+        reduces={name: collective(seen) for name, seen in rank.reduces.items()},
+    )
+
+
+def _rounded(value: object) -> object:
+    """Times to the microsecond: what lies below is noise."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _read_rank(kept: dict) -> RankUnits:
+    curve = kept["trace"]["curve"]
+    curve = MemoryCurve(
+        times_s=tuple(curve["times_s"]),
+        allocated_bytes=tuple(curve["allocated_bytes"]),
+        phases=tuple(Phase(**phase) for phase in curve["phases"]),
+    )
+    collectives = tuple(Collective(**seen) for seen in kept["trace"]["collectives"])
+    return RankUnits(
+        trace=replace(StepTrace(**kept["trace"]), curve=curve, collectives=collectives),
+        zeroed_s=kept["zeroed_s"],
+        gradients=tuple(GradientMade(**made) for made in kept["gradients"]),
+        stays={
+            name: tuple(Stay(gather=Collective(**stay["gather"]), freed_s=stay["freed_s"]) for stay in stays)
+            for name, stays in kept["stays"].items()
+        },
+        reduces={name: Collective(**seen) for name, seen in kept["reduces"].items()},
+    )

@@ -1,0 +1,284 @@
+"""One traced step as a picture that moves: slices above, memory and collectives below, all on the clock of the run.
+
+Each moving part has keys in time. `frame` reads them at one moment; `animated` hands all of them to the browser as CSS,
+which repeats the step, slowed down. The picture itself is a still, and stays one for readers who want no motion.
+"""
+
+from base64 import b64encode
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from math import inf
+from os import PathLike
+from pathlib import Path
+
+from fsdp_helpers.measuring.unit_trace import UnitTrace
+from fsdp_helpers.quantities import MB
+from fsdp_helpers.teaching.figures.step_parts import LEFT, RIGHT, Key, Part, in_progress, parts, places
+from fsdp_helpers.teaching.figures.style import FRAME_COLOUR, IN_WORDS, OP_COLOURS, PEAK_COLOUR, STATE_COLOURS
+from fsdp_helpers.teaching.figures.words import step_of_units_in_words
+
+WIDTH, HEIGHT = 960, 590
+LANES, LANE = (340, 358), 12  # the time line of each rank
+TOP, BOTTOM = 396, 532  # of the memory curve
+PLAY_S, REST_S = 14.0, 2.0  # in which a step is shown, and how long its end stays
+CURVE_POINTS, READINGS = 400, 80
+INK = "#7a7a7a"  # legible on white and on black, so that the picture needs no background
+CAPTIONS = {
+    "forward": "Forward: slices flow together, and whole parameters are used",
+    "backward": "Backward: whole gradients (hatched); then each rank keeps its slice of their mean",
+    "step": "Optimiser's step: each rank updates its own slices",
+}
+FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
+STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{INK}}}"
+RUNS = f"g{{animation:{PLAY_S + REST_S:g}s linear infinite}}"
+HATCHES = (
+    '<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" fill="{colour}"/><rect width="2" height="6" fill="#fff"/></pattern>'
+)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG with its description; a notebook shows it as an image with both."""
+
+    svg: str
+    words: str
+
+    def save(self, path: str | PathLike) -> None:
+        Path(path).write_text(self.svg)
+
+    def html(self) -> str:
+        """Return an image that needs no other file, and survives JupyterLab's sanitizer."""
+        data = b64encode(self.svg.encode()).decode()
+        look = f"width:100%;max-width:{WIDTH}px"
+        return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(self.words)}" style="{look}">'
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        folded = f'<details style="{IN_WORDS}"><summary>In words</summary>{escape(self.words)}</details>'
+        return {"text/html": self.html() + folded, "text/plain": self.words}
+
+
+def frame(step: UnitTrace, time_s: float) -> Picture:
+    """Return the step at one moment, in seconds from its beginning."""
+    return _picture(step, "".join(_still(part, time_s) for part in _moving(step)), STYLE)
+
+
+def animated(step: UnitTrace) -> Picture:
+    """Return the whole step, in motion; its still shows the reduce-scatter of a unit in the middle."""
+    moving = list(_moving(step))
+    rules = "".join(_rule(number, part.keys, step.length_s) for number, part in enumerate(moving) if len(part.keys) > 1)
+    motion = f"@media (prefers-reduced-motion:no-preference){{{RUNS}{rules}}}"
+    drawn = "".join(_still(part, still_s(step), number) for number, part in enumerate(moving))
+    return _picture(step, drawn, STYLE + motion)
+
+
+def still_s(step: UnitTrace) -> float:
+    """Return the moment that says most: the reduce-scatter of a unit in the middle."""
+    reduce = step.ranks[0].reduces[step.units[len(step.units) // 2].name]
+    return (reduce.start_s + 2 * reduce.end_s) / 3
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Several pictures, one below the other."""
+
+    pictures: tuple[Picture, ...]
+
+    def _repr_html_(self) -> str:
+        return "".join(picture.html() for picture in self.pictures)
+
+
+def stills(step: UnitTrace) -> Strip:
+    """Return four moments that tell the story without motion: slices flow, forward is done, gradients flow, the end."""
+    gather = step.ranks[0].stays[step.units[len(step.units) // 2].name][0].gather
+    turn_s = step.ranks[0].trace.curve.phases[0].end_s
+    moments_s = ((gather.start_s + 2 * gather.end_s) / 3, turn_s, still_s(step), step.length_s)
+    return Strip(tuple(frame(step, time_s) for time_s in moments_s))
+
+
+def player(step: UnitTrace) -> object:
+    """Return the step with play and scrub or, where ipywidgets is missing, four stills."""
+    try:
+        import ipywidgets
+    except ImportError:
+        return stills(step)
+    last_ms = round(1e3 * step.length_s)
+    play = ipywidgets.Play(min=0, max=last_ms, step=max(1, last_ms // 150), interval=100)
+    scrub = ipywidgets.IntSlider(min=0, max=last_ms, description="time (ms)", layout={"width": "60%"})
+    shown = ipywidgets.Image(format="svg+xml", layout={"width": "100%", "max_width": f"{WIDTH}px"})
+
+    def show(_: object = None) -> None:
+        shown.value = frame(step, scrub.value / 1e3).svg.encode()
+
+    scrub.observe(show, "value")
+    ipywidgets.jslink((play, "value"), (scrub, "value"))
+    show()
+    return ipywidgets.VBox([ipywidgets.HBox([play, scrub]), shown])
+
+
+def _picture(step: UnitTrace, moving: str, style: str) -> Picture:
+    words = step_of_units_in_words(step)
+    hatches = HATCHES.format(name="hatch", colour=STATE_COLOURS["gradients"])
+    hatches += HATCHES.format(name="reduce", colour=OP_COLOURS["reduce_scatter"])
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+        f"<title>One step of FSDP on two ranks, as it was traced</title><desc>{escape(words)}</desc>"
+        f"<style>{style}</style><defs>{hatches}</defs>{''.join(_fixed(step))}{moving}</svg>\n"
+    )
+    return Picture(svg, words)
+
+
+def _moving(step: UnitTrace) -> Iterator[Part]:
+    """Yield boxes, captions, the collective in progress, the cursor and what it reads."""
+    yield from parts(step)
+    for text, start_s, end_s in captions(step):
+        look = 'text-anchor="middle" font-weight="600" style="font-size:17px"'
+        yield _for_a_while(_text((LEFT + RIGHT) / 2, 22, text, look), start_s, end_s)
+    for text, seen in in_progress(step):
+        name = f"{text}, {seen.bytes / MB:.1f} MB"
+        label = _text((LEFT + RIGHT) / 2, 46, name, 'text-anchor="middle" font-weight="600"')
+        swatch = f'<rect x="{(LEFT + RIGHT) / 2 - 150}" y="36" width="24" height="{LANE}" fill="{_fill(seen.op)}"/>'
+        yield _for_a_while(swatch + label, seen.start_s, seen.end_s)
+    begin, end = Key(time_s=0.0, x=LEFT), Key(time_s=step.length_s, x=RIGHT)
+    cursor = f'<path d="M0 {LANES[0] - 6}V{BOTTOM}" stroke="{PEAK_COLOUR}" stroke-width="1.5"/>'
+    yield Part(shape=cursor, keys=(begin, end))
+    yield from _readings(step)
+
+
+def captions(step: UnitTrace) -> list[tuple[str, float, float]]:
+    """Return what happens, with its beginning and its end, phase by phase on rank 0."""
+    phases = step.ranks[0].trace.curve.phases
+    more = "; then the unit is freed" if len(step.units) > 1 else ""
+    texts = {**CAPTIONS, "forward": CAPTIONS["forward"] + more}
+    ends_s = [*(later.start_s for later in phases[1:]), inf]
+    return [(texts[phase.name], phase.start_s, end_s) for phase, end_s in zip(phases, ends_s, strict=True)]
+
+
+def _readings(step: UnitTrace) -> Iterator[Part]:
+    """Yield what rank 0 has allocated now, in figures and as a dot on the curve, often enough to follow."""
+    curve = step.ranks[0].trace.curve
+    for number in range(READINGS):
+        start_s, end_s = (step.length_s * (number + more) / READINGS for more in (0, 1))
+        size = curve.allocated_bytes[max(0, bisect_right(curve.times_s, start_s) - 1)]
+        text = _text(RIGHT, TOP - 8, f"now {size / MB:.1f} MB", 'text-anchor="end" font-weight="600"')
+        yield _for_a_while(text, start_s, end_s if number < READINGS - 1 else inf)
+
+
+def _for_a_while(shape: str, start_s: float, end_s: float) -> Part:
+    """Return a part that is visible from `start_s` on, and until `end_s`; infinity is the end of the picture."""
+    appears = [Key(time_s=start_s, opacity=0), Key(time_s=start_s)] if start_s > 0 else [Key(time_s=0.0)]
+    goes = [Key(time_s=end_s), Key(time_s=end_s, opacity=0)] if end_s < inf else []
+    return Part(shape=shape, keys=(*appears, *goes))
+
+
+def _fixed(step: UnitTrace) -> Iterator[str]:
+    """Yield names, the two time lines with their collectives, and the memory curve of rank 0."""
+    for unit, place in places(step).items():
+        if place.width > 40 or len(step.units) == 1:
+            yield _text(place.left + place.width / 2, 74, unit, 'text-anchor="middle"')
+        else:
+            yield _text(place.left, 74, unit, 'text-anchor="end"')
+    for rank, rows in enumerate(((108, 147, 174), (302, 264, 237))):
+        for name, y in zip(("optimiser", "gradients", "parameters"), rows, strict=True):
+            yield _text(LEFT - 8, y, name, 'text-anchor="end"')
+        yield _text(8, (147, 264)[rank], f"rank {rank}", 'font-weight="600"')
+    yield from _lanes(step)
+    yield from _curve(step)
+    key = "filled: this rank has it · framed: it does not · hatched: gradients of its own images only · area: bytes"
+    yield _text(LEFT, HEIGHT - 12, key, 'style="font-size:12px"')
+
+
+def _lanes(step: UnitTrace) -> Iterator[str]:
+    """Yield the collectives of each rank on the clock that both share."""
+    yield _text(8, LANES[0] + 20, "collectives", 'font-weight="600"')
+    for rank, (seen, top) in enumerate(zip(step.ranks, LANES, strict=True)):
+        yield _text(LEFT - 8, top + 11, f"rank {rank}", 'text-anchor="end"')
+        for one in seen.trace.collectives:
+            left, right = _x(step, one.start_s), _x(step, one.end_s)
+            width = max(1.5, right - left)
+            yield f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{LANE}" fill="{_fill(one.op)}"/>'
+
+
+def _fill(op: str) -> str:
+    return "url(#reduce)" if op == "reduce_scatter" else OP_COLOURS[op]
+
+
+def _curve(step: UnitTrace) -> Iterator[str]:
+    curve = step.ranks[0].trace.curve
+    highest = 1.08 * max(curve.peak_bytes, ddp_bytes(step))
+
+    def y(size: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * size / highest
+
+    points = thinned(curve.times_s, curve.allocated_bytes)
+    path = f"M{LEFT} {y(points[0][1]):.1f}" + "".join(f"H{_x(step, at):.1f}V{y(size):.1f}" for at, size in points[1:])
+    yield f'<path d="{path}H{RIGHT}V{BOTTOM}H{LEFT}Z" fill="{STATE_COLOURS["parameters"]}" fill-opacity="0.25"/>'
+    yield f'<path d="{path}H{RIGHT}" fill="none" stroke="{STATE_COLOURS["parameters"]}" stroke-width="1.5"/>'
+    below = 0.0
+    levels = ((curve.peak_bytes, "peak"), (ddp_bytes(step), "DDP holds"), (curve.held_bytes, "held"))
+    for size, text in sorted(levels, reverse=True):
+        yield f'<path d="M{LEFT} {y(size):.1f}H{RIGHT}" stroke="{INK}" stroke-dasharray="2 4"/>'
+        below = max(y(size) + 4, below + 15)  # no text upon another
+        yield _text(LEFT - 8, below, f"{text} {size / MB:.1f}", 'text-anchor="end"')
+    yield f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FRAME_COLOUR}"/>'
+    for phase in curve.phases:
+        start, end = _x(step, phase.start_s), _x(step, phase.end_s)
+        yield f'<path d="M{start:.1f} {LANES[0] - 6}V{BOTTOM}" stroke="{FRAME_COLOUR}" stroke-width="0.8"/>'
+        if end - start > 60:
+            yield _text((start + end) / 2, BOTTOM + 16, f"{phase.name}", 'text-anchor="middle"')
+    yield _text(RIGHT, BOTTOM + 16, f"{1e3 * step.length_s:.0f} ms", 'text-anchor="end"')
+    yield _text(8, TOP - 8, "on rank 0 (MB)", 'font-weight="600"')
+
+
+def ddp_bytes(step: UnitTrace) -> int:
+    """Return what a rank of DDP holds between steps: 16 bytes a parameter, and 4 in its buckets."""
+    return 20 * sum(unit.full_bytes for unit in step.units) // 4
+
+
+def thinned(times_s: tuple[float, ...], sizes: tuple[int, ...]) -> list[tuple[float, int]]:
+    """Return the staircase with at most CURVE_POINTS stretches; of each, the highest point stays."""
+    kept: dict[int, tuple[float, int]] = {}
+    for at_s, size in zip(times_s, sizes, strict=True):
+        stretch = int(CURVE_POINTS * at_s / (times_s[-1] or 1))
+        if stretch not in kept or size > kept[stretch][1]:
+            kept[stretch] = (at_s, size)
+    return list(kept.values())
+
+
+def _x(step: UnitTrace, time_s: float) -> float:
+    return LEFT + (RIGHT - LEFT) * time_s / step.length_s
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
+
+
+def _still(part: Part, time_s: float, number: int | None = None) -> str:
+    key = part.at(time_s)
+    if len(part.keys) == 1:
+        return part.shape
+    if number is None and not key.opacity:
+        return ""
+    name = "" if number is None else f' class="a{number}"'
+    place = f' transform="translate({key.x:.1f} {key.y:.1f})"' if key.x or key.y else ""
+    return f'<g{name}{place} opacity="{key.opacity:g}">{part.shape}</g>'
+
+
+def _rule(number: int, keys: tuple[Key, ...], length_s: float) -> str:
+    """Return the CSS of one part's motion: keys as shares of the step and the rest after it."""
+    share = 100 * PLAY_S / (PLAY_S + REST_S) / length_s
+    stops = {0.0: keys[0]}
+    for key in keys:  # two keys at one time are a jump; CSS would take the second for both
+        at = round(share * key.time_s, 2)
+        stops[at if at > max(stops) or not key.time_s else round(max(stops) + 0.01, 2)] = key
+    stops[100.0] = keys[-1]
+    moves = any((key.x, key.y) != (0, 0) for key in keys)
+    text = "".join(f"{at:g}%{{{_css(key, moves)}}}" for at, key in stops.items())
+    return f"@keyframes k{number}{{{text}}}.a{number}{{animation-name:k{number}}}"
+
+
+def _css(key: Key, moves: bool) -> str:
+    place = f"transform:translate({key.x:g}px,{key.y:g}px);" if moves else ""
+    return f"{place}opacity:{key.opacity:g}"

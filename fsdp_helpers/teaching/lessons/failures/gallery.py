@@ -1,0 +1,119 @@
+"""All failures by name, and how one is run: what is seen when it is broken, and the numbers when it is mended."""
+
+import gc
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_helpers.measuring.divergence import log_collectives, read_log
+from fsdp_helpers.ranks.launching.errors import RankError, RankTimeout
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.records import Collective
+from fsdp_helpers.teaching.lessons.failures.crashes import CRASHES
+from fsdp_helpers.teaching.lessons.failures.crashes_at_the_ends import CRASHES_AT_THE_ENDS
+from fsdp_helpers.teaching.lessons.failures.documented import DOCUMENTED
+from fsdp_helpers.teaching.lessons.failures.entry import SYMPTOMS, Failure, Numbers, RankFunction, same_numbers
+from fsdp_helpers.teaching.lessons.failures.hangs import HANGS
+from fsdp_helpers.teaching.lessons.failures.memory import MEMORY
+from fsdp_helpers.teaching.lessons.failures.saving import SAVING
+from fsdp_helpers.teaching.lessons.failures.slow import SLOW
+from fsdp_helpers.teaching.lessons.failures.wrong import WRONG
+from fsdp_helpers.teaching.lessons.failures.wrong_data import WRONG_DATA
+from fsdp_helpers.teaching.lessons.failures.wrong_start import WRONG_START
+
+NUM_RANKS = 2
+STALL_S = 2.0  # ranks that have not moved for so long wait for each other
+LIMIT_S = 60.0
+RUN = (*HANGS, *CRASHES_AT_THE_ENDS, *CRASHES, *MEMORY, *WRONG_START, *WRONG, *WRONG_DATA, *SLOW, *SAVING)
+# These raise on every rank before any of them waits, so that several fit into one launch.
+RAISES_EVERYWHERE = (
+    "crash-mixed-tensor-dtensor",
+    "crash-tied-weights",
+    "crash-frozen-flat",
+    "crash-encoder-fast-path",
+    "crash-port-in-use",
+    "crash-notebook-function",
+    "save-half-written",
+    "save-module-prefix",
+)
+GALLERY = {
+    failure.name: failure for symptom in SYMPTOMS for failure in (*RUN, *DOCUMENTED) if failure.symptom == symptom
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run showed: the numbers of each rank, or the error in which it ended."""
+
+    numbers: tuple[Numbers, ...] = ()
+    error: str = ""
+
+
+def find(name: str) -> Failure:
+    """Return the failure of this name; ValueError lists those that there are."""
+    if name not in GALLERY:
+        raise ValueError(f"no failure is called {name!r}; there are {', '.join(GALLERY)}")
+    return GALLERY[name]
+
+
+def run(worker: RankFunction, group_timeout_s: float | None = None) -> Seen:
+    """Run one rank function on two CPU ranks, and return what it showed."""
+    limits = {"timeout_s": LIMIT_S, "stall_s": STALL_S, "group_timeout_s": group_timeout_s}
+    try:
+        return Seen(numbers=tuple(launch(worker, world_size=NUM_RANKS, device="cpu", progress=False, **limits)))
+    except RankError as error:
+        return Seen(error=f"rank {error.rank} of {NUM_RANKS} failed: {error.summary}")
+    except RankTimeout as error:
+        return Seen(error=str(error))
+
+
+def run_broken(failure: Failure) -> Seen:
+    return run(failure.broken, failure.group_timeout_s)
+
+
+def run_mended(failure: Failure) -> Seen:
+    return run(failure.mended)
+
+
+def shows_symptom(failure: Failure, seen: Seen) -> bool:
+    """Say whether a broken run looks as its entry says: the error, or numbers that are not the right ones."""
+    if failure.says:
+        return re.search(failure.says, seen.error) is not None
+    right = failure.right()
+    return bool(seen.numbers) and not all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)
+
+
+def is_mended(failure: Failure, seen: Seen) -> bool:
+    """Say whether every rank has the right numbers."""
+    right = failure.right()
+    return bool(seen.numbers) and all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)
+
+
+def run_each(rank: int, world_size: int, names: Sequence[str], way: str) -> dict[str, Numbers | str]:
+    """Run several failures, one after the other: the numbers of each, or its error. A rank function itself."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = getattr(GALLERY[name], way)(rank, world_size)
+        except Exception as error:  # what a broken run raises is what is asked for
+            found[name] = f"{type(error).__name__}: {error}"
+        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
+    return found
+
+
+def trace_broken(name: str) -> list[list[Collective]]:
+    """Run a broken run with its collectives written down, and return those of each rank, the unfinished one included."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
+        with suppress(RankError, RankTimeout):  # it is broken on purpose
+            launch(run_logged, name, paths, world_size=NUM_RANKS, device="cpu", progress=False, stall_s=STALL_S)
+        return [read_log(path) for path in paths]
+
+
+def run_logged(rank: int, world_size: int, name: str, paths: Sequence[Path]) -> Numbers:
+    """Run a broken run with this rank's collectives written to its path."""
+    with log_collectives(paths[rank]):
+        return GALLERY[name].broken(rank, world_size)

@@ -1,0 +1,34 @@
+"""What the failures have in common: a small model, its units, and a few images."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+WIDTH = 8
+ALL_IMAGES = 8
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    """Return three linear layers, with the same weights wherever the seed is the same."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)]
+    return nn.Sequential(*layers)
+
+
+def in_units(model: nn.Module) -> FSDPModule:
+    """Make each linear layer a unit, and the model the root."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def images(count: int = ALL_IMAGES) -> Tensor:
+    """Return `count` images of eight values, each time the same ones; shape (count, 8)."""
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """Return the norm of the whole gradient, sharded or not, the same number on every rank."""
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

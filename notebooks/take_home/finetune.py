@@ -1,0 +1,258 @@
+"""Fine-tune a Llama from a Hugging Face folder with FSDP2: each rank reads its rows, the loss counts tokens.
+
+Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, on GPUs or, if there are too
+few, on the CPU. FOLDER has config.json and safetensors files (and tokenizer.json; without one, tokens are
+bytes). TEXT is a text file, whose documents are separated by blank lines. RUN receives checkpoints and, in
+the end, RUN/model. The same command with more STEPS goes on from the newest checkpoint, on any number of
+ranks.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+BATCH = 12  # documents per step, over all ranks: it divides by 2, 3, 4 and 6
+LONGEST = 256  # tokens of a document; what is beyond is left out
+CHUNKS = 4  # the logits of a quarter of the tokens at a time
+LEARNING_RATE = 3e-4
+MAX_NORM = 1.0
+SAVE_EVERY = 4  # steps
+IGNORED = -100  # a target that counts for nothing
+
+
+class Attention(nn.Module):
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.head_width = width // config["num_attention_heads"]
+        kv_width = self.head_width * config["num_key_value_heads"]
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, kv_width, bias=False)
+        self.v_proj = nn.Linear(width, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, tokens: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        projected = [self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens)]
+        heads = [one.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for one in projected]
+        queries, keys, values = heads
+        queries = rotate(queries, cosines, sines)
+        keys = rotate(keys, cosines, sines)
+        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        return self.o_proj(seen.transpose(1, 2).flatten(2))
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat([-second, first], dim=-1) * sines
+
+
+class MLP(nn.Module):
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
+        self.up_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
+        self.down_proj = nn.Linear(config["intermediate_size"], config["hidden_size"], bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(tokens)) * self.up_proj(tokens))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
+        self.mlp = MLP(config)
+
+    def forward(self, tokens: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        tokens = tokens + self.self_attn(self.input_layernorm(tokens), cosines, sines)
+        return tokens + self.mlp(self.post_attention_layernorm(tokens))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
+        num_pairs = config["hidden_size"] // config["num_attention_heads"] // 2
+        self.register_buffer("inv_freq", torch.empty(num_pairs), persistent=False)  # in no file; see `start`
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        positions = torch.arange(numbers.shape[1], device=numbers.device)
+        angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
+        tokens = self.embed_tokens(numbers)
+        for layer in self.layers:  # only the input of each layer is kept; backward computes the rest again
+            tokens = checkpoint(layer, tokens, angles.cos(), angles.sin(), use_reentrant=False)
+        return self.norm(tokens)
+
+
+class Llama(nn.Module):
+    """Hugging Face's Llama, as far as names and numbers go. Returns the sum of the tokens' losses."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+        if config["tie_word_embeddings"]:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, numbers: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.model(numbers).flatten(0, 1)
+        total = torch.zeros((), device=hidden.device)
+        for part, wanted in zip(hidden.chunk(CHUNKS), targets.flatten().chunk(CHUNKS), strict=True):
+            total = total + checkpoint(self.loss_of, part, wanted, use_reentrant=False)
+        return total
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.lm_head(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def read_config(folder: Path) -> dict:
+    """Return the model's config.json; refuse what this model does not have."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
+        sys.exit(f"{folder}: a Llama with plain rotary positions is needed; change the model in this file")
+    config["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    return config
+
+
+def read_documents(folder: Path, text: Path) -> list[Tensor]:
+    """Return the documents of the text as token numbers: of the folder's tokenizer, or bytes."""
+    documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
+    if (folder / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return [torch.tensor(tokenizer.encode(document).ids[:LONGEST]) for document in documents]
+    return [torch.tensor(list(document.encode()[:LONGEST])) for document in documents]
+
+
+def load_batch(documents: list[Tensor], step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch of all ranks together: numbers and targets, (BATCH, length). The step decides it."""
+    order = torch.randint(len(documents), (BATCH,), generator=torch.Generator().manual_seed(step))
+    rows = [documents[index] for index in order]
+    numbers = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
+    targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+    return numbers, targets
+
+
+def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's tensors by name; a tied head is in no file."""
+    tensors = get_model_state_dict(model)
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def start(config: dict, folder: Path, device: torch.device) -> Llama:
+    """Return the sharded model; each rank has read its own rows, and no more."""
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = Llama(config)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=device)
+    dcp.load(tensors_in_files(model), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    buffer = model.model.inv_freq
+    exponents = torch.arange(len(buffer), device=device) / len(buffer)
+    buffer.copy_(1 / config["rope_theta"] ** exponents)
+    return model
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Write a checkpoint that is there whole or not at all."""
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    parameters, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optimizer": moments}, checkpoint_id=unfinished)
+    if dist.get_rank() == 0:
+        unfinished.rename(path)
+    dist.barrier()
+
+
+def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -> int:
+    """Bring back the newest checkpoint and return its step; 0 if there is none."""
+    newest = max(run.glob("step-*"), default=None)
+    if newest is None:
+        return 0
+    parameters, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": parameters, "optimizer": moments}, checkpoint_id=newest)
+    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=moments)
+    return int(newest.name.removeprefix("step-"))
+
+
+def export(model: nn.Module, folder: Path, out: Path) -> None:
+    """Write the model as a Hugging Face folder: every rank its rows, which are then joined."""
+    names = dict.fromkeys(tensors_in_files(model), 1)  # all in file 1; give more numbers for more files
+    writer = dcp.HuggingFaceStorageWriter(
+        str(out), fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(tensors_in_files(model), storage_writer=writer)
+    if dist.get_rank() == 0:
+        shutil.rmtree(out / "sharded")
+        for path in [folder / "config.json", *folder.glob("tokenizer*")]:
+            shutil.copy(path, out)
+
+
+def choose_device() -> torch.device:
+    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> None:
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    run = Path(run)
+    folder = Path(folder)
+    run.mkdir(parents=True, exist_ok=True)
+    documents = read_documents(folder, Path(text))
+    model = start(read_config(folder), folder, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    first = load_newest(model, optimizer, run)
+
+    for step in range(first, int(steps)):
+        numbers, targets = load_batch(documents, step)
+        num_tokens = (targets != IGNORED).sum()  # of all ranks, since every rank has the whole batch here
+        numbers = numbers.chunk(world_size)[rank].to(device)
+        targets = targets.chunk(world_size)[rank].to(device)
+        loss = model(numbers, targets) / num_tokens.to(device)
+        optimizer.zero_grad()
+        (loss * world_size).backward()  # FSDP divides by the number of ranks, and tokens are counted already
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+
+        mean_loss = loss.detach()
+        dist.all_reduce(mean_loss)
+        if rank == 0:
+            print(f"step {step}  loss {mean_loss.item():.7f}", flush=True)
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == int(steps):
+            save(model, optimizer, run / f"step-{step + 1:08d}")
+    export(model, folder, run / "model")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    chosen = choose_device()
+    main(chosen, *sys.argv[1:])
+    if chosen.type == "cpu":
+        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included

@@ -1,0 +1,53 @@
+"""finetune.py: a model of a different shape, a text of one's own, two ranks, then three; read back by the package."""
+
+import re
+
+import pytest
+import torch
+from take_home_workers import load_script, run_main
+from torch.distributed import TCPStore
+
+from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
+from fsdp_helpers.llama import IGNORED, Llama
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.shapes import LlamaShape, config_of_llama, llama_from_config
+
+SHAPE = LlamaShape(
+    width=24, depth=3, num_heads=6, num_kv_heads=2, mlp_width=40, vocabulary=256, context=64, rope_base=500.0
+)
+
+
+def run(world_size: int, *arguments) -> dict[int, float]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = tuple(map(str, arguments))
+    found = launch(run_main, "finetune.py", store.port, words, world_size=world_size, device="cpu", timeout_s=200)
+    assert found[1:] == [""] * (world_size - 1)  # rank 0 alone prints
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", found[0], re.MULTILINE)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_ranks_then_three(tied, tmp_path):
+    torch.manual_seed(0)
+    shape = LlamaShape(**SHAPE.__dict__ | {"tied": tied})
+    model = Llama(shape)
+    save_hugging_face(model, tmp_path / "model", config_of_llama(shape), num_files=2)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Line {number}: " + "so it goes. " * (number % 5) for number in range(40)))
+
+    right = run(2, tmp_path / "model", text, tmp_path / "whole", 6)
+    first = run(2, tmp_path / "model", text, tmp_path / "run", 4)
+    rest = run(3, tmp_path / "model", text, tmp_path / "run", 6)
+    assert sorted(first) == [0, 1, 2, 3] and sorted(rest) == [4, 5]
+    assert first | rest == pytest.approx(right, abs=1e-5)
+
+    numbers, targets = batch_of_script(text)
+    mean = model(numbers, targets) / (targets != IGNORED).sum()
+    assert right[0] == pytest.approx(mean.item(), abs=1e-5)  # the package's Llama says the same of the first batch
+    tuned = Llama(llama_from_config(read_config(tmp_path / "run" / "model")))
+    load_hugging_face(tuned, tmp_path / "run" / "model")
+    assert (tuned(numbers, targets) / (targets != IGNORED).sum()).item() < right[0]
+
+
+def batch_of_script(text):
+    script = load_script("finetune.py")
+    return script.load_batch(script.read_documents(text.parent, text), 0)

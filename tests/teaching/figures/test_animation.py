@@ -1,0 +1,147 @@
+"""The moving picture says what its trace says: bytes, times, and what each rank has at each moment."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from fsdp_helpers.measuring.unit_trace import read_unit_trace
+from fsdp_helpers.quantities import MB
+from fsdp_helpers.teaching.figures import animation
+from fsdp_helpers.teaching.figures.step_parts import HATCH, LEFT, RIGHT, TOPS, Key, Part, places
+from fsdp_helpers.teaching.figures.style import STATE_COLOURS
+from fsdp_helpers.teaching.lessons.one_step import KEPT_PICTURE, KEPT_TRACE
+
+PROJECT = Path(__file__).resolve().parents[3]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def step():
+    return read_unit_trace(PROJECT / "notebooks" / KEPT_TRACE)
+
+
+@pytest.fixture(scope="module")
+def kept() -> str:
+    return (PROJECT / "notebooks" / KEPT_PICTURE).read_text()
+
+
+def texts(svg: str) -> list[str]:
+    return [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_the_kept_picture_is_that_of_the_kept_trace(step, kept):
+    assert kept == animation.animated(step).svg, "run `python -m fsdp_helpers.teaching.lessons.one_step notebooks`"
+
+
+def test_its_bytes_and_times_are_those_of_the_trace(step, kept):
+    curve = step.ranks[0].trace.curve
+    for size, name in ((curve.peak_bytes, "peak"), (curve.held_bytes, "held")):
+        assert f"{name} {size / MB:.1f}" in texts(kept)
+    assert f"{1e3 * step.length_s:.0f} ms" in texts(kept)
+    bars = [rect for rect in ElementTree.fromstring(kept).iter(f"{SVG}rect") if rect.get("height") == "12"]
+    drawn = [
+        sorted(float(bar.get("x")) for bar in bars if float(bar.get("y")) == top and bar.get("width") != "24")
+        for top in animation.LANES
+    ]
+    for rank, lefts in zip(step.ranks, drawn, strict=True):
+        starts_s = [(left - LEFT) / (RIGHT - LEFT) * step.length_s for left in lefts]
+        assert starts_s == pytest.approx([seen.start_s for seen in rank.trace.collectives], abs=1e-3)
+    for unit in step.units:
+        assert f"all-gather: {unit.name}, {unit.full_bytes / MB:.1f} MB" in texts(kept)
+
+
+def test_it_is_small_stands_alone_and_stays_still_if_asked(kept):
+    pictures = sum(path.stat().st_size for path in (PROJECT / "notebooks" / "images").iterdir())
+    assert len(kept) < 100_000 and pictures + (PROJECT / "README.md").stat().st_size < 2_000_000
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|var\(|<script|<image", kept)
+    style = re.search(r"<style>(.*?)</style>", kept)[1]
+    still, _, motion = style.partition("@media (prefers-reduced-motion:no-preference)")
+    assert "animation" not in still and "@keyframes" in motion
+
+
+@pytest.mark.parametrize("page", ["README.md", "notebooks/00_start_here.ipynb"])
+def test_the_first_screen_shows_it(page):
+    text = (PROJECT / page).read_text()
+    found = re.search(r"!\[([^]]{60,})\]\((\S+\.svg)\)", text)
+    assert (PROJECT / page).parent / found[2] == PROJECT / "notebooks" / KEPT_PICTURE
+    assert found.start() < 3_000
+
+
+def parameters(svg: str, rank: int) -> float:
+    """The width of all that a rank has of the parameters, where it has come to rest."""
+    return sum(
+        float(rect.get("width"))
+        for group in [ElementTree.fromstring(svg), *ElementTree.fromstring(svg).iter(f"{SVG}g")]
+        for rect in group.findall(f"{SVG}rect")
+        if rect.get("fill") == STATE_COLOURS["parameters"] and float(rect.get("y")) == TOPS["parameters"][rank]
+        if group.get("transform") is None
+    )
+
+
+def test_a_rank_has_half_between_steps_and_one_more_half_of_a_unit_in_forward(step):
+    between, blocks = animation.frame(step, step.length_s).svg, step.units[1:]
+    widths = [parameters(between, rank) for rank in (0, 1)]
+    room = RIGHT - LEFT - 4 * len(blocks)
+    assert widths == pytest.approx([room / 2] * 2, abs=1)
+    stay = step.ranks[0].stays[blocks[0].name][0]
+    whole = sum(unit.full_bytes for unit in step.units)
+    within = animation.frame(step, (stay.gather.end_s + stay.freed_s) / 2).svg
+    more = (step.units[0].full_bytes + blocks[0].full_bytes) / whole * room / 2  # the root is whole, too
+    assert parameters(within, 0) == pytest.approx(room / 2 + more, abs=1)
+
+
+def hatched(svg: str, left: float) -> float:
+    """The width of the hatched boxes from there on to the right."""
+    boxes = [rect for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect") if rect.get("fill") == HATCH]
+    return sum(float(box.get("width")) for box in boxes if float(box.get("x")) >= round(left, 1))
+
+
+def test_gradients_are_hatched_until_they_are_reduced(step):
+    unit, place = step.units[-1].name, places(step)[step.units[-1].name]
+    seen = step.ranks[0]
+    made_s = [made.time_s for made in seen.gradients if made.unit == unit]
+    ends_s = [rank.reduces[unit].end_s for rank in step.ranks]
+    starts_s = [rank.reduces[unit].start_s for rank in step.ranks]
+    before, whole, after = (
+        hatched(animation.frame(step, time_s).svg, place.left)
+        for time_s in (min(made_s) - 1e-3, (max(made_s) + max(starts_s)) / 2, max(ends_s) + 1e-6)
+    )
+    assert before == after == 0
+    assert place.width <= whole + 0.5 <= 2 * place.width + 1  # rank 0's are whole; rank 1 may be late
+
+
+def test_a_part_moves_at_a_steady_pace_and_jumps_between_two_keys_of_one_time():
+    keys = (Key(time_s=1, opacity=0), Key(time_s=1, y=10), Key(time_s=3, y=0), Key(time_s=3, opacity=0))
+    part = Part(shape="", keys=keys)
+    assert [part.at(time_s).opacity for time_s in (0, 0.9, 1, 2.9, 3, 9)] == [0, 0, 1, 1, 0, 0]
+    assert [part.at(time_s).y for time_s in (1, 2, 2.5)] == [10, 5, 2.5]
+
+
+def test_css_has_no_two_keys_at_one_place(kept):
+    for rule in re.findall(r"@keyframes k\d+\{(.*?\})\}", kept):
+        places = [float(place) for place in re.findall(r"([\d.]+)%\{", rule)]
+        assert places[0] == 0 and places[-1] == 100 and places == sorted(set(places))
+
+
+def test_more_ranks_than_two_are_refused(step):
+    with pytest.raises(ValueError, match="2 ranks; this step has 3"):
+        animation.frame(replace(step, ranks=(*step.ranks, step.ranks[0])), 0.0)
+
+
+def test_the_player_scrubs(step):
+    box = animation.player(step)
+    (play, scrub), shown = box.children[0].children, box.children[1]
+    before = shown.value
+    scrub.value = round(500 * step.length_s)
+    assert shown.value == animation.frame(step, scrub.value / 1e3).svg.encode() != before
+    assert play.max == scrub.max == round(1e3 * step.length_s)
+
+
+def test_without_widgets_there_are_stills(step, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    shown = animation.player(step)._repr_html_()
+    assert shown.count("<img ") == shown.count('alt="One step of FSDP on two ranks') == 4

@@ -1,0 +1,96 @@
+"""The gallery of failures: each still shows its symptom within seconds, and its mended run gives the right numbers."""
+
+import time
+
+import pytest
+
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.teaching.lessons.failures import gallery
+from fsdp_helpers.teaching.lessons.failures.entry import SYMPTOMS, Failure, same_numbers
+from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY, RUN, Seen
+
+MOST_S = 15.0  # from start to symptom, on an idle machine; a busy one may take its time for loading PyTorch
+IN_ONE_LAUNCH = [failure for failure in RUN if not failure.says or failure.name in gallery.RAISES_EVERYWHERE]
+BY_ITSELF = [failure for failure in RUN if failure not in IN_ONE_LAUNCH]
+
+
+def ids(failures):
+    return [pytest.param(failure, id=failure.name) for failure in failures]
+
+
+@pytest.fixture(scope="module")
+def mended_runs() -> dict[str, Seen]:
+    """Every mended run, one after the other in the same two ranks."""
+    names = sorted((failure.name for failure in RUN), key="hang-default-timeout".__eq__)  # its barrier breaks the group
+    return by_name(launch(gallery.run_each, names, "mended", world_size=2, device="cpu", progress=False))
+
+
+@pytest.fixture(scope="module")
+def broken_runs() -> dict[str, Seen]:
+    """Every broken run that ends by itself, in the same way on all ranks."""
+    names = [failure.name for failure in IN_ONE_LAUNCH]
+    return by_name(launch(gallery.run_each, names, "broken", world_size=2, device="cpu", progress=False))
+
+
+def by_name(per_rank: list[dict]) -> dict[str, Seen]:
+    seen = {}
+    for name in per_rank[0]:
+        found = [results[name] for results in per_rank]
+        errors = [one for one in found if isinstance(one, str)]
+        seen[name] = Seen(error=errors[0]) if errors else Seen(numbers=tuple(found))
+    return seen
+
+
+@pytest.mark.parametrize("failure", ids(IN_ONE_LAUNCH))
+def test_the_symptom_still_appears(failure, broken_runs):
+    assert gallery.shows_symptom(failure, broken_runs[failure.name]), broken_runs[failure.name]
+
+
+@pytest.mark.parametrize("failure", ids(BY_ITSELF))
+def test_ranks_that_wait_or_die_are_seen_within_seconds(failure):
+    began_s = time.monotonic()
+    seen = gallery.run_broken(failure)
+    assert gallery.shows_symptom(failure, seen), seen
+    assert time.monotonic() - began_s < 2 * MOST_S
+
+
+@pytest.mark.parametrize("failure", ids(RUN))
+def test_the_fix_gives_the_right_numbers(failure, mended_runs):
+    assert gallery.is_mended(failure, mended_runs[failure.name]), mended_runs[failure.name]
+
+
+@pytest.mark.parametrize("failure", ids(RUN))
+def test_right_is_not_what_a_broken_run_gives(failure):
+    """Neither nothing nor a number beside the right one passes for it."""
+    right = failure.right()
+    assert not gallery.is_mended(failure, Seen(error="anything"))
+    assert not gallery.is_mended(failure, Seen(numbers=({name: value * 1.01 + 1 for name, value in right.items()},)))
+    assert not same_numbers(dict.fromkeys(right, float("nan")), right, failure.tolerance)
+
+
+# ---------------------------------------------------------------- the gallery as a whole
+
+
+def test_there_are_enough_of_each_symptom():
+    assert len(RUN) >= 16 and len(GALLERY) >= 24
+    assert {failure.symptom for failure in RUN} == set(SYMPTOMS)
+    assert len(GALLERY) == len({failure.name for failure in GALLERY.values()})
+
+
+@pytest.mark.parametrize("failure", ids(GALLERY.values()))
+def test_every_card_has_its_parts(failure):
+    assert failure.why and failure.tell and failure.fix and failure.title
+    if failure.is_run:
+        assert failure.mended and failure.right and not failure.source
+    else:
+        assert failure.source, "what is not run here says where it comes from"
+
+
+def test_a_name_that_begins_with_no_symptom_is_refused():
+    with pytest.raises(ValueError, match="begins with none of the symptoms hang, crash"):
+        Failure(name="other-thing", title="", why="", tell="", fix="")
+
+
+def test_an_unknown_name_lists_those_that_there_are():
+    with pytest.raises(ValueError, match="hang-uneven-batches, "):
+        gallery.find("hang-everywhere")
