@@ -27,12 +27,13 @@ def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Poli
     if min_num_params < 0:
         raise ValueError(f"min_num_params is {min_num_params}; it must be 0 or more")
     by_size = partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
-    return partial(_unless_tied, by_size, tied) if tied else by_size
+    return partial(unless_tied, by_size, tied) if tied else by_size
 
 
-def _unless_tied(
+def unless_tied(
     by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurse: bool, nonwrapped_numel: int
 ) -> bool:
+    """Decide as `by_size` does, but leave modules that hold a tied parameter to the unit around them."""
     return (recurse or module not in tied) and by_size(module, recurse, nonwrapped_numel)
 
 
