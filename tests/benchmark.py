@@ -39,7 +39,7 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.training.loop import train_one_epoch
 from fsdp_helpers.training.watch import STEADY_STEP
 from fsdp_helpers.training.worker import train_worker
@@ -293,7 +293,7 @@ SAVERS = {
 def saving(rank: int, world_size: int, name: str, folder: str) -> tuple[float, int]:
     """Seconds of a save, and the most bytes that another one allocated on this rank meanwhile."""
     save_it, strategy, api = SAVERS[name]
-    model = STRATEGIES[strategy](build_model("deep"), rank_device(), TrainConfig(strategy=strategy, api=api))
+    model = APPLY_STRATEGY[strategy](build_model("deep"), rank_device(), TrainConfig(strategy=strategy, api=api))
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

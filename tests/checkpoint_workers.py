@@ -28,7 +28,7 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
-from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.teaching.lessons.saving import trained_for_a_step
 from fsdp_helpers.training import loop as training
 from fsdp_helpers.training import worker
@@ -40,7 +40,7 @@ from fsdp_helpers.training.worker import train_worker
 def build(config, seed):
     """A model under the strategy of `config`, and its optimiser."""
     torch.manual_seed(seed)
-    model = STRATEGIES[config.strategy](build_model(config.model), rank_device(), config)
+    model = APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config)
     return model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
-from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "take_home"
 MAX_NORM = 1.0
@@ -62,7 +62,7 @@ def main_on_cpu(script: ModuleType, port: int, arguments) -> str:
 def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) -> list[float]:
     """Mean losses over the global batch, one per step, of the script's model under the package's strategy."""
     script, device = load_script(name), rank_device()
-    model = STRATEGIES[config.strategy](script.build_model(), device, config)
+    model = APPLY_STRATEGY[config.strategy](script.build_model(), device, config)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for step in range(steps):

@@ -375,10 +375,10 @@ def test_help_of_the_comparison_knows_every_model(help_of):
 
 def test_every_strategy_is_whole():
     """Its name, its function, its colour and the bytes it holds."""
-    assert tuple(strategies.STRATEGIES) == STRATEGIES
+    assert tuple(strategies.APPLY_STRATEGY) == STRATEGIES
     assert tuple(STRATEGY_COLOURS) == STRATEGIES
     assert len(set(STRATEGY_COLOURS.values())) == len(STRATEGIES)
-    for name, apply in strategies.STRATEGIES.items():
+    for name, apply in strategies.APPLY_STRATEGY.items():
         assert apply.__name__ == "apply_" + name.replace("-", "_")
         # P = 100 on 4 ranks: 400 bytes of sharded state, or at least 1,600 of whole
         held = held_bytes(name, 100, 4)

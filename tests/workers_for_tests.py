@@ -33,7 +33,7 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.shapes import BYTE_LLAMA
 from fsdp_helpers.sharding.gradients import hold_back_reduction
-from fsdp_helpers.sharding.strategies import STRATEGIES, make_mesh, shard, unit_names
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, make_mesh, shard, unit_names
 from fsdp_helpers.training.loop import train_step
 from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
 
@@ -324,7 +324,7 @@ def train_and_return_parameters(rank, world_size, config):
     """Whole parameters after `config.max_steps` steps, by their names in the plain model; None on other ranks."""
     dataset = load_rank_data(config, rank_device())
     torch.manual_seed(config.seed)
-    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
+    model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
     torch.manual_seed(config.seed + 1 + rank)
     for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
@@ -338,7 +338,7 @@ def train_and_return_parameters(rank, world_size, config):
 
 def units_and_parameters(rank, world_size, config):
     """The names of the units, and whole parameters by their names in a state dict (on rank 0)."""
-    model = STRATEGIES[config.strategy](build_model(config.model), rank_device(), config)
+    model = APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config)
     return unit_names(model), get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 

@@ -7,7 +7,7 @@ from fsdp_helpers.checkup.rows import NOISE_BYTES, Check
 from fsdp_helpers.config import APIS
 
 NAMES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2"}
-STRATEGIES = ("fsdp", "fsdp-auto-wrap", "fsdp-offload")
+SHARDED = ("fsdp", "fsdp-auto-wrap", "fsdp-offload")
 
 
 def _alone() -> list[Check]:
@@ -27,7 +27,7 @@ def _alone() -> list[Check]:
         ),
         Check("local, 8 steps", training.against_ddp("local", "fsdp2"), as_ddp),
     ]
-    for strategy in STRATEGIES:
+    for strategy in SHARDED:
         for api, name in NAMES.items():
             checks.append(Check(f"{name}, {strategy}, 8 steps", training.against_ddp(strategy, api), as_ddp))
     for api, name in NAMES.items():

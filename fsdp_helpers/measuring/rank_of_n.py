@@ -24,7 +24,7 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.progress import report, reports_drawn
 from fsdp_helpers.records import CollectiveCount, StateBytes
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
-from fsdp_helpers.sharding.strategies import STRATEGIES, count_units, shard
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, count_units, shard
 
 STEPS = 3  # the first is not a steady one
 STEP = "train step"
@@ -110,7 +110,7 @@ def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOf
     num_images = config.global_batch_size // world_size
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
     return trace_steps(
-        lambda: STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
+        lambda: APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
         lambda model: F.cross_entropy(model(images).float(), labels),
     )
 
@@ -130,10 +130,10 @@ def measure_own_rank_of_n(
     """
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
-        return trace_steps(lambda: spread(build(), config, units), loss_of)
+        return trace_steps(lambda: distribute_model(build(), config, units), loss_of)
 
 
-def spread(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
+def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
     """`model` under the strategy of `config`, cut and recomputed at the modules that `units` names."""
     chosen = {model.get_submodule(name) for name in units}
     if config.activation_checkpointing != "none":
@@ -141,7 +141,7 @@ def spread(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Mo
         chosen = with_wrapper(model, list(chosen))
         config = replace(config, activation_checkpointing="none")  # it is done
     if not config.is_sharded:
-        return STRATEGIES[config.strategy](model, ON_CPU, config)
+        return APPLY_STRATEGY[config.strategy](model, ON_CPU, config)
     policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__) if chosen else None
     return shard(model, ON_CPU, config, policy=policy)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, PRECISIONS, SHARDING, STRATEGIES
 from fsdp_helpers.planning.advice import verdict
-from fsdp_helpers.planning.models import MODELS, Subject, named_subject
+from fsdp_helpers.planning.models import NAMED_MODELS, Subject, named_subject
 from fsdp_helpers.planning.plan import (
     CONTEXT_BYTES,
     LINK_BYTES_PER_S,
@@ -23,7 +23,7 @@ DEFAULT_BATCH = {"image": 8, "token": 8192}  # of one rank, in one forward and b
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     """The arguments of `plan`; those that `train` has too mean the same."""
-    plan.add_argument("--model", choices=MODELS, required=True)
+    plan.add_argument("--model", choices=NAMED_MODELS, required=True)
     plan.add_argument("--world-size", type=int, metavar="N", required=True, help="ranks, each with a device of its own")
     plan.add_argument("--device-memory-gb", type=float, metavar="GB", required=True, help="of 10^9 bytes, of a device")
     plan.add_argument(

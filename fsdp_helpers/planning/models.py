@@ -27,16 +27,16 @@ class Subject:
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a forward of a batch
 
 
-MODELS = (*VIT_SHAPES, *LLAMA_SHAPES)
+NAMED_MODELS = (*VIT_SHAPES, *LLAMA_SHAPES)
 
 
 def named_subject(name: str) -> Subject:
-    """The model of that name. Raises ValueError for one that is not among MODELS."""
+    """The model of that name. Raises ValueError for one that is not among NAMED_MODELS."""
     if name in VIT_SHAPES:
         return vit_subject(name, VIT_SHAPES[name])
     if name in LLAMA_SHAPES:
         return llama_subject(name, LLAMA_SHAPES[name])
-    raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
+    raise ValueError(f"unknown model {name!r}; choose one of {', '.join(NAMED_MODELS)}")
 
 
 def count_values(shapes: Shapes) -> int:

@@ -70,7 +70,7 @@ def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConf
     return shard(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True)
 
 
-STRATEGIES = {
+APPLY_STRATEGY = {
     "local": apply_local,
     "ddp": apply_ddp,
     "fsdp": apply_fsdp,

@@ -23,7 +23,7 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import device_name, rank_device
 from fsdp_helpers.records import EpochRecord, RunRecord
 from fsdp_helpers.shapes import BYTE_LLAMA, config_of_llama
-from fsdp_helpers.sharding.strategies import STRATEGIES, settle_buckets, wait_for_buckets
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, settle_buckets, wait_for_buckets
 from fsdp_helpers.text import read_text, text_dataset
 from fsdp_helpers.training.loop import Batches, evaluate, train_one_epoch
 from fsdp_helpers.training.watch import StepWatch
@@ -71,7 +71,7 @@ def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optim
     """The model under its strategy, and its optimiser, which has to see the parameters as the strategy leaves them."""
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
-    model = STRATEGIES[config.strategy](model, rank_device(), config)
+    model = APPLY_STRATEGY[config.strategy](model, rank_device(), config)
     wait_for_buckets(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
     torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks

@@ -54,7 +54,7 @@ def run(settings: dict) -> dict:
     with fake_group(NUM_RANKS):
         mesh = strategies.make_mesh(CUDA, config)  # before: a mesh reads values, and fake tensors have none
         with patch.object(strategies, "make_mesh", return_value=mesh), FakeTensorMode(), torch.device(CUDA):
-            model = strategies.STRATEGIES[config.strategy](build_model(), CUDA, config)
+            model = strategies.APPLY_STRATEGY[config.strategy](build_model(), CUDA, config)
             optimizer = torch.optim.Adam(model.parameters(), fused=True)
             for _ in range(STEPS):
                 with trace_collectives() as seen:

@@ -5,7 +5,7 @@ import pytest
 from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.models import (
     LLAMA_SHAPES,
-    MODELS,
+    NAMED_MODELS,
     LlamaShape,
     llama_head_bytes,
     llama_subject,
@@ -36,7 +36,7 @@ def test_published_sizes(name):
 def test_an_unknown_model():
     with pytest.raises(ValueError, match="unknown model 'deep'; choose one of vit-mnist, .*llama-70b"):
         named_subject("deep")
-    assert set(PUBLISHED) | {"vit-mnist"} == set(MODELS)
+    assert set(PUBLISHED) | {"vit-mnist"} == set(NAMED_MODELS)
 
 
 def test_a_vit_block_hand_worked():

@@ -25,7 +25,7 @@ from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.state import held_bytes
 from fsdp_helpers.planning.transformer import stack_profile, transformer_block_bytes
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.training.loop import train_step
 
 # Parameters that make a module a unit: the large layers of the nets, the blocks of the transformers.
@@ -219,7 +219,7 @@ def test_a_rank_of_sixteen(run, rank_of):
     config = settings("vit", 8, 16, **run)
     images, labels = torch.randn(8, 1, 28, 28), torch.zeros(8, dtype=torch.long)
     with trace_memory() as trace:
-        model = STRATEGIES[config.strategy](build_model("vit"), torch.device("cpu"), config).train()
+        model = APPLY_STRATEGY[config.strategy](build_model("vit"), torch.device("cpu"), config).train()
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
         for _ in range(3):
             train_step(model, images, labels, optimizer)

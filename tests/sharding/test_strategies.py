@@ -14,7 +14,7 @@ from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.records import RankRecord, RunRecord
 from fsdp_helpers.sharding import strategies
-from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 from fsdp_helpers.training.worker import train_worker
 
@@ -321,7 +321,7 @@ def test_prefetching_changes_no_number(prefetch, run):
 @pytest.mark.parametrize("strategy, api", SHARDED)
 def test_a_model_without_parameters_is_refused(strategy, api):
     with pytest.raises(ValueError, match="Sequential has no parameters to shard"):
-        STRATEGIES[strategy](nn.Sequential(nn.ReLU()), torch.device("cpu"), TrainConfig(strategy=strategy, api=api))
+        APPLY_STRATEGY[strategy](nn.Sequential(nn.ReLU()), torch.device("cpu"), TrainConfig(strategy=strategy, api=api))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_every_unit_gets_the_offload_policy(strategy, policy, monkeypatch):
     monkeypatch.setattr(strategies, "fully_shard", fully_shard)
     config = TrainConfig(strategy=strategy, min_num_params=20_000)
     with fake_group(2):  # one rank is enough to look at
-        model = STRATEGIES[strategy](build_model("shallow"), torch.device("cpu"), config)
+        model = APPLY_STRATEGY[strategy](build_model("shallow"), torch.device("cpu"), config)
         assert strategies.unit_names(model) == ["root", "fc1"]
     assert seen == [policy] * 2
 
@@ -357,7 +357,7 @@ def test_ddp_waits_for_its_buckets_under_a_time_out_alone(monkeypatch):
     hooks = []
     monkeypatch.setattr(strategies.DistributedDataParallel, "register_comm_hook", lambda *hook: hooks.append(hook))
     with fake_group(2):
-        model = STRATEGIES["ddp"](build_model("simple"), torch.device("cpu"), TrainConfig(strategy="ddp"))
+        model = APPLY_STRATEGY["ddp"](build_model("simple"), torch.device("cpu"), TrainConfig(strategy="ddp"))
         strategies.wait_for_buckets(model)
         assert hooks == []
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")

@@ -123,7 +123,7 @@ def test_saved_resumed_and_consolidated(replicas, folder, plain):
     for name, half in halves.items():
         losses += beside.mean_losses(xla.run_script("train", folder, {"replicas": replicas, "runs": [half]}), name)
     beside.check_losses({"resumed": losses}, plain["simple"])
-    weights = xla.consolidate(folder, f"final{replicas}")
+    weights = xla.consolidate_shards(folder, f"final{replicas}")
     differences = beside.answer_differences(weights, folder, "simple", LAYERS)
     assert max(differences.values()) < 1e-6, differences
 

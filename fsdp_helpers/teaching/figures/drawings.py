@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.moments import OWN, SLICE, WHOLE, Moment
+from fsdp_helpers.teaching.figures.stages import OWN, SLICE, WHOLE, Stage
 from fsdp_helpers.teaching.figures.style import (
     FRAME_COLOUR,
     OP_COLOURS,
@@ -38,30 +38,30 @@ KEY = (
 )
 
 
-def draw_step(moments: Sequence[Moment], num_ranks: int = 2) -> tuple[Figure, Axes]:
+def draw_step(stages: Sequence[Stage], num_ranks: int = 2) -> tuple[Figure, Axes]:
     """Draw what each rank holds at each stage of a step: one box per rank and stage, one bar per kind of state."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 1.15 * num_ranks), layout="constrained")
-        for column, moment in enumerate(moments):
-            ax.text(column + 0.36, -0.08, f"{column + 1}  {moment.title}", ha="center", va="bottom", weight="bold")
+        for column, stage in enumerate(stages):
+            ax.text(column + 0.36, -0.08, f"{column + 1}  {stage.title}", ha="center", va="bottom", weight="bold")
             for rank in range(num_ranks):
-                _draw_rank(ax, column, rank, moment, num_ranks)
-            if moment.leads_to:
-                _draw_arrow(ax, column + 0.75, num_ranks / 2 - 0.05, moment.leads_to)
+                _draw_rank(ax, column, rank, stage, num_ranks)
+            if stage.leads_to:
+                _draw_arrow(ax, column + 0.75, num_ranks / 2 - 0.05, stage.leads_to)
         for rank in range(num_ranks):
             ax.text(-0.35, rank + 0.42, f"rank {rank}", ha="right", va="center", weight="bold")
             for row, name in enumerate(ROWS):
                 ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", fontsize=8, color=TEXT_COLOUR)
         ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=8, color=TEXT_COLOUR)
-        ax.set(xlim=(-0.62, len(moments) - 0.25), ylim=(num_ranks + 0.25, -0.28))
+        ax.set(xlim=(-0.62, len(stages) - 0.25), ylim=(num_ranks + 0.25, -0.28))
         ax.axis("off")
-    put_in_words(fig, step_in_words(moments, num_ranks))
+    put_in_words(fig, step_in_words(stages, num_ranks))
     return fig, ax
 
 
-def _draw_rank(ax: Axes, column: int, rank: int, moment: Moment, num_ranks: int) -> None:
+def _draw_rank(ax: Axes, column: int, rank: int, stage: Stage, num_ranks: int) -> None:
     for row, name in enumerate(ROWS):
-        has = getattr(moment, name)
+        has = getattr(stage, name)
         for part in range(num_ranks):
             left, width = column + 0.72 * part / num_ranks, 0.72 / num_ranks
             filled = has in (WHOLE, OWN) or (has == SLICE and part == rank)

@@ -6,7 +6,7 @@ from fsdp_helpers.checkpointing.index import TensorEntry
 from fsdp_helpers.measuring.unit_trace import UnitTrace
 from fsdp_helpers.planning.streams import Span
 from fsdp_helpers.quantities import MB
-from fsdp_helpers.teaching.figures.moments import NOTHING, OWN, SLICE, WHOLE, Moment
+from fsdp_helpers.teaching.figures.stages import NOTHING, OWN, SLICE, WHOLE, Stage
 
 PHRASES = {
     WHOLE: "every rank has all {name}",
@@ -16,17 +16,17 @@ PHRASES = {
 STATE_NAMES = {"parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser state"}
 
 
-def step_in_words(moments: Sequence[Moment], num_ranks: int) -> str:
-    """Say moment by moment what the ranks have, and what leads from each to the next."""
-    return " ".join(_moment_in_words(number, moment, num_ranks) for number, moment in enumerate(moments, start=1))
+def step_in_words(stages: Sequence[Stage], num_ranks: int) -> str:
+    """Say stage by stage what the ranks have, and what leads from each to the next."""
+    return " ".join(_stage_in_words(number, stage, num_ranks) for number, stage in enumerate(stages, start=1))
 
 
-def _moment_in_words(number: int, moment: Moment, num_ranks: int) -> str:
-    phrases = [_state_in_words(kind, getattr(moment, kind), num_ranks) for kind in STATE_NAMES]
+def _stage_in_words(number: int, stage: Stage, num_ranks: int) -> str:
+    phrases = [_state_in_words(kind, getattr(stage, kind), num_ranks) for kind in STATE_NAMES]
     joined = "; ".join(dict.fromkeys(phrases))
-    told = f"Moment {number}, {moment.title}: {joined}."
-    link = moment.leads_to.replace("-\n", "-")
-    return f"{told} {link[0].upper()}{link[1:]} leads to the next moment." if link else told
+    told = f"Stage {number}, {stage.title}: {joined}."
+    link = stage.leads_to.replace("-\n", "-")
+    return f"{told} {link[0].upper()}{link[1:]} leads to the next stage." if link else told
 
 
 def _state_in_words(kind: str, has: str, num_ranks: int) -> str:

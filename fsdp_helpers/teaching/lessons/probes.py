@@ -17,7 +17,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import clip_gradients
-from fsdp_helpers.sharding.strategies import STRATEGIES
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.training.loop import add_up_gradients
 from fsdp_helpers.training.worker import first_batches
 
@@ -56,7 +56,7 @@ def gradient_norm(rank: int, world_size: int, config: TrainConfig, average: bool
 
 def describe_sharded(rank: int, world_size: int, config: TrainConfig) -> tuple[str, list[tuple[str, str, list, list]]]:
     """The printed model after sharding; and name, type, whole shape and local shape of each of its parameters."""
-    model = STRATEGIES[config.strategy](build_model(config.model), rank_device(), config)
+    model = APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config)
     parameters = []
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -81,7 +81,7 @@ def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tupl
     """The norm of what this rank keeps of the first step's gradient, and the norm that clipping works with."""
     images, labels = first_batches(rank, world_size, config)[0]
     torch.manual_seed(config.seed)
-    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
+    model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
     add_up_gradients(model, images, labels)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

@@ -28,8 +28,8 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve, RunRecord, SavingRecord
-from fsdp_helpers.sharding.strategies import STRATEGIES
-from fsdp_helpers.teaching.lessons.unit_probes import own_part
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
+from fsdp_helpers.teaching.lessons.unit_probes import local_part
 from fsdp_helpers.training.loop import train_step
 from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
 
@@ -127,7 +127,7 @@ def save_in_background(rank: int, world_size: int, config: TrainConfig, folder: 
     saving.result()
     dcp.load(state, checkpoint_id=f"{folder}/2")
     return all(
-        torch.equal(own_part(loaded), own_part(saved))
+        torch.equal(local_part(loaded), local_part(saved))
         for loaded, saved in zip(model.parameters(), as_saved, strict=True)
     )
 
@@ -216,7 +216,7 @@ def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple
 
 def _build(config: TrainConfig, seed: int) -> Built:
     torch.manual_seed(seed)
-    model = STRATEGIES[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
+    model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
     return model, *_optimise(model, config)
 
 

@@ -155,10 +155,10 @@ def train_ignoring(rank: int, world_size: int, shape: ViTShape, averaged: bool) 
             dist.all_reduce(model.positions.grad)
             model.positions.grad /= world_size
         optimizer.step()
-    return type(model.positions).__name__, spread(model.positions.detach())
+    return type(model.positions).__name__, largest_gap(model.positions.detach())
 
 
-def spread(values: Tensor) -> float:
+def largest_gap(values: Tensor) -> float:
     """The largest difference between any two ranks' values."""
     everywhere = torch.stack(gather_over_ranks(values.cpu()))
     return (everywhere.max(dim=0).values - everywhere.min(dim=0).values).max().item()
@@ -191,4 +191,4 @@ def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecor
     for _ in range(STEPS):
         model(torch.randn(16, 4, device=rank_device())).square().mean().backward()
     saved = any(name.endswith("running_mean") for name in model.state_dict())
-    return BufferRecord(num_values=norm.running_mean.numel(), apart=spread(norm.running_mean), saved=saved)
+    return BufferRecord(num_values=norm.running_mean.numel(), apart=largest_gap(norm.running_mean), saved=saved)

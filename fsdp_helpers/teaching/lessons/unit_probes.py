@@ -33,7 +33,7 @@ def transformer_in_units(root: bool | None = None, blocks: bool | int = True) ->
     return fully_shard(model, mesh=mesh, reshard_after_forward=root)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return a rank's slice of a sharded tensor, or all of a plain one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -42,7 +42,7 @@ def own_bytes(model: nn.Module) -> dict[str, int]:
     """The bytes that this rank has now of the parameters of the root, and of all blocks together."""
     found = {"root": 0, "blocks": 0}
     for name, parameter in model.named_parameters():
-        found["blocks" if name.startswith("blocks.") else "root"] += own_part(parameter).nbytes
+        found["blocks" if name.startswith("blocks.") else "root"] += local_part(parameter).nbytes
     return found
 
 
@@ -138,7 +138,7 @@ def special_parameters(rank: int, world_size: int) -> tuple[list[list], dict[str
     rows = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         kind = "slice" if isinstance(tensor, DTensor) else "whole"
-        rows.append([name, kind, own_part(tensor).nbytes, gradient_here(tensor)])
+        rows.append([name, kind, local_part(tensor).nbytes, gradient_here(tensor)])
     return rows, {seen.op: seen.bytes for seen in count_collectives(collectives)}
 
 

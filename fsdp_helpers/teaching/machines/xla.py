@@ -78,7 +78,7 @@ def run_script(
     return json.loads(result.read_text()) if result.exists() else None
 
 
-def consolidate(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
+def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
     """One file of whole tensors from those of all replicas, by the library's own command, and then as safetensors.
 
     The file has the names of the plain model, as what `fsdp_helpers.consolidate` writes. Raises as `run_script` does.

@@ -49,7 +49,7 @@ def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
 
 def train_fsdp2(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
     """The same on ranks, with FSDP2: mean losses, what a rank keeps, and the collectives of the last step."""
-    model = shard(start_model(folder, name), units, world_size)
+    model = shard_units(start_model(folder, name), units, world_size)
     optimizer = start_optimizer(model)
     losses = []
     for batch in read_batches(folder):
@@ -67,7 +67,7 @@ def answers_of_fsdp2(
     rank: int, world_size: int, folder: Path, name: str, units: Sequence[str], weights: Path
 ) -> Tensor:
     """Return a sharded network's outputs for the first batch, its slices taken from a file of whole tensors."""
-    model = shard(start_model(folder, name), units, world_size)
+    model = shard_units(start_model(folder, name), units, world_size)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, load_file(weights), options=options)  # every rank takes its slices
     with torch.no_grad():
@@ -89,7 +89,7 @@ def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[s
     return {name: ((answer - wanted).abs().max() / wanted.abs().max()).item() for name, answer in answers.items()}
 
 
-def shard(model: nn.Module, units: Sequence[str], world_size: int) -> nn.Module:
+def shard_units(model: nn.Module, units: Sequence[str], world_size: int) -> nn.Module:
     """FSDP2: the modules of those names are units, and the rest is the root."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     for name in units:

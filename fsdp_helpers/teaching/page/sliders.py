@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from fsdp_helpers.planning.advice import verdict
 from fsdp_helpers.planning.command import DEFAULT_BATCH
-from fsdp_helpers.planning.models import MODELS, named_subject
+from fsdp_helpers.planning.models import NAMED_MODELS, named_subject
 from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.plans import plot_waterfall
@@ -52,7 +52,7 @@ def plan_controls() -> object | None:
     except ImportError:
         return None
     controls = {
-        "model": ipywidgets.Dropdown(options=MODELS, value="vit-10b"),
+        "model": ipywidgets.Dropdown(options=NAMED_MODELS, value="vit-10b"),
         "ranks": ipywidgets.SelectionSlider(options=RANKS, value=128),
         "device_gb": ipywidgets.SelectionSlider(options=DEVICES_GB, value=80, description="device GB"),
         "precision": ipywidgets.ToggleButtons(options=("fp32", "bf16"), value="bf16"),

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
 from fsdp_helpers.models import build_model
 from fsdp_helpers.planning.streams import step_spans
-from fsdp_helpers.teaching.figures import drawings, moments
+from fsdp_helpers.teaching.figures import drawings, stages
 from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.teaching.figures.style import STATE_COLOURS
 
@@ -35,7 +35,7 @@ CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
 SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
 DRAWINGS = {
     "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
-    "draw_step": (moments.FSDP_STEP,),
+    "draw_step": (stages.FSDP_STEP,),
     "draw_units": (["net", "first", "second"],),
     "draw_cut": (build_model("shallow"), CHOICES),
     "draw_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
@@ -68,7 +68,7 @@ def filled(ax: Axes, kind: str) -> int:
 
 
 def test_a_step_of_fsdp_fills_what_each_rank_has():
-    ax = drawings.draw_step(moments.FSDP_STEP, num_ranks=2)[1]
+    ax = drawings.draw_step(stages.FSDP_STEP, num_ranks=2)[1]
     # Two ranks, two slices each: parameters are a slice, whole, whole, a slice
     assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
     assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
@@ -77,7 +77,7 @@ def test_a_step_of_fsdp_fills_what_each_rank_has():
 
 
 def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
-    ax = drawings.draw_step(moments.DDP_STEP, num_ranks=3)[1]
+    ax = drawings.draw_step(stages.DDP_STEP, num_ranks=3)[1]
     assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimiser")] == [36, 27, 36]
 
 
@@ -157,16 +157,16 @@ def test_the_innermost_unit_owns_a_layer():
 
 
 def test_a_step_in_words():
-    text = describe(drawings.draw_step(moments.FSDP_STEP)[0])
+    text = describe(drawings.draw_step(stages.FSDP_STEP)[0])
     assert text.startswith(
-        "Moment 1, between steps: rank 0 has the left half of the parameters, rank 1 the right half; rank 0 has the "
+        "Stage 1, between steps: rank 0 has the left half of the parameters, rank 1 the right half; rank 0 has the "
         "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimiser state, rank 1 "
-        "the right half. All-gather leads to the next moment. Moment 2, forward: every rank has all parameters; there "
+        "the right half. All-gather leads to the next stage. Stage 2, forward: every rank has all parameters; there "
         "are no gradients; "
     )
-    assert "Reduce-scatter leads to the next moment. Moment 4" in text
+    assert "Reduce-scatter leads to the next stage. Stage 4" in text
     assert "each of 3 ranks has its own slice of the parameters" in describe(
-        drawings.draw_step(moments.FSDP_STEP, num_ranks=3)[0]
+        drawings.draw_step(stages.FSDP_STEP, num_ranks=3)[0]
     )
 
 
