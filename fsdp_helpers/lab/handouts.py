@@ -31,7 +31,7 @@ def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collect
     if solutions:
         notebook.cells += _section("Solutions", answers)
     pages.keep_what_a_page_shows(notebook)
-    body = pages.link_to_pages(pages.notebook_body(notebook), others)
+    body = pages.link_to_pages(pages.embed_pictures(pages.notebook_body(notebook), FOLDER), others)
     return pages.page(pages.title_of(notebook), f"<main>\n{body}\n</main>", PAPER)
 
 

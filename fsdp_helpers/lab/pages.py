@@ -1,6 +1,7 @@
 """A notebook as one page of HTML, with pictures and styles inside, so that showing it asks no other machine."""
 
 import re
+from base64 import b64encode
 from collections.abc import Collection
 from functools import cache
 from html import escape
@@ -40,6 +41,17 @@ def notebook_body(notebook: nbformat.NotebookNode) -> str:
     """Return the cells and their outputs as HTML, without prompts; headings have JupyterLab's anchors."""
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     return exporter.from_notebook_node(notebook)[0]
+
+
+def embed_pictures(body: str, folder: Path) -> str:
+    """Put the pictures that a page takes from files of `folder` into the page."""
+
+    def embedded(found: re.Match) -> str:
+        path = folder / found["file"]
+        kind = "svg+xml" if path.suffix == ".svg" else path.suffix.removeprefix(".")
+        return f'{found["before"]}src="data:image/{kind};base64,{b64encode(path.read_bytes()).decode()}"'
+
+    return re.sub(r'(?P<before><img\b[^>]*?)src="(?P<file>[^":]+)"', embedded, body)
 
 
 def markdown_body(text: str) -> str:

@@ -103,6 +103,8 @@ def shown_by(cell: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
         if "image/png" in data:
             words = escape(output.metadata.get("image/png", {}).get("alt", ""), quote=True)
             yield FIGURE, f'<img alt="{words}" src="data:image/png;base64,{data["image/png"].strip()}">'
+        elif data.get("text/html", "").startswith("<img "):
+            yield FIGURE, data["text/html"]
         elif CODE_TAG in tags and "text/html" in data:
             yield CODE, _fitted(data["text/html"], data["text/plain"])
         elif fits_on_a_slide(table := data.get("text/markdown", "")):
@@ -158,8 +160,9 @@ def deck(notebook: nbformat.NotebookNode) -> str:
 
 
 def title_slide(notebook: nbformat.NotebookNode) -> str:
-    """Return the title, the question and the objectives."""
+    """Return the title, the question and the objectives; a picture with its caption stands in the notebook only."""
     text = re.split(r"^\*Builds on|^## ", notebook.cells[0].source, flags=re.MULTILINE)[0]
+    text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n+(\*.*\*\n)?", "", text, flags=re.MULTILINE)
     return f'<section class="title">{_without_links(pages.markdown_body(text))}</section>\n'
 
 
