@@ -30,9 +30,7 @@ def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Poli
     return partial(unless_tied, by_size, tied) if tied else by_size
 
 
-def unless_tied(
-    by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurse: bool, nonwrapped_numel: int
-) -> bool:
+def unless_tied(by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     """Decide as `by_size` does, but leave modules that hold a tied parameter to the unit around them."""
     return (recurse or module not in tied) and by_size(module, recurse, nonwrapped_numel)
 

@@ -1,9 +1,11 @@
 """DDP: every rank has the whole model and its own part of the batch, and gradients are averaged.
 
 Run it with `torchrun --nproc-per-node 2 ddp.py`, on GPUs or, if there are too few, on the CPU.
+`ddp.py FILE 3` takes 3 steps and saves them in FILE, as DDP scripts do.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -46,7 +48,7 @@ def choose_device() -> torch.device:
     return device
 
 
-def main(device: torch.device) -> None:
+def main(device: torch.device, path: str | None = None, last_step: int = STEPS) -> None:
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -55,7 +57,7 @@ def main(device: torch.device) -> None:
     # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
-    for step in range(STEPS):
+    for step in range(last_step):
         inputs, labels = load_batch(step)
         inputs = inputs.chunk(world_size)[rank].to(device)  # this rank's sequences
         labels = labels.chunk(world_size)[rank].to(device)
@@ -69,11 +71,17 @@ def main(device: torch.device) -> None:
         dist.all_reduce(mean_loss)
         if rank == 0:
             print(f"step {step}  loss {mean_loss.item():.7f}", flush=True)
+    if path and rank == 0:
+        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": last_step}
+        torch.save(checkpoint, path)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     chosen = choose_device()
-    main(chosen)
+    if len(sys.argv) == 3:
+        main(chosen, sys.argv[1], int(sys.argv[2]))
+    else:
+        main(chosen)
     if chosen.type == "cpu":
         os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included

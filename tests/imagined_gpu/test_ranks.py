@@ -52,10 +52,10 @@ if __name__ == "__main__":
 """
 LESSONS = """
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.teaching.lessons import probes, unit_probes
+from fsdp_helpers.teaching.lessons import probes
 
 if __name__ == "__main__":
-    for worker in (probes.train_your_own, probes.start_on_meta, unit_probes.are_still_tied):
+    for worker in (probes.train_your_own, probes.start_on_meta):
         launch(worker, world_size=4, device="cpu", progress=False)
 """
 

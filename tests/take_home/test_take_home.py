@@ -23,7 +23,17 @@ from torch.distributed import TCPStore
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launching.launch import launch
 
-NAMES = ("checkpoint.py", "ddp.py", "finetune.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py", "vit.py")
+NAMES = (
+    "checkpoint.py",
+    "ddp.py",
+    "finetune.py",
+    "from_ddp.py",
+    "fsdp1.py",
+    "fsdp2.py",
+    "levers.py",
+    "offload.py",
+    "vit.py",
+)
 MAX_WIDTH = 110
 STEPS = 6
 SHARDED = {"strategy": "fsdp-auto-wrap", "min_num_params": 20_000, "global_batch_size": 24}  # units: the four layers
@@ -181,6 +191,22 @@ def test_saved_on_three_ranks_resumed_on_two_by_torchrun(run_torchrun, torchrun,
     runs = ((3, tmp_path, 3), (2, tmp_path, 6))
     first, second = (losses(run_torchrun(torchrun, "checkpoint.py", *run)) for run in runs)
     check_resumed(first, second, tmp_path)
+
+
+@pytest.mark.parametrize("world_size", mostly_long([3, 2]))
+def test_a_ddp_run_goes_on_under_fsdp2(world_size, run_script, tmp_path):
+    file = tmp_path / "ddp.pt"
+    first = losses(run_script("ddp.py", 2, str(file), 3))
+    second = losses(run_script("from_ddp.py", world_size, str(file)))
+    assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
+    assert first | second == pytest.approx(losses(run_script("ddp.py", 2)), abs=1e-5)  # with Adam's state, or not
+
+
+@pytest.mark.long
+def test_a_ddp_run_goes_on_under_fsdp2_by_torchrun(run_torchrun, torchrun, tmp_path):
+    file = tmp_path / "ddp.pt"
+    first, second = (losses(run_torchrun(torchrun, *run)) for run in (("ddp.py", 2, file, 3), ("from_ddp.py", 2, file)))
+    assert first | second == pytest.approx(package_losses("ddp.py", 2), abs=1e-5)
 
 
 @pytest.mark.parametrize("world_size", mostly_long([2, 3]))

@@ -1,4 +1,4 @@
-"""Rank functions about parameters that are not like the others: tied, frozen, ignored; and buffers. For notebook 08."""
+"""Rank functions about parameters that are not like the others: tied, frozen, ignored; and buffers. For notebook 14."""
 
 import warnings
 from dataclasses import dataclass

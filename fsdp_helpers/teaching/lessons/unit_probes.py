@@ -5,18 +5,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.copies import OffloadCopy, trace_copies
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
-from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import StepTrace
 from fsdp_helpers.sharding.strategies import apply_fsdp_offload
@@ -103,66 +101,6 @@ def largest_difference(tensor: Tensor, group: dist.ProcessGroup) -> float:
     both = [torch.empty_like(tensor) for _ in range(2)]
     dist.all_gather(both, tensor.detach().clone(), group=group)
     return (both[0] - both[1]).abs().max().item()
-
-
-class SmallLanguageModel(nn.Module):
-    """A little of everything: tied layers, a frozen layer with a small trained detour (LoRA), a scale, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(1000, 64)
-        self.frozen = nn.Linear(64, 64, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)  # Hu et al. 2021
-        self.scale = nn.Parameter(torch.ones(64))
-        self.register_buffer("positions", torch.zeros(16, 64))
-        self.head = nn.Linear(64, 1000, bias=False)
-        self.head.weight = self.embedding.weight  # tied: one parameter under two names
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens) + self.positions  # (N, 16, 64)
-        hidden = hidden + (self.frozen(hidden) + self.up(self.down(hidden))) * self.scale
-        return self.head(hidden)  # (N, 16, 1000)
-
-
-def special_parameters(rank: int, world_size: int) -> tuple[list[list], dict[str, int]]:
-    """In one unit, after a backward: what this rank has of each parameter and buffer, and of its gradient.
-
-    Besides: the bytes that were gathered and reduced for them.
-    """
-    torch.manual_seed(0)
-    model = SmallLanguageModel().to(rank_device())
-    fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)), ignored_params={model.scale})
-    tokens = torch.randint(1000, (2, 16), generator=torch.Generator().manual_seed(rank)).to(rank_device())
-    with trace_collectives() as collectives:
-        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    rows = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        kind = "slice" if isinstance(tensor, DTensor) else "whole"
-        rows.append([name, kind, local_part(tensor).nbytes, gradient_here(tensor)])
-    return rows, {seen.op: seen.bytes for seen in count_collectives(collectives)}
-
-
-def gradient_here(tensor: Tensor) -> str:
-    """Describe this rank's gradient and, if it is whole, whether the other ranks have the same one."""
-    if tensor.grad is None:
-        return "none"
-    if isinstance(tensor, DTensor):
-        return "slice"
-    sums = gather_over_ranks(tensor.grad.sum().item())
-    return "whole, the same on all ranks" if len(set(sums)) == 1 else "whole, but different on each rank"
-
-
-def are_still_tied(rank: int, world_size: int) -> dict[str, bool]:
-    """Are the embedding and the output layer one parameter after sharding, in one unit and in two?"""
-    together, apart = SmallLanguageModel().to(rank_device()), SmallLanguageModel().to(rank_device())
-    mesh = init_device_mesh(rank_device().type, (world_size,))
-    fully_shard(together, mesh=mesh)
-    fully_shard(apart.embedding, mesh=mesh)  # a unit of its own ...
-    fully_shard(apart, mesh=mesh)  # ... and the output layer with all the rest
-    return {
-        "in one unit": together.head.weight is together.embedding.weight,
-        "in two units": apart.head.weight is apart.embedding.weight,
-    }
 
 
 def offloaded_step(rank: int, world_size: int, config: TrainConfig) -> tuple[StepTrace, list[OffloadCopy]]:

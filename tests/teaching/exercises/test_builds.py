@@ -15,6 +15,7 @@ from fsdp_helpers.teaching.exercises import (
     ddp,
     fsdp,
     levers,
+    moving,
     offload,
     on_ranks,
     planning,
@@ -22,7 +23,7 @@ from fsdp_helpers.teaching.exercises import (
 )
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
-CHAPTERS = (auto_wrap, checkpointing, ddp, fsdp, levers, offload, planning, real_model)
+CHAPTERS = (auto_wrap, checkpointing, ddp, fsdp, levers, moving, offload, planning, real_model)
 NOTEBOOKS = PROJECT / "notebooks"
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
 CHECKERS = {
@@ -35,6 +36,7 @@ CHECKERS = {
     "my_accumulation": levers.check_accumulation,
     "my_start": real_model.check_start,
     "my_batch": planning.check_batch,
+    "my_move": moving.check_move,
 }
 WITHOUT_RANKS = ("my_plan", "my_batch")
 ON_RANKS = [name for name in CHECKERS if name not in WITHOUT_RANKS]
@@ -241,6 +243,7 @@ STARTERS = {
     "my_accumulation": "on 2 ranks, with 4 parts, rank 0: nothing was reduced",
     "my_start": "on 2 ranks, rank 0: 97 tensors are in no unit",
     "my_batch": "replace the ... with your answer",
+    "my_move": "on 2 ranks, rank 0: 10 parameters are whole, module.embed.weight among them",
 }
 
 
@@ -276,6 +279,56 @@ ADD_KEY = """    if weights:  # rank 0's
 UNTIED = "    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())\n"
 AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
 WRONG = [
+    (
+        "my_move",  # 1: the optimiser has the parameters that sharding replaced
+        [
+            ("    for block", "    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)\n    for block"),
+            ("    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # 1: after sharding\n", ""),
+        ],
+        "my_move.py fails in line .*: KeyError",
+    ),
+    ("my_move", [('name.removeprefix("module.")', "name")], "my_move.py fails in line .*Missing key"),  # 2
+    (
+        "my_move",  # 3
+        [
+            (
+                "set_optimizer_state_dict(model, optimizer, adam, options=options)",
+                'optimizer.load_state_dict(saved["optimizer"])',
+            )
+        ],
+        "my_move.py fails in line .* got mixed torch.Tensor and DTensor",
+    ),
+    (
+        "my_move",
+        [("    set_optimizer_state_dict(model, optimizer, adam, options=options)\n", "")],
+        "the losses leave those of the run that stayed.* in step 2",
+    ),
+    (
+        "my_move",
+        [("    set_model_state_dict(model, weights, options=options)\n", "")],
+        "not that of the file's weights",
+    ),
+    (
+        "my_move",  # 4
+        [("        model.set_requires_gradient_sync(False)  # 4: instead of no_sync\n", "        model.no_sync()\n")],
+        "has no attribute 'no_sync'",
+    ),
+    (
+        "my_move",
+        [("        model.set_requires_gradient_sync(True)\n", "")],
+        "the losses leave those of the run that stayed",
+    ),
+    (
+        "my_move",  # 5
+        [("            loss_of(model, held_out)", "            mesh.get_rank() or loss_of(model, held_out)")],
+        "the ranks' collectives do not match|does not end",
+    ),
+    (
+        "my_move",
+        [("get_model_state_dict(model, options=options)", "model.state_dict()")],
+        "in the file is a slice",
+    ),  # 6
+    ("my_move", [("        fully_shard(block, mesh=mesh)\n", "        pass\n")], "the units are root; one per block"),
     ("my_ddp", [("    flat /= dist.get_world_size()\n", "")], "the losses are not those of DDP"),
     ("my_ddp", [("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "6 collectives were seen"),
     (

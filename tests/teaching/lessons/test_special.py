@@ -1,4 +1,4 @@
-"""Tied, frozen and ignored parameters, and buffers, behave as notebook 08 says."""
+"""Tied, frozen and ignored parameters, and buffers, behave as notebook 14 says."""
 
 import pytest
 import torch

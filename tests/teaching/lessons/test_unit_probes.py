@@ -45,24 +45,6 @@ def test_copies_that_start_apart_stay_apart():
         assert set(alike.values()) == {0.0}
 
 
-def test_tied_frozen_and_ignored_parameters_and_buffers():
-    for rows, moved in on_ranks(2, unit_probes.special_parameters):
-        assert rows == [
-            ["scale", "whole", 4 * 64, "whole, but different on each rank"],
-            ["embedding.weight", "slice", 4 * 500 * 64, "slice"],  # tied: the head's is this one
-            ["frozen.weight", "slice", 4 * 32 * 64, "none"],
-            ["down.weight", "slice", 4 * 2 * 64, "slice"],
-            ["up.weight", "slice", 4 * 32 * 4, "slice"],
-            ["positions", "whole", 4 * 16 * 64, "none"],
-        ]
-        trained = 4 * (1000 * 64 + 4 * 64 + 64 * 4)
-        assert moved == {"all_gather": trained + 4 * 64 * 64, "reduce_scatter": trained}
-
-
-def test_tied_layers_in_two_units_are_tied_no_more():
-    assert on_ranks(2, unit_probes.are_still_tied) == [{"in one unit": True, "in two units": False}] * 2
-
-
 def test_the_copies_of_a_step_with_offload(digits_dir):
     config = TrainConfig(
         model="vit",

@@ -1,0 +1,148 @@
+"""A job after its move: what may be wrong with it, found before it costs a day; and how its ranks start. For notebook 14."""
+
+import os
+import subprocess
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.teaching.lessons.from_ddp import build_model, make_optimizer, shard
+
+SMALL_UNIT = 10_000  # parameters: fewer are not worth a collective
+STEPS_DONE = 2
+
+# ---------------------------------------------------------------- from srun to torchrun
+
+
+def ranks_from_srun() -> dict[str, int | str]:
+    """Return who this process is, where Slurm starts one task per GPU."""
+    nodes = subprocess.run(
+        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
+    )
+    return {
+        "rank": int(os.environ["SLURM_PROCID"]),
+        "local_rank": int(os.environ["SLURM_LOCALID"]),
+        "world_size": int(os.environ["SLURM_NTASKS"]),
+        "first_node": nodes.stdout.split()[0],
+    }
+
+
+def ranks_from_torchrun() -> dict[str, int | str]:
+    """Return who this process is, where Slurm starts one torchrun per node and that starts one process per GPU."""
+    return {
+        "rank": int(os.environ["RANK"]),
+        "local_rank": int(os.environ["LOCAL_RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "first_node": os.environ["MASTER_ADDR"],
+    }
+
+
+# What of DDP must not stay, what takes its place, and what comes of it if it stays.
+LEFTOVERS = [
+    ("`model.module`", "`model`", "AttributeError: there is no wrapper"),
+    ("`with model.no_sync()`", "`model.set_requires_gradient_sync(False)`, then `True`", "AttributeError"),
+    ("`find_unused_parameters=True`", "nothing", "an unused layer has no gradient, and Adam skips it"),
+    ("`static_graph=True`", "nothing", "each unit's hooks follow the graph as it comes"),
+    ("`bucket_cap_mb`, `gradient_as_bucket_view`", "the cut into units", "a unit is the bucket"),
+    ("`broadcast_buffers=True`", "a broadcast of your own", "each rank's batch norm keeps its own statistics"),
+    (
+        "weights that DDP broadcasts at the start",
+        "one seed, or `broadcast_from_rank0=True`",
+        "slices of different models",
+    ),
+    ("`register_comm_hook(fp16_compress_hook)`", "`MixedPrecisionPolicy(reduce_dtype=...)`", "AttributeError"),
+    ("`if rank == 0: evaluate(model)`", "every rank evaluates its part", "a hang, or a crash in gloo"),
+    (
+        "`if rank == 0: torch.save(model.state_dict())`",
+        "`dcp.save`, or gather on all and write on one",
+        "one rank's slices",
+    ),
+    ("`Join([model])`", "the same number of batches on every rank", "AttributeError"),
+]
+
+
+# ---------------------------------------------------------------- a checklist
+
+
+def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int, steps_done: int) -> list[str]:
+    """Return what looks wrong, one line each. Every rank calls it: after a step, before the job is left alone.
+
+    `num_batches` is the length of this rank's data loader, `steps_done` counts from the very first job.
+    """
+    findings = []
+    parameters = dict(model.named_parameters())
+    own = {id(parameter) for parameter in parameters.values()}
+    in_optimizer = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(id(parameter) not in own for parameter in in_optimizer)
+    whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+    if strangers > len(whole):  # a root that is not resharded hides its slices, so it has as many of either
+        findings.append(f"{strangers} of the optimiser's parameters are not the model's: build it after fully_shard")
+    if whole:
+        findings.append(f"{len(whole)} parameters are whole, {whole[0]} among them: ignored, or reshard() is missing")
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if len(units) == 1:
+        findings.append("one unit: all of the model is gathered at once")
+    small = sum(sum(own.numel() for own in unit.parameters()) < SMALL_UNIT for unit in units)
+    if small > len(units) // 2:
+        findings.append(
+            f"{small} of {len(units)} units have less than {SMALL_UNIT:,} parameters: more calls than bytes"
+        )
+    lengths = [0] * dist.get_world_size()
+    dist.all_gather_object(lengths, num_batches)
+    if len(set(lengths)) > 1:
+        findings.append(f"the ranks have {lengths} batches: those with more will wait for ever")
+    counted = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
+    if counted != {steps_done}:
+        findings.append(f"Adam has counted {sorted(counted)} steps instead of {steps_done}: was its state loaded?")
+    return findings
+
+
+def visit(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Return what `look_at` finds in small jobs with one fault each, and in one without."""
+    return {case: visit_one(rank, world_size, case) for _, case, _ in SYMPTOMS}
+
+
+def visit_one(rank: int, world_size: int, case: str) -> list[str]:
+    """Train for a few steps, with one fault or none, and look at the job."""
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    model = build_model(seed=0).to(rank_device())
+    optimizer = make_optimizer(model)
+    if case == "one unit":
+        fully_shard(model, mesh=mesh)
+    elif case == "every layer a unit":
+        for layer in [module for module in model.modules() if not list(module.children())]:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        shard(model, mesh)
+    if case != "optimiser built before":
+        optimizer = make_optimizer(model)
+
+    images = torch.zeros(2, 1, 28, 28, device=rank_device())
+    for _ in range(1 if case == "Adam's state not loaded" else STEPS_DONE):
+        model(images).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if case == "evaluated, not resharded":
+        with torch.no_grad():
+            model(images)
+    num_batches = 5 + rank if case == "uneven data" else 5
+    return look_at(model, optimizer, num_batches, STEPS_DONE)
+
+
+# The symptom, the case in `visit_one` that has it, and what to do.
+SYMPTOMS = [
+    ("nothing: all is well", "no fault", ""),
+    ("the loss stands still", "optimiser built before", "build the optimiser after `fully_shard`"),
+    ("memory did not fall", "one unit", "a unit per block; then the levers of [07](07_memory_levers.ipynb)"),
+    ("slower than DDP", "every layer a unit", "fewer, larger units; a larger batch"),
+    ("hangs in evaluation", "uneven data", "the same number of batches, some of them empty"),
+    ("the loss jumps after a restart", "Adam's state not loaded", "`set_optimizer_state_dict`, by name"),
+    ("an average or a new head has no effect", "evaluated, not resharded", "`model.reshard()` after evaluation"),
+]

@@ -1,0 +1,138 @@
+"""Old FSDP1 checkpoints, in slices and in one file, with Adam's state: written by FSDP1, read by FSDP2. For notebook 14."""
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import AdamW
+
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.teaching.lessons.from_ddp import build_model, load_steps, make_optimizer, mean_over_ranks, shard
+from fsdp_helpers.vit import Block
+
+MOVED_AT, LAST_STEP = 10, 16  # steps
+
+
+def train_fsdp1(rank: int, world_size: int, folder: str) -> list[float]:
+    """Train under FSDP1 and save after step MOVED_AT, in slices and in one file; return the losses of all steps."""
+    warnings.simplefilter("ignore")  # each of these calls is deprecated, which is why the job moves
+    model = FSDP(
+        build_model(seed=0),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=rank_device(),
+        use_orig_params=True,
+    )
+    optimizer = make_optimizer(model)
+    losses = take_steps(model, optimizer, rank, world_size, 0, MOVED_AT)
+    save_in_slices(f"{folder}/slices", model, optimizer)
+    save_in_one_file(f"{folder}/one_file.pt", model, optimizer)
+    return losses + take_steps(model, optimizer, rank, world_size, MOVED_AT, LAST_STEP)
+
+
+def save_in_slices(folder: str, model: FSDP, optimizer: AdamW) -> None:
+    """Let every rank write its own slices: a "sharded" checkpoint."""
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+
+
+def save_in_one_file(path: str, model: FSDP, optimizer: AdamW) -> None:
+    """Gather everything on rank 0, which writes it: a "full" checkpoint."""
+    configs = [
+        config(offload_to_cpu=True, rank0_only=True) for config in (FullStateDictConfig, FullOptimStateDictConfig)
+    ]
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+
+
+def count_twins(path: str) -> tuple[int, int]:
+    """Return how many parameters have the same tensor for both of Adam's moments in a full checkpoint, and of how many."""
+    states = torch.load(path, weights_only=True)["optimizer"]["state"].values()
+    return sum(torch.equal(state["exp_avg"], state["exp_avg_sq"]) for state in states), len(states)
+
+
+def write_one_file(folder: str) -> str:
+    """Make one file of the slices, laid out as FSDP1's own; return its path. One process does it."""
+    path = str(Path(folder) / "from_slices.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it loads without a process group
+        dcp_to_torch_save(f"{folder}/slices", path)
+    return path
+
+
+def go_on_with_fsdp2(rank: int, world_size: int, checkpoint: str) -> list[float]:
+    """Return the losses after MOVED_AT, under FSDP2, from a folder with FSDP1's slices or from its one file."""
+    warnings.simplefilter("ignore")  # slices of FSDP1 are ShardedTensors, which are deprecated
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    model = shard(build_model(seed=1), mesh)
+    optimizer = make_optimizer(model)
+    read = read_slices if Path(checkpoint).is_dir() else read_one_file
+    read(checkpoint, model, optimizer)
+    return take_steps(model, optimizer, rank, world_size, MOVED_AT, LAST_STEP)
+
+
+def read_slices(folder: str, model: nn.Module, optimizer: AdamW) -> None:
+    """Read this rank's rows of every tensor, whichever ranks wrote them."""
+    weights, adam = get_state_dict(model, optimizer)  # this rank's slices, to be read into
+    dcp.load({"model": weights, "optimizer": adam}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=adam)
+
+
+def read_one_file(path: str, model: nn.Module, optimizer: AdamW) -> None:
+    """Read the file on rank 0 and hand each rank its slices. FSDP1 saves Adam's state by name: nothing is renamed."""
+    state = {"model": {}, "optimizer": {}}
+    if dist.get_rank() == 0:
+        state = torch.load(path, mmap=True, weights_only=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def compare_moments(rank: int, world_size: int, folder: str, one_file: str) -> dict[str, tuple[int, float]]:
+    """Compare what FSDP2's Adam has after reading the slices with the one file: by moment, tensors and difference."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    model = shard(build_model(seed=1), mesh)
+    optimizer = make_optimizer(model)
+    read_slices(f"{folder}/slices", model, optimizer)
+    options = StateDictOptions(full_state_dict=True)
+    mine = get_state_dict(model, optimizer, options=options)[1]["state"]
+    theirs = torch.load(one_file, weights_only=True)["optimizer"]["state"]
+    compared = {}
+    for moment in ("exp_avg", "exp_avg_sq", "step"):
+        differences = [(mine[name][moment].cpu() - state[moment]).abs().max().item() for name, state in theirs.items()]
+        compared[moment] = len(differences), max(differences)
+    return compared
+
+
+def take_steps(
+    model: nn.Module, optimizer: AdamW, rank: int, world_size: int, first_step: int, last_step: int
+) -> list[float]:
+    """Train from one step to another; return the mean loss over the global batch of each."""
+    losses = []
+    for parts in load_steps(rank, world_size, first_step, last_step):
+        images, labels = (torch.cat(column).to(rank_device()) for column in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(mean_over_ranks(loss))
+    return losses

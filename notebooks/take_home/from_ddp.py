@@ -1,0 +1,110 @@
+"""From DDP to FSDP2 in mid-training: read the checkpoint of a DDP script, Adam's state included, and go on.
+
+`torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves them;
+`torchrun --nproc-per-node 2 from_ddp.py FILE` takes the rest under FSDP2, on any number of ranks.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.optim import Adam
+
+LAYERS = 4
+WIDTH = 64
+CLASSES = 10
+STEPS = 6
+BATCH = 24  # sequences per step, over all ranks: it divides by 2, 3 and 6
+LENGTH = 16  # tokens per sequence
+
+
+def build_model() -> nn.Sequential:
+    """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
+    torch.manual_seed(0)  # every rank begins with the same weights
+    model = nn.Sequential()
+    for _ in range(LAYERS):
+        model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
+    model.append(nn.Linear(WIDTH, CLASSES))
+    return model
+
+
+def load_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch of all ranks together. Put your own data here."""
+    random = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
+    labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
+    return inputs, labels
+
+
+def choose_device() -> torch.device:
+    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam) -> int:
+    """Read the file on rank 0 and hand each rank its slices. Return the number of steps that are done."""
+    weights = {}
+    moments = {}
+    step = [0]
+    if dist.get_rank() == 0:
+        checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        consume_prefix_in_state_dict_if_present(checkpoint["model"], "module.")
+        # Adam's state is saved by number. A plain model with a plain Adam knows which name belongs to which.
+        plain = build_model()
+        plain.load_state_dict(checkpoint["model"])
+        plain_adam = Adam(plain.parameters())  # the same groups in the same order as in the DDP script
+        plain_adam.load_state_dict(checkpoint["optimizer"])
+        weights, moments = state_dict.get_state_dict(plain, plain_adam)
+        step = [checkpoint["step"]]
+    # Two calls: `set_state_dict` would skip the model on the ranks that have nothing to give, and hang.
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, weights, options=options)
+    state_dict.set_optimizer_state_dict(model, adam, moments, options=options)
+    dist.broadcast_object_list(step)
+    return step[0]
+
+
+def main(device: torch.device, path: str) -> None:
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
+    model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
+    for layer in model[:-1]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    adam = Adam(model.parameters(), lr=3e-3, fused=True)  # after sharding: it needs the slices
+    first_step = load_ddp_checkpoint(path, model, adam)  # from here on, save as checkpoint.py does
+
+    for step in range(first_step, STEPS):
+        inputs, labels = load_batch(step)
+        inputs = inputs.chunk(world_size)[rank].to(device)  # this rank's sequences
+        labels = labels.chunk(world_size)[rank].to(device)
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+
+        mean_loss = loss.detach() / world_size
+        dist.all_reduce(mean_loss)
+        if rank == 0:
+            print(f"step {step}  loss {mean_loss.item():.7f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    chosen = choose_device()
+    main(chosen, sys.argv[1])
+    if chosen.type == "cpu":
+        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included

@@ -1,0 +1,22 @@
+"""FSDP2 goes on from FSDP1's old checkpoints, Adam's moments included."""
+
+import pytest
+
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.teaching.lessons import from_fsdp1
+
+
+def run(worker, *arguments, world_size: int = 2):
+    return launch(worker, *arguments, world_size=world_size, device="cpu", timeout_s=120, progress=False)[0]
+
+
+def test_both_kinds_of_checkpoint_go_on(digits_dir, monkeypatch, tmp_path):
+    monkeypatch.setenv("FSDP_DATA_DIR", str(digits_dir))
+    right = run(from_fsdp1.train_fsdp1, str(tmp_path))[from_fsdp1.MOVED_AT :]
+    one_file = from_fsdp1.write_one_file(str(tmp_path))
+    assert from_fsdp1.count_twins(one_file) == (0, 55)
+    slices = run(from_fsdp1.go_on_with_fsdp2, str(tmp_path / "slices"), world_size=3)
+    assert slices == pytest.approx(right, abs=1e-5)
+    assert run(from_fsdp1.go_on_with_fsdp2, one_file) == pytest.approx(right, abs=1e-5)
+    compared = run(from_fsdp1.compare_moments, str(tmp_path), one_file)
+    assert compared == {"exp_avg": (55, 0.0), "exp_avg_sq": (55, 0.0), "step": (55, 0.0)}
