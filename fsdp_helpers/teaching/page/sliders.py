@@ -1,21 +1,48 @@
-"""Sliders that redraw a plan at each change; without widgets, the figure alone."""
+"""Sliders that redraw a plan at each change: the verdict first, large, then a bar for each number of ranks."""
 
-from base64 import b64decode
+from base64 import b64encode
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from html import escape
 
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-
-from fsdp_helpers.planning.advice import verdict
+from fsdp_helpers.planning.advice import changes_until_it_fits
 from fsdp_helpers.planning.command import DEFAULT_BATCH
-from fsdp_helpers.planning.models import NAMED_MODELS, named_subject
-from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
+from fsdp_helpers.planning.models import NAMED_MODELS, Subject, named_subject
+from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.teaching.figures.plans import plot_waterfall
-from fsdp_helpers.teaching.figures.style import described_png
+from fsdp_helpers.teaching.figures.plan_picture import WIDTH, waterfall_svg
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 DEVICES_GB = (24, 40, 80, 141)
+VERDICT = "font-size:1.6em;font-weight:700;line-height:1.3;color:"
+GREEN, RED = "#15803d", "#dc2626"  # legible, at this size, on white and on black
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPicture:
+    """A verdict, what it rests on, and the figure below it."""
+
+    fits: bool
+    verdict: str
+    details: str
+    svg: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.verdict}. {self.details}"
+
+    def _repr_html_(self) -> str:
+        mark, colour = ("✓", GREEN) if self.fits else ("✗", RED)
+        data = b64encode(self.svg.encode()).decode()
+        return (
+            f'<div style="{VERDICT}{colour}" role="status">{mark} {escape(self.verdict)}</div>'
+            f"<div>{escape(self.details)}</div>"
+            f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(self.words)}" '
+            f'style="width:100%;max-width:{WIDTH}px">'
+        )
+
+    def __repr__(self) -> str:
+        return self.words
 
 
 def draw_plan(
@@ -24,53 +51,96 @@ def draw_plan(
     device_gb: int = 80,
     precision: str = "bf16",
     recompute: bool = True,
-) -> tuple[Figure, str]:
-    """The waterfall of a model over all of RANKS, and the verdict for one of them."""
-    subject = named_subject(model)
+) -> PlanPicture:
+    """Return the verdict for one number of ranks, and the bars of all RANKS on an axis that is the model's own."""
+    plans = {count: _on_devices(plan, device_gb) for count, plan in _plans(model, precision, recompute).items()}
+    plan = plans[ranks]
+    settings = plan.settings
+    summary = f"{model} on {ranks:,} ranks, {settings.batch:,} {plan.item}s on each, {precision}"
+    verdict, more = _verdict(model, ranks, device_gb, precision, recompute)
+    needs = (
+        f"the peak of {plan.peak.bytes / GB:,.1f} GB and {plan.cluster.allowance_bytes / GB:.0f} GB outside the count"
+    )
+    svg = waterfall_svg(list(plans.values()), ranks, _highest_bytes(model))
+    return PlanPicture(fits=plan.fits, verdict=verdict, details=f"{summary}: {needs}{more}.", svg=svg)
+
+
+@lru_cache
+def _subject(model: str) -> Subject:
+    return named_subject(model)
+
+
+@lru_cache
+def _plan(model: str, ranks: int, precision: str, recompute: bool) -> Plan:
+    subject = _subject(model)
     checkpointing = "units" if recompute else "none"
     settings = Settings(batch=DEFAULT_BATCH[subject.item], precision=precision, activation_checkpointing=checkpointing)
-    plans = {
-        count: make_plan(subject, settings, Cluster(world_size=count, device_memory_bytes=device_gb * GB))
-        for count in RANKS
-    }
-    title = f"{model}, {settings.batch:,} {subject.item}s on each rank, {precision}"
-    fig, ax = plot_waterfall(list(plans.values()), title)
-    ax.get_xticklabels()[RANKS.index(ranks)].set_fontweight("bold")
-    return fig, f"On {ranks:,} ranks. {verdict(plans[ranks], subject)}"
+    return make_plan(subject, settings, Cluster(world_size=ranks, device_memory_bytes=GB))
 
 
-def plan_controls() -> object | None:
-    """Return controls, and below them a plan that is drawn anew at each change; None if ipywidgets is missing.
+def _plans(model: str, precision: str, recompute: bool) -> dict[int, Plan]:
+    return {count: _plan(model, count, precision, recompute) for count in RANKS}
 
-    The plan is an image and a line of text whose values change. ipywidgets' own `interactive` would display it in an
-    `Output` widget, and what executes a notebook without a browser has to play that widget's other half: nbclient
-    answers it on the socket on which it waits for the cell's reply, can miss the reply's arrival as it does so, and
-    then waits until its time-out.
+
+def _on_devices(plan: Plan, device_gb: int) -> Plan:
+    """The same plan on devices of that size; what a rank needs does not depend on it."""
+    return replace(plan, cluster=replace(plan.cluster, device_memory_bytes=device_gb * GB))
+
+
+@lru_cache
+def _highest_bytes(model: str) -> float:
+    """The end of the axis: above the largest device, and above what the fewest ranks need with bf16 and recomputing."""
+    return 1.1 * max(_plan(model, RANKS[0], "bf16", True).needed_bytes, DEVICES_GB[-1] * GB)
+
+
+@lru_cache
+def _verdict(model: str, ranks: int, device_gb: int, precision: str, recompute: bool) -> tuple[str, str]:
+    """The verdict in a few words, and what else would have to change for it to fit."""
+    plan = _on_devices(_plan(model, ranks, precision, recompute), device_gb)
+    if plan.fits:
+        return f"fits, {plan.spare_bytes / GB:,.0f} GB free", ""
+    too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"
+    changes = changes_until_it_fits(plan, _subject(model))
+    if not changes:
+        return f"{too_much}: take larger devices, or tensor parallelism", ""
+    first, *then = [text.partition(" (--")[0] for text, _ in changes]
+    ending = "with that it fits" if changes[-1][1].fits else "and it is still too much: take larger devices"
+    return f"{too_much}: first {first}", f"; {', '.join([*(f'then {text}' for text in then), ending])}"
+
+
+def plan_controls(
+    model: str = "vit-10b",
+    ranks: int = 128,
+    device_gb: int = 80,
+    precision: str = "bf16",
+    recompute: bool = True,
+) -> object:
+    """Return a row of controls above a plan that follows them or, if ipywidgets is missing, the plan alone.
+
+    The plan is a text whose value changes. ipywidgets' own `interactive` would display it in an `Output` widget, and
+    what executes a notebook without a browser has to play that widget's other half: nbclient answers it on the socket
+    on which it waits for the cell's reply, can miss the reply's arrival as it does so, and then waits until its
+    time-out.
     """
     try:
         import ipywidgets
     except ImportError:
-        return None
+        return draw_plan(model, ranks, device_gb, precision, recompute)
+    narrow = {"style": {"description_width": "initial"}, "layout": {"width": "auto"}}
     controls = {
-        "model": ipywidgets.Dropdown(options=NAMED_MODELS, value="vit-10b"),
-        "ranks": ipywidgets.SelectionSlider(options=RANKS, value=128),
-        "device_gb": ipywidgets.SelectionSlider(options=DEVICES_GB, value=80, description="device GB"),
-        "precision": ipywidgets.ToggleButtons(options=("fp32", "bf16"), value="bf16"),
-        "recompute": ipywidgets.Checkbox(value=True, description="recompute blocks"),
+        "model": ipywidgets.Dropdown(options=NAMED_MODELS, value=model, description="model", **narrow),
+        "ranks": ipywidgets.SelectionSlider(options=RANKS, value=ranks, description="ranks", **narrow),
+        "device_gb": ipywidgets.SelectionSlider(options=DEVICES_GB, value=device_gb, description="device GB", **narrow),
+        "precision": ipywidgets.Dropdown(options=("fp32", "bf16"), value=precision, description="precision", **narrow),
+        "recompute": ipywidgets.Checkbox(value=recompute, description="recompute blocks", indent=False, **narrow),
     }
-    picture, words = ipywidgets.Image(format="png", layout={"max_width": "100%"}), ipywidgets.HTML()
+    shown = ipywidgets.HTML()
 
     def draw(_: object = None) -> None:
-        fig, said = draw_plan(**{name: control.value for name, control in controls.items()})
-        png, size = described_png(fig)
-        plt.close(fig)
-        picture.width = str(size["width"])
-        picture.tooltip = size["alt"]
-        picture.value = b64decode(png)
-        words.value = escape(said)
+        shown.value = draw_plan(**{name: control.value for name, control in controls.items()})._repr_html_()
 
-    for name, control in controls.items():
-        control.description = control.description or name
+    for control in controls.values():
         control.observe(draw, "value")
     draw()
-    return ipywidgets.VBox([*controls.values(), picture, words])
+    row = ipywidgets.HBox(list(controls.values()), layout={"flex_flow": "row wrap", "align_items": "center"})
+    return ipywidgets.VBox([row, shown])

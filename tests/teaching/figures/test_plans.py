@@ -1,6 +1,4 @@
-"""Figures of plans and errors, and the controls of a plan."""
-
-import sys
+"""Figures of plans and errors."""
 
 import matplotlib.pyplot as plt
 import pytest
@@ -10,7 +8,6 @@ from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.models import named_subject
 from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
 from fsdp_helpers.teaching.figures import plans
-from fsdp_helpers.teaching.page import sliders
 
 SUBJECT = named_subject("vit-b16")
 
@@ -79,33 +76,3 @@ def test_errors_are_drawn_in_percent():
     assert drawn == [-1, 0, 1]
     assert [text.get_text() for text in ax.get_xticklabels()] == ["DDP", "bf16"]
     assert rows[0].is_exact and rows[0].error == pytest.approx(0.01)
-
-
-def test_a_plan_is_drawn_for_any_choice():
-    fig, said = sliders.draw_plan(model="llama-70b", ranks=8, device_gb=24, precision="fp32", recompute=False)
-    assert said.startswith("On 8 ranks. It does not fit:")
-    assert fig.axes[0].get_title(loc="left") == "llama-70b, 8,192 tokens on each rank, fp32"
-
-
-def test_without_widgets_there_are_no_controls(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert sliders.plan_controls() is None
-
-
-def test_controls_draw_anew_at_each_change():
-    pytest.importorskip("ipywidgets")
-    *controls, picture, words = sliders.plan_controls().children
-    by_name = {control.description: control for control in controls}
-    assert list(by_name) == ["model", "ranks", "device GB", "precision", "recompute blocks"]
-    drawn_first = bytes(picture.value)
-    assert drawn_first.startswith(b"\x89PNG") and words.value.startswith("On 128 ranks.")
-    by_name["ranks"].value = 1024
-    assert bytes(picture.value).startswith(b"\x89PNG") and bytes(picture.value) != drawn_first
-    assert words.value.startswith("On 1,024 ranks.")
-
-
-def test_nobody_has_to_answer_the_controls():
-    """nbclient, which answers an `Output` widget, can miss the reply to the cell and wait until its time-out."""
-    widgets = pytest.importorskip("ipywidgets")
-    whole = sliders.plan_controls()
-    assert not [part for part in whole.children if isinstance(part, widgets.Output)]
