@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from fsdp_helpers.planning.traffic import step_range_s
-from fsdp_helpers.quantities import MB
-from fsdp_helpers.teaching.figures.style import OP_COLOURS, OP_HATCHES, STRATEGY_COLOURS, TEXT_COLOUR, figure_style
+from fsdp_helpers.teaching.figures.style import STRATEGY_COLOURS, TEXT_COLOUR, figure_style
 
 MBIT = 1e6
 BAND = "the planner: from all of it overlapped to nothing"
@@ -45,31 +44,6 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
     return fig, ax
 
 
-def plot_shardings(shardings: Sequence[dict]) -> tuple[Figure, Sequence[Axes]]:
-    """One bar per way of sharding: what a rank sends in a step, what crosses the cable, and how long the step takes."""
-    names = [row["sharding"] for row in shardings]
-    with figure_style():
-        fig, (bytes_ax, cable_ax, time_ax) = plt.subplots(1, 3, figsize=(9, 2.4), layout="constrained", sharey=True)
-        for op in dict.fromkeys(op for row in shardings for op in row["sent_bytes"]):
-            sizes = [row["sent_bytes"].get(op, 0) / MB for row in shardings]
-            before = [sum(_earlier(row["sent_bytes"], op)) / MB for row in shardings]
-            bytes_ax.barh(names, sizes, left=before, color=OP_COLOURS[op], hatch=OP_HATCHES.get(op), label=op)
-        cable_ax.barh(names, [row["cable_bytes_per_step"] / MB for row in shardings], color=TEXT_COLOUR)
-        time_ax.barh(names, milli([row["step_s"] for row in shardings]), color=TEXT_COLOUR)
-        bytes_ax.set(xlabel="MB", title="A rank sends in a step")
-        cable_ax.set(xlabel="MB", title="The slow cable carries")
-        time_ax.set(xlabel="ms", title="The step takes")
-        bytes_ax.invert_yaxis()
-        fig.legend(loc="outside lower center", ncols=3, fontsize=8)
-    return fig, (bytes_ax, cable_ax, time_ax)
-
-
 def milli(values: Sequence[float]) -> list[float]:
     """Seconds as milliseconds."""
     return [1000 * value for value in values]
-
-
-def _earlier(sent_bytes: dict[str, int], op: str) -> list[int]:
-    """The bytes of the collectives that stand to the left of `op` in a bar."""
-    ops = list(sent_bytes)
-    return [sent_bytes[other] for other in ops[: ops.index(op)]] if op in ops else []

@@ -14,7 +14,6 @@ from fsdp_helpers.measuring.copies import OffloadCopy
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.records import (
     ComparisonRow,
-    EpochRecord,
     MemoryCurve,
     RankRecord,
     Rung,
@@ -29,22 +28,6 @@ from fsdp_helpers.teaching.figures.style import (
     figure_style,
 )
 from fsdp_helpers.teaching.figures.timelines import draw_collectives, draw_copies, draw_memory_curve, draw_notes
-
-
-def plot_epochs(runs: Mapping[str, Sequence[EpochRecord]]) -> tuple[Figure, Sequence[Axes]]:
-    """Test loss and test accuracy after each epoch, one line per run."""
-    with figure_style():
-        fig, (loss_ax, accuracy_ax) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
-        for (name, epochs), marker in zip(runs.items(), cycle(MARKERS), strict=False):
-            numbers = range(1, len(epochs) + 1)
-            loss_ax.plot(numbers, [epoch.test_loss for epoch in epochs], marker=marker, label=name)
-            accuracy_ax.plot(numbers, [100 * epoch.test_accuracy for epoch in epochs], marker=marker, label=name)
-        loss_ax.set(xlabel="epoch", ylabel="test loss (nats an image)", title="Loss")
-        accuracy_ax.set(xlabel="epoch", ylabel="test accuracy (%)", title="Accuracy")
-        for ax in (loss_ax, accuracy_ax):
-            ax.xaxis.get_major_locator().set_params(integer=True)
-        loss_ax.legend()
-    return fig, (loss_ax, accuracy_ax)
 
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
@@ -122,20 +105,6 @@ def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
         ax.set(xlabel="bytes on one rank (MB)", xlim=(0, 1.2 * highest))
         handles = [Patch(color=colour, label=name) for name, colour in STATE_COLOURS.items()]
         ax.legend(handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    return fig, ax
-
-
-def plot_throughput(images_per_s: Mapping[int, float], strategy: str) -> tuple[Figure, Axes]:
-    """Images a second against the number of ranks, beside what perfect scaling from one rank would give."""
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(5, 2.8), layout="constrained")
-        ranks = sorted(images_per_s)
-        ax.bar(ranks, [images_per_s[count] for count in ranks], color=STRATEGY_COLOURS[strategy], width=0.5)
-        perfect = [images_per_s[ranks[0]] * count / ranks[0] for count in ranks]
-        ax.plot(ranks, perfect, color="#9ca3af", linestyle="--", marker="o", label="perfect scaling")
-        ax.set_xticks(ranks)
-        ax.set(xlabel="ranks", ylabel="all ranks together (images/s)", title="Throughput")
-        ax.legend()
     return fig, ax
 
 

@@ -22,7 +22,6 @@ STRATEGY_COLOURS = {
     "fsdp-auto-wrap": GREEN,
     "fsdp-offload": PURPLE,
 }
-SAVING_COLOURS = {"full": ORANGE, "sharded": GREEN, "asynchronous": BLUE}
 PHASE_COLOURS = {"forward": "#e0f2fe", "backward": "#fdecd2", "step": "#ececf1"}
 # Darker, since numbers are written on them in white.
 OP_COLOURS = {"all_gather": "#00735c", "reduce_scatter": "#b34700", "all_reduce": BLUE, "broadcast": "#7b4b94"}

@@ -14,7 +14,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from runs import tiny_record
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.records import (
@@ -63,17 +62,14 @@ def rung(name: str, peak_bytes: int) -> Rung:
 
 PHASES = ("forward", "backward", "step")
 RUNGS = [rung("DDP", 40 * MB), rung("+ a lever", 30 * MB), rung("+ another", 32 * MB)]
-EPOCHS = {"local": tiny_record().epochs * 2, "ddp": tiny_record().epochs}
 IMAGES, LABELS = torch.zeros(3, 1, 28, 28), torch.tensor([1, 2, 3])
 ROWS = [row("shallow", "ddp", None), row("shallow", "fsdp", "fsdp1"), row("deep", "ddp", None)]
 COPY = OffloadCopy(name="blocks.0.weight", way=TO_DEVICE, bytes=4 * MB, start_s=0.05, was_made=True)
 FIGURES = {
-    "plot_epochs": (EPOCHS,),
     "plot_step_losses": ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]},),
     "plot_digits": (IMAGES, LABELS, torch.tensor([1, 7, 3])),
     "plot_memory_curve": (step_trace(*PHASES).curve, "One step"),
     "plot_held_and_peak": ({"ddp": rank_record(), "fsdp": rank_record()},),
-    "plot_throughput": ({1: 100.0, 2: 180.0, 4: 190.0}, "ddp"),
     "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_step": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}}, 2 * MB),
@@ -137,21 +133,6 @@ def test_a_line_stands_at_the_peak():
     ax = plots.plot_held_and_peak({"ddp": ddp, "fsdp": fsdp})[1]
     assert [list(line.get_xdata()) for line in ax.lines] == [[40, 40], [30, 30]]
     assert texts(ax) == ["peak 40.0", "peak 30.0"]
-
-
-def test_epochs_are_drawn_in_nats_and_percent():
-    epoch = tiny_record().epochs[0]  # half of its two test images are right
-    better = replace(epoch, epoch=2, test_loss=0.4, test_accuracy=0.75)
-    loss_ax, accuracy_ax = plots.plot_epochs({"local": [epoch, better]})[1]
-    assert [list(line.get_ydata()) for line in (*loss_ax.lines, *accuracy_ax.lines)] == [[1.0, 0.4], [50, 75]]
-    assert list(accuracy_ax.lines[0].get_xdata()) == [1, 2]
-    assert accuracy_ax.get_ylabel() == "test accuracy (%)"
-
-
-def test_perfect_scaling_is_that_of_the_fewest_ranks():
-    ax = plots.plot_throughput({4: 190.0, 1: 100.0, 2: 180.0}, "ddp")[1]
-    assert [bar.get_height() for bar in ax.patches] == [100, 180, 190]
-    assert list(ax.lines[0].get_ydata()) == [100, 200, 400]
 
 
 def test_a_variant_of_a_strategy_has_its_colour_and_a_broken_line():
@@ -317,10 +298,6 @@ def test_bars_say_their_rows_and_what_their_colours_mean():
     assert "peak 40.0; peak 30.0" in text
 
 
-def test_columns_say_theirs():
-    assert "Bars: 1: 100; 2: 180; 4: 190." in of("plot_throughput")
-
-
 def test_axes_that_share_their_rows_have_the_names_of_the_others():
     text = of("plot_comparison")
     assert text.count("fsdp (fsdp1): ") == 2  # its bytes, held and at the peak, and its step time
@@ -331,7 +308,7 @@ def test_wrong_digits_are_not_told_by_colour_alone():
 
 
 def test_a_notebook_gets_twice_the_pixels_and_the_description():
-    fig, _ = plots.plot_throughput(*FIGURES["plot_throughput"])
+    fig, _ = plots.plot_held_and_peak(*FIGURES["plot_held_and_peak"])
     picture, metadata = described_png(fig)
     content = base64.b64decode(picture)
     width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))  # of the PNG's first chunk
@@ -346,7 +323,7 @@ def shell():
 
 
 def test_figures_that_are_shown_have_both(shell):
-    fig, _ = plots.plot_throughput(*FIGURES["plot_throughput"])
+    fig, _ = plots.plot_held_and_peak(*FIGURES["plot_held_and_peak"])
     with capture_output() as captured:
         assert shell.display_formatter.format(fig) == ({}, {})  # it has displayed itself
     picture, folded = captured.outputs

@@ -112,14 +112,3 @@ def test_step_times_are_drawn_as_measured(bandwidth):
     assert key == ["measured", network_plots.BAND, "sent bytes / bandwidth", "measured, unlimited"]
     fig.canvas.draw()  # times are numbers, not powers of ten
     assert {"100", "200", "500"} <= {label.get_text() for label in ax.get_yticklabels()}
-
-
-def test_bars_are_as_long_as_the_bytes(bandwidth):
-    fig, (bytes_ax, cable_ax, time_ax) = network_plots.plot_shardings(bandwidth["shardings"])
-    drawn = sum(patch.get_width() for patch in bytes_ax.patches)
-    sent = sum(sum(row["sent_bytes"].values()) for row in bandwidth["shardings"])
-    assert drawn == pytest.approx(sent / 1e6)
-    for ax, field, factor in ((cable_ax, "cable_bytes_per_step", 1e-6), (time_ax, "step_s", 1000)):
-        assert [patch.get_width() for patch in ax.patches] == [
-            pytest.approx(factor * row[field]) for row in bandwidth["shardings"]
-        ]
