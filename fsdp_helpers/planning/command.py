@@ -2,11 +2,23 @@
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, PRECISIONS, SHARDING, STRATEGIES
-from fsdp_helpers.planning.advice import verdict
-from fsdp_helpers.planning.models import NAMED_MODELS, Subject, named_subject
+from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, SHARDING, STRATEGIES
+from fsdp_helpers.planning.advice import fastest, verdict
+from fsdp_helpers.planning.costs import (
+    DEVICE_HOURS_BETWEEN_FAILURES,
+    HOUR_S,
+    STORAGE_BYTES_PER_S,
+    SavePlan,
+    device_hours,
+    save_plan,
+)
+from fsdp_helpers.planning.devices import DEVICES, TYPICAL_RANGE, named_device
+from fsdp_helpers.planning.hugging_face import read_config
+from fsdp_helpers.planning.models import MODELS, Subject, llama_subject, named_subject, vit_subject
+from fsdp_helpers.planning.optimizers import OPTIMIZERS
 from fsdp_helpers.planning.plan import (
     CONTEXT_BYTES,
     LINK_BYTES_PER_S,
@@ -15,42 +27,104 @@ from fsdp_helpers.planning.plan import (
     Plan,
     Settings,
     make_plan,
+    require_whole,
 )
+from fsdp_helpers.planning.state import PRECISIONS
 from fsdp_helpers.quantities import GB, format_bytes, format_count, format_seconds
+from fsdp_helpers.shapes import LLAMA_SHAPES, LlamaShape, ViTShape
 
 DEFAULT_BATCH = {"image": 8, "token": 8192}  # of one rank, in one forward and backward
+DAY_S = 24 * HOUR_S
+LLAMA_FLAGS = {  # flag -> field, meaning
+    "width": ("width", "of a token"),
+    "depth": ("depth", "blocks"),
+    "heads": ("num_heads", "heads of attention"),
+    "kv-heads": ("num_kv_heads", "heads of keys and values (default: as many)"),
+    "mlp-width": ("mlp_width", "of a block's hidden layer"),
+    "vocabulary": ("vocabulary", "words, for --llama"),
+}
+VIT_FLAGS = {
+    "image-size": ("image_size", "pixels along a side, for --vit (default: 224)"),
+    "patch-size": ("patch_size", "pixels along a side, for --vit (default: 16)"),
+    "classes": ("num_classes", "for --vit (default: 1000)"),
+}
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     """The arguments of `plan`; those that `train` has too mean the same."""
-    plan.add_argument("--model", choices=NAMED_MODELS, required=True)
-    plan.add_argument("--world-size", type=int, metavar="N", required=True, help="ranks, each with a device of its own")
-    plan.add_argument("--device-memory-gb", type=float, metavar="GB", required=True, help="of 10^9 bytes, of a device")
-    plan.add_argument(
+    _add_model(plan)
+    _add_training(plan)
+    _add_cluster(plan)
+    plan.add_argument("--total", type=float, metavar="N", help="items in the whole run, for GPU-hours: 2e12 tokens")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
+
+
+def _add_model(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("the model")
+    kind = group.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--model", choices=MODELS)
+    kind.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json: Llama, Mistral, Qwen")
+    kind.add_argument("--llama", action="store_true", help="a Llama-like model of the shape given below")
+    kind.add_argument("--vit", action="store_true", help="a vision transformer of the shape given below")
+    for flag, (_, meaning) in (LLAMA_FLAGS | VIT_FLAGS).items():
+        group.add_argument(f"--{flag}", type=int, metavar="N", help=meaning)
+    group.add_argument("--tied", action="store_true", help="the head is the embedding, for --llama")
+    group.add_argument("--context", type=int, metavar="N", help="tokens of a sequence")
+    group.add_argument("--loss-chunks", type=int, metavar="N", default=1, help="parts of the logits, recomputed")
+
+
+def _add_training(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("the training")
+    group.add_argument(
         "--strategy", choices=STRATEGIES, default="fsdp-auto-wrap", help="auto-wrap: a unit for each block"
     )
-    plan.add_argument("--api", choices=APIS, default="fsdp2")
-    plan.add_argument("--sharding", choices=SHARDING, default="full")
-    plan.add_argument("--replicas", type=int, metavar="N", default=2, help="groups of ranks, for hybrid sharding")
-    plan.add_argument("--precision", choices=PRECISIONS, default="fp32")
-    plan.add_argument("--activation-checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none")
-    batch = plan.add_mutually_exclusive_group()
+    group.add_argument("--api", choices=APIS, default="fsdp2")
+    group.add_argument("--sharding", choices=SHARDING, default="full")
+    group.add_argument("--replicas", type=int, metavar="N", default=2, help="groups of ranks, for hybrid sharding")
+    group.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16: mixed")
+    group.add_argument("--activation-checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none")
+    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="adam: fused (default)")
+    group.add_argument("--micro-batches", type=int, metavar="N", default=1, help="parts of a step, of the batch each")
+    batch = group.add_mutually_exclusive_group()
     for item, usual in DEFAULT_BATCH.items():
         batch.add_argument(
             f"--{item}s", type=int, metavar="N", help=f"of one rank in one forward and backward (default: {usual})"
         )
+
+
+def _add_cluster(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("the cluster")
     link, outside = round(LINK_BYTES_PER_S / GB), round((CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES) / GB)
-    rate = f"that a rank sends at (default: {link}, a link of {8 * link} Gbit/s)"
-    plan.add_argument("--bandwidth-gb-s", type=float, metavar="GB", default=float(link), help=rate)
-    plan.add_argument("--tflops", type=float, metavar="X", help="that a device reaches, 10^12 operations a second")
+    group.add_argument(
+        "--world-size", type=int, metavar="N", required=True, help="ranks, each with a device of its own"
+    )
+    named = "sets memory, rates and links; each can be replaced below"
+    group.add_argument("--device", choices=tuple(DEVICES), help=named)
+    numbers = {
+        "device-memory-gb": "of 10^9 bytes, of a device; needed without --device",
+        "tflops": "that a device reaches, 10^12 operations a second",
+        "bandwidth-gb-s": f"that a rank sends at, out of its node (default: {link}, a link of {8 * link} Gbit/s)",
+        "within-gb-s": "that a rank sends at within its node",
+        "latency-us": "of one step of a ring between nodes, in microseconds",
+        "host-gb-s": "between a device and its host",
+        "host-memory-gb": "of a node",
+    }
+    for flag, meaning in numbers.items():
+        group.add_argument(f"--{flag}", type=float, metavar="X", help=meaning)
+    group.add_argument("--ranks-per-node", type=int, metavar="N", help="that share a node (default: 1)")
     allowance = f"for what is not counted: CUDA's context, NCCL, fragmentation (default: {outside})"
-    plan.add_argument("--allowance-gb", type=float, metavar="GB", default=float(outside), help=allowance)
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
+    group.add_argument("--allowance-gb", type=float, metavar="GB", default=float(outside), help=allowance)
+    hours = f"of one device (default: {DEVICE_HOURS_BETWEEN_FAILURES:,.0f}, from the Llama 3 paper)"
+    group.add_argument(
+        "--hours-between-failures", type=float, metavar="X", default=DEVICE_HOURS_BETWEEN_FAILURES, help=hours
+    )
+    storage = f"that a node writes a checkpoint at (default: {STORAGE_BYTES_PER_S / GB:.0f})"
+    group.add_argument("--storage-gb-s", type=float, metavar="X", default=STORAGE_BYTES_PER_S / GB, help=storage)
 
 
 def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
     """The model and the plan that the arguments ask for. Raises ValueError for what cannot be."""
-    subject = named_subject(options.model)
+    subject = read_subject(options)
     settings = Settings(
         batch=_batch(options, subject),
         strategy=options.strategy,
@@ -59,24 +133,117 @@ def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
         replicas=options.replicas,
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
+        micro_batches=options.micro_batches,
+        optimizer=options.optimizer,
     )
-    cluster = Cluster(
-        world_size=options.world_size,
-        device_memory_bytes=options.device_memory_gb * GB,
-        bandwidth_bytes_per_s=options.bandwidth_gb_s * GB,
-        flops_per_s=None if options.tflops is None else options.tflops * 1e12,
-        allowance_bytes=options.allowance_gb * GB,
-    )
-    return subject, make_plan(subject, settings, cluster)
+    return subject, make_plan(subject, settings, read_cluster(options))
+
+
+def read_subject(options: argparse.Namespace) -> Subject:
+    """Return the model that is named, described by a file, or given by its shape."""
+    require_whole("loss_chunks", options.loss_chunks)
+    if options.vit or options.model and options.model not in LLAMA_SHAPES:
+        for flag, given in {"context": options.context, "loss-chunks": options.loss_chunks > 1}.items():
+            if given:
+                raise ValueError(f"--{flag} belongs to language models; leave it out")
+    if options.vit:
+        return vit_subject("vit", _vit_shape(options))
+    name, shape = None, None
+    if options.config:
+        name, shape = read_config(options.config)
+    elif options.llama:
+        name, shape = "llama", _llama_shape(options)
+    elif options.model in LLAMA_SHAPES:
+        name, shape = options.model, LLAMA_SHAPES[options.model]
+    if not options.llama:
+        _refuse(options, [*LLAMA_FLAGS, *VIT_FLAGS, "tied"], "--llama or --vit")
+    if shape is None:
+        return named_subject(options.model)
+    if options.context is not None:
+        require_whole("context", options.context)
+        shape = replace(shape, context=options.context)
+    return llama_subject(name, shape, loss_chunks=options.loss_chunks)
+
+
+def _refuse(options: argparse.Namespace, flags: list[str], belongs_to: str) -> None:
+    for flag in flags:
+        if getattr(options, flag.replace("-", "_")):
+            raise ValueError(f"--{flag} belongs to {belongs_to}; leave it out")
+
+
+def _shape_values(options: argparse.Namespace, flags: dict, defaults: dict) -> dict:
+    """Return fields and values. Raises ValueError for what is missing or no size."""
+    values = {}
+    for flag, (field, _) in flags.items():
+        value = getattr(options, flag.replace("-", "_"))
+        value = defaults.get(field) if value is None else value
+        if value is None:
+            raise ValueError(f"the shape lacks --{flag}; give all of {', '.join(f'--{name}' for name in flags)}")
+        require_whole(flag, value)
+        values[field] = value
+    if values["width"] % values["num_heads"]:
+        raise ValueError(f"{values['num_heads']} heads do not divide a width of {values['width']}")
+    return values
+
+
+def _llama_shape(options: argparse.Namespace) -> LlamaShape:
+    _refuse(options, [*VIT_FLAGS], "--vit")
+    values = _shape_values(options, LLAMA_FLAGS, {"num_kv_heads": options.heads})
+    if values["num_heads"] % values["num_kv_heads"]:
+        raise ValueError(f"{values['num_kv_heads']} kv-heads do not divide {values['num_heads']} heads")
+    return LlamaShape(**values, tied=options.tied)
+
+
+def _vit_shape(options: argparse.Namespace) -> ViTShape:
+    _refuse(options, ["kv-heads", "vocabulary", "tied"], "--llama")
+    flags = {name: field for name, field in LLAMA_FLAGS.items() if name not in ("kv-heads", "vocabulary")}
+    usual = {"image_size": 224, "patch_size": 16, "num_classes": 1000}
+    values = _shape_values(options, flags | VIT_FLAGS, usual)
+    if values["image_size"] % values["patch_size"]:
+        raise ValueError(f"patches of {values['patch_size']} pixels do not divide an image of {values['image_size']}")
+    return ViTShape(**values, channels=3, class_token=True)
+
+
+def read_cluster(options: argparse.Namespace) -> Cluster:
+    """Return the cluster; what is given replaces what is usual for the device."""
+    given = {
+        "device_memory_bytes": (options.device_memory_gb, GB),
+        "bandwidth_bytes_per_s": (options.bandwidth_gb_s, GB),
+        "flops_per_s": (options.tflops, 1e12),
+        "allowance_bytes": (options.allowance_gb, GB),
+        "ranks_per_node": (options.ranks_per_node, 1),
+        "within_bytes_per_s": (options.within_gb_s, GB),
+        "between_latency_s": (options.latency_us, 1e-6),
+        "host_bytes_per_s": (options.host_gb_s, GB),
+        "host_memory_bytes": (options.host_memory_gb, GB),
+    }
+    changes = {name: factor * value for name, (value, factor) in given.items() if value is not None}
+    if options.device:
+        return Cluster.of(options.device, options.world_size, options.precision, **changes)
+    if options.device_memory_gb is None:
+        raise ValueError("how much memory a device has is not said; use --device-memory-gb, or --device")
+    return Cluster(world_size=options.world_size, **changes)
 
 
 def plan_command(options: argparse.Namespace, write_json: Callable[[dict, Path], None]) -> None:
     """Print the plan and its verdict; `write_json` writes the one that --json asks for."""
     subject, plan = read_plan(options)
-    said = verdict(plan, subject)
-    print("\n".join(plan_lines(plan)), "", said, sep="\n")
+    for name in ("hours_between_failures", "storage_gb_s", "total"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be a number above zero")
+    saving = save_plan(
+        plan,
+        device_hours_between_failures=options.hours_between_failures,
+        storage_bytes_per_s=options.storage_gb_s * GB,
+    )
+    said, best = verdict(plan, subject), fastest(plan, subject)
+    hours = device_hours(plan, options.total) if options.total else None
+    lines = [*plan_lines(plan), *_cost_lines(plan, saving, options.total, hours), "", said]
+    print("\n".join([*lines, *_fastest_lines(plan, best)]))
     if options.json:
-        write_json(plan.to_json() | {"verdict": said}, options.json)
+        costs = {"saving": asdict(saving), "device_hours": hours, "fastest": best.to_json() if best else None}
+        write_json(plan.to_json() | costs | {"verdict": said}, options.json)
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -88,12 +255,14 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     )
     api = f" ({settings.api}, {settings.sharding})" if settings.config().is_sharded else ""
     recomputed = f"activation checkpointing: {settings.activation_checkpointing}"
-    yield f"{settings.strategy}{api}, {settings.precision}, {recomputed}"
+    parts = f", {settings.micro_batches} micro-batches" if settings.micro_batches > 1 else ""
+    optimizer = f", {OPTIMIZERS[settings.optimizer].title}" if settings.optimizer != "adam" else ""
+    yield f"{settings.strategy}{api}, {settings.precision}, {recomputed}{parts}{optimizer}"
     yield ""
     rows = plan.by_category() | {f"peak: {plan.peak.when}": plan.peak.bytes}
     rows |= {"outside the count": round(cluster.allowance_bytes)}
     if plan.host_bytes:
-        rows |= {"in host memory": plan.host_bytes}
+        rows |= {"in host memory, of a node": plan.node_host_bytes}
     for name, size in rows.items():
         yield f"  {name:<34}{format_bytes(size):>8}"
     yield ""
@@ -101,19 +270,61 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def _speed_lines(plan: Plan) -> Iterator[str]:
-    bandwidth = format_bytes(round(plan.cluster.bandwidth_bytes_per_s))
-    yield (
-        f"A rank sends {format_bytes(plan.sent_bytes)} in a step: {format_seconds(plan.communication_s)} at "
-        f"{bandwidth}/s."
-    )
-    if plan.step_s is None:
+    cluster = plan.cluster
+    rate = f"{format_bytes(round(cluster.bandwidth_bytes_per_s))}/s"
+    if cluster.ranks_per_node > 1:
+        within = cluster.within_bytes_per_s or cluster.bandwidth_bytes_per_s
+        rate = f"{format_bytes(round(within))}/s within nodes of {cluster.ranks_per_node} and {rate} between them"
+    yield (f"A rank sends {format_bytes(plan.sent_bytes)} in a step: {format_seconds(plan.communication_s)} at {rate}.")
+    if plan.time is None:
         return
-    shortest, longest = plan.step_s
-    most, least = plan.items_per_s
+    time, (most, least) = plan.time, plan.items_per_s
+    shortest, longest = (format_seconds(bound) for bound in plan.step_s)
     yield (
-        f"Its arithmetic takes {format_seconds(plan.arithmetic_s)}; a step takes {format_seconds(shortest)} if all "
-        f"communication hides behind it, {format_seconds(longest)} if none does: {most:,.0f} to {least:,.0f} "
-        f"{plan.item}s/s over all ranks."
+        f"A step takes {format_seconds(time.estimate_s)}: arithmetic {format_seconds(time.arithmetic_s)}, waiting "
+        f"{format_seconds(time.exposed_s)}, the optimiser {format_seconds(time.optimizer_s)}."
+    )
+    yield f"Between {shortest} and {longest}: {_reason(plan)}."
+    speed = plan.items_per_s_estimate
+    mfu = f", {plan.mfu:.0%} MFU" if plan.mfu else ""
+    yield (
+        f"{speed:,.0f} {plan.item}s/s over all ranks ({least:,.0f} to {most:,.0f}), "
+        f"{speed / cluster.world_size:,.0f} per rank, {speed * DAY_S:.3g} a day{mfu}."
+    )
+
+
+def _reason(plan: Plan) -> str:
+    """Why the range of a step is what it is."""
+    if plan.cluster.device is None:
+        return "with all communication hidden behind arithmetic, and with none"
+    device = named_device(plan.cluster.device)
+    if device.measured:
+        return f"published runs on {device.title} lie {TYPICAL_RANGE:.0%} to either side"
+    return f"no published run gives the share that {device.title} reaches; it is that of its nearest relative"
+
+
+def _cost_lines(plan: Plan, saving: SavePlan, total: float | None, hours: float | None) -> Iterator[str]:
+    yield (
+        f"A checkpoint has {format_bytes(saving.checkpoint_bytes)} and takes {format_seconds(saving.save_s)}; with a "
+        f"failure every {format_seconds(HOUR_S * saving.hours_between_failures)}, save every "
+        f"{format_seconds(saving.every_s)} and lose {saving.lost_share:.1%} of the time."
+    )
+    if hours is not None:
+        yield f"{total:.3g} {plan.item}s take {hours:,.0f} GPU-hours, {hours / plan.cluster.world_size / 24:,.1f} days."
+
+
+def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
+    """Say what is fastest on the same cluster, if it is something else."""
+    if best is None:
+        return
+    if best.settings == plan.settings:
+        yield "Nothing that was tried is faster."
+        return
+    settings = best.settings
+    yield (
+        f"Fastest of what was tried: {settings.batch:,} {plan.item}s on each rank, sharding {settings.sharding}, "
+        f"activation checkpointing {settings.activation_checkpointing}: {best.items_per_s_estimate:,.0f} "
+        f"{plan.item}s/s, peak {format_bytes(best.peak.bytes)}."
     )
 
 
@@ -122,4 +333,6 @@ def _batch(options: argparse.Namespace, subject: Subject) -> int:
     (other,) = [item for item in DEFAULT_BATCH if item != subject.item]
     if given[other] is not None:
         raise ValueError(f"--{other}s: a batch of {subject.name} is counted in {subject.item}s; use --{subject.item}s")
-    return DEFAULT_BATCH[subject.item] if given[subject.item] is None else given[subject.item]
+    if given[subject.item] is not None:
+        return given[subject.item]
+    return max(1, DEFAULT_BATCH[subject.item] // subject.sequence) * subject.sequence
