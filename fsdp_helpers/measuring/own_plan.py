@@ -6,7 +6,7 @@ GPU's fused kernels; a model with values is measured on the device on which its 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -92,12 +92,7 @@ def measured_subject(
     model = factory()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameter that is trained; there is no step to plan")
-    recomputed = tuple(name for name, module in model.named_modules() if name and isinstance(module, unit_class))
-    named = dict(model.named_modules())
-    if unknown := [name for name in unit_names if name not in named]:
-        raise ValueError(f"{type(model).__name__} has no module {unknown[0]!r}; unit_names are names of its modules")
-    units = tuple(name for name in named if name in {*recomputed, *unit_names} and name)
-    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    recomputed, units = find_units(model, unit_class, unit_names)
     fake = is_meta(model)
 
     def build(precision: str, activation_checkpointing: str) -> nn.Module:
@@ -126,14 +121,6 @@ def measured_subject(
     def unit_flops(samples: int) -> dict[str, int]:
         return count_flops(factory(), first_samples(batch, samples, torch.float32), loss_of, device)
 
-    def refused(precision: str) -> str | None:
-        if precision == "bf16" and norms:
-            return (
-                f"{norms[0]!r} is a BatchNorm, whose statistics stay fp32 beside weights in bf16, and torch refuses "
-                "that under fully_shard; use fp32, or a norm without statistics"
-            )
-        return None
-
     return Subject(
         name=type(model).__name__,
         item="sample",
@@ -142,7 +129,33 @@ def measured_subject(
         profile_of=profile_of,
         forward_flops=lambda samples: sum(unit_flops(samples).values()),
         unit_flops=unit_flops,
-        refused=refused,
+        refused=partial(refused_precision, batch_norms(model)),
+    )
+
+
+def find_units(
+    model: nn.Module, unit_class: Classes, unit_names: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of what may be recomputed, and of all units. Raises ValueError for a name of no module."""
+    recomputed = tuple(name for name, module in model.named_modules() if name and isinstance(module, unit_class))
+    named = dict(model.named_modules())
+    if unknown := [name for name in unit_names if name not in named]:
+        raise ValueError(f"{type(model).__name__} has no module {unknown[0]!r}; unit_names are names of its modules")
+    return recomputed, tuple(name for name in named if name and name in {*recomputed, *unit_names})
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Return the names of the modules that keep statistics of batches."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def refused_precision(batch_norms: list[str], precision: str) -> str | None:
+    """Say why a model with these modules cannot run in a precision, if it cannot."""
+    if precision != "bf16" or not batch_norms:
+        return None
+    return (
+        f"{batch_norms[0]!r} is a BatchNorm, whose statistics stay fp32 beside weights in bf16, and torch refuses that "
+        "under fully_shard; use fp32, or a norm without statistics"
     )
 
 
