@@ -109,13 +109,8 @@ def measured_subject(
         built = build(precision, activation_checkpointing)
         if fake:
             return fake_step(built, part, loss_of, units, precision)
-        casts = torch.autocast(device.type, torch.bfloat16) if precision == "autocast" else nullcontext()
-
-        def compute_loss() -> Tensor:
-            with casts:
-                return loss_of(built, part)
-
-        return measure_step(built, compute_loss, units)
+        loss_in = with_autocast(loss_of, device) if precision == "autocast" else loss_of
+        return measure_step(built, lambda: loss_in(built, part), units)
 
     @cache
     def unit_flops(samples: int) -> dict[str, int]:
@@ -131,6 +126,16 @@ def measured_subject(
         unit_flops=unit_flops,
         refused=partial(refused_precision, batch_norms(model)),
     )
+
+
+def with_autocast(loss_of: LossOf, device: torch.device) -> LossOf:
+    """Return the same loss, computed in mixed precision."""
+
+    def loss_in_bf16(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return loss_of(model, batch)
+
+    return loss_in_bf16
 
 
 def find_units(

@@ -10,7 +10,8 @@ import pytest
 
 from fsdp_helpers.__main__ import main
 from fsdp_helpers.planning.advice import possible_changes
-from fsdp_helpers.planning.command import add_plan_arguments, plan_lines, read_plan
+from fsdp_helpers.planning.arguments import add_plan_arguments, read_plan
+from fsdp_helpers.planning.command import plan_lines
 from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings
 from fsdp_helpers.planning.step_time import StepTime
