@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.pieces import WIDTH, images, in_units, small_model
+from fsdp_helpers.teaching.lessons.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
 
 CPU = torch.device("cpu")
 
@@ -48,14 +48,14 @@ def two_steps() -> Numbers:
 
 
 def call_part_of_a_unit(rank: int, world_size: int) -> Numbers:
-    model = fully_shard(small_model())
+    model = fully_shard(small_model(), mesh=cpu_mesh())
     return {"sum of features": model[0](images()).sum().item()}
 
 
 def call_the_unit(rank: int, world_size: int) -> Numbers:
     model = small_model()
-    fully_shard(model[0])
-    fully_shard(model)
+    fully_shard(model[0], mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
     return {"sum of features": model[0](images()).sum().item()}
 
 
@@ -85,16 +85,16 @@ TOKENS = torch.arange(4)
 
 def tied_in_two_units(rank: int, world_size: int) -> Numbers:
     model = TinyLanguageModel()
-    fully_shard(model.embedding)
-    fully_shard(model.head)
-    fully_shard(model)
+    fully_shard(model.embedding, mesh=cpu_mesh())
+    fully_shard(model.head, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
     return {"sum of logits": model(TOKENS).sum().item()}
 
 
 def tied_in_one_unit(rank: int, world_size: int) -> Numbers:
     model = TinyLanguageModel()
-    fully_shard([model.embedding, model.head])
-    fully_shard(model)
+    fully_shard([model.embedding, model.head], mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
     return {"sum of logits": model(TOKENS).sum().item()}
 
 
@@ -156,13 +156,13 @@ CRASHES = (
         title="One rank skips a batch, and a process is aborted",
         why="Rank 1 skips a step whose loss is NaN. Its next gather meets the gradient reduction of rank 0, and gloo gets more "
         "bytes than it expects. It ends the process from C++; NCCL would wait instead, or mix the data up.",
-        tell="*Received data size doesn't match expected size*, on standard error, before the abort: two ranks are in "
+        tell="*Received data size doesn't match expected size*, the last line on standard error: two ranks are in "
         "different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` says in which.",
         fix="Decide together: reduce the flag over all ranks, and skip everywhere or nowhere.",
         broken=skip_bad_loss,
         mended=skip_bad_loss_together,
         right=two_steps,
-        says="SIGABRT",
+        says="(?s)SIGABRT.*doesn't match expected size",
     ),
     Failure(
         name="crash-mixed-tensor-dtensor",

@@ -1,6 +1,7 @@
 """All failures by name, and how one is run: what is seen when it is broken, and the numbers when it is mended."""
 
 import gc
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class Seen:
 
     numbers: tuple[Numbers, ...] = ()
     error: str = ""
+    last_words: str = ""  # what a library wrote before it ended the process
 
 
 def find(name: str) -> Failure:
@@ -62,12 +64,29 @@ def find(name: str) -> Failure:
 def run(worker: RankFunction, group_timeout_s: float | None = None) -> Seen:
     """Run one rank function on two CPU ranks, and return what it showed."""
     limits = {"timeout_s": LIMIT_S, "stall_s": STALL_S, "group_timeout_s": group_timeout_s}
-    try:
-        return Seen(numbers=tuple(launch(worker, world_size=NUM_RANKS, device="cpu", progress=False, **limits)))
-    except RankError as error:
-        return Seen(error=f"rank {error.rank} of {NUM_RANKS} failed: {error.summary}")
-    except RankTimeout as error:
-        return Seen(error=str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
+        try:
+            found = launch(run_overheard, worker, paths, world_size=NUM_RANKS, device="cpu", progress=False, **limits)
+        except RankError as error:
+            summary = f"rank {error.rank} of {NUM_RANKS} failed: {error.summary}"
+            return Seen(error=summary, last_words=last_words(paths[error.rank]))
+        except RankTimeout as error:
+            return Seen(error=str(error))
+    return Seen(numbers=tuple(found))
+
+
+def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
+    """Run `worker` with all that C++ libraries write to standard error in a file. A rank function itself."""
+    with open(paths[rank], "wb") as file:
+        os.dup2(file.fileno(), 2)
+    return worker(rank, world_size)
+
+
+def last_words(path: Path) -> str:
+    """Return what an exception said that no one caught in C++, or ""."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return next((line.strip() for line in lines if line.lstrip().startswith("what():")), "")
 
 
 def run_broken(failure: Failure) -> Seen:
@@ -81,7 +100,7 @@ def run_mended(failure: Failure) -> Seen:
 def shows_symptom(failure: Failure, seen: Seen) -> bool:
     """Say whether a broken run looks as its entry says: the error, or numbers that are not the right ones."""
     if failure.says:
-        return re.search(failure.says, seen.error) is not None
+        return re.search(failure.says, f"{seen.error}\n{seen.last_words}") is not None
     right = failure.right()
     return bool(seen.numbers) and not all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)
 
@@ -114,6 +133,6 @@ def trace_broken(name: str) -> list[list[Collective]]:
 
 
 def run_logged(rank: int, world_size: int, name: str, paths: Sequence[Path]) -> Numbers:
-    """Run a broken run with this rank's collectives written to its path."""
+    """Run a broken run with this rank's collectives written to its path. A rank function itself."""
     with log_collectives(paths[rank]):
         return GALLERY[name].broken(rank, world_size)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.pieces import WIDTH, images, in_units, small_model
+from fsdp_helpers.teaching.lessons.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
 
 CPU = torch.device("cpu")
 FP32_BYTES = 4
@@ -32,15 +32,15 @@ def largest_gather(model: nn.Module) -> Numbers:
 
 def shard_the_root_alone(rank: int, world_size: int) -> Numbers:
     model = small_model()
-    fully_shard(model)
+    fully_shard(model, mesh=cpu_mesh())
     return largest_gather(model)
 
 
 def shard_each_layer(rank: int, world_size: int) -> Numbers:
     model = small_model()
     for layer in (module for module in model if isinstance(module, nn.Linear)):
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
     return largest_gather(model)
 
 

@@ -1,7 +1,9 @@
 """What the failures have in common: a small model, its units, and a few images."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 WIDTH = 8
@@ -15,12 +17,17 @@ def small_model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def cpu_mesh() -> DeviceMesh:
+    """Return the mesh of all ranks on the CPU; left alone, `fully_shard` looks for a GPU."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def in_units(model: nn.Module) -> FSDPModule:
     """Make each linear layer a unit, and the model the root."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            fully_shard(module)
-    return fully_shard(model)
+            fully_shard(module, mesh=cpu_mesh())
+    return fully_shard(model, mesh=cpu_mesh())
 
 
 def images(count: int = ALL_IMAGES) -> Tensor:

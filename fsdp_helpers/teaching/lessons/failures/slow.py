@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.pieces import images, in_units, small_model
+from fsdp_helpers.teaching.lessons.failures.pieces import cpu_mesh, images, in_units, small_model
 
 NUM_UNITS = 3  # of the small model: three layers, each a unit
 
@@ -58,8 +58,8 @@ def shard_every_layer(rank: int, world_size: int) -> Numbers:
 def shard_every_block(rank: int, world_size: int) -> Numbers:
     model = two_blocks()
     for block in model:
-        fully_shard(block)
-    return count_gathers(fully_shard(model), num_micro_batches=1)
+        fully_shard(block, mesh=cpu_mesh())
+    return count_gathers(fully_shard(model, mesh=cpu_mesh()), num_micro_batches=1)
 
 
 def two_gathers_per_block() -> Numbers:

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.pieces import gradient_norm, images, in_units, small_model
+from fsdp_helpers.teaching.lessons.failures.pieces import cpu_mesh, gradient_norm, images, in_units, small_model
 
 # ---------------------------------------------------------------- which images, which loss
 
@@ -112,7 +112,7 @@ def log_full_norm(rank: int, world_size: int) -> Numbers:
 
 def reduce_in(dtype: torch.dtype, rank: int, world_size: int) -> Numbers:
     model = small_model()
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
     model(images()[rank::world_size]).square().mean().backward()
     return {"gradient norm": gradient_norm(model)}
 

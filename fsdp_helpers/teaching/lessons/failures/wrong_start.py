@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.pieces import WIDTH, images, in_units, small_model
+from fsdp_helpers.teaching.lessons.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
 
 # ---------------------------------------------------------------- the start
 
@@ -42,7 +42,7 @@ class Rotated(nn.Module):
 def start_on_meta() -> Rotated:
     with torch.device("meta"):
         model = Rotated()
-    return fully_shard(model).to_empty(device="cpu")
+    return fully_shard(model, mesh=cpu_mesh()).to_empty(device="cpu")
 
 
 def leave_buffers_empty(rank: int, world_size: int) -> Numbers:

@@ -1,0 +1,118 @@
+"""A card of the gallery of failures: what runs, what you see, why, how to tell, the fix, and the proof."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from IPython.display import Markdown, display
+
+from fsdp_helpers.teaching.lessons.failures import gallery
+from fsdp_helpers.teaching.lessons.failures.entry import SYMPTOMS, Failure, Numbers
+from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY, Seen
+from fsdp_helpers.teaching.page import show
+
+MOST_OF_ERROR = 600  # characters
+KEPT = Path("reference/failures.json")  # beside the notebooks
+
+
+def index() -> Markdown:
+    """Return the table of all failures by symptom, each a link to its card."""
+    lines = ["| what you see | which |", "| :-- | :-- |"]
+    for symptom, words in SYMPTOMS.items():
+        links = [f"[{one.name}](#{one.name})" for one in GALLERY.values() if one.symptom == symptom]
+        lines.append(f"| **{words}** | {' · '.join(links)} |")
+    return Markdown("\n".join(lines))
+
+
+def card(name: str) -> bool:
+    """Run a failure and its fix, and show the card; return whether both came out as the card says."""
+    failure = gallery.find(name)
+    broken, mended = gallery.run_broken(failure), gallery.run_mended(failure)
+    draw(failure, broken, mended)
+    return gallery.shows_symptom(failure, broken) and gallery.is_mended(failure, mended)
+
+
+def kept_card(name: str) -> None:
+    """Show a card from the kept record of its test's run."""
+    failure = gallery.find(name)
+    record = json.loads(KEPT.read_text())[name]
+    display(Markdown("*From a kept run of this failure's test, not run in this notebook.*"))
+    draw(failure, seen_from(record["broken"]), seen_from(record["mended"]))
+
+
+def seen_from(record: dict) -> Seen:
+    """Return what a kept run showed."""
+    return Seen(**record | {"numbers": tuple(record["numbers"])})
+
+
+def documented_card(name: str) -> str:
+    """Return the Markdown of a card that was not run here, with its source."""
+    failure = gallery.find(name)
+    head = f"### {name}\n\n**{failure.title}.** *From the documentation, not run here.*"
+    return f"{head}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}\n\n**Source.** {failure.source}."
+
+
+def draw(failure: Failure, broken: Seen, mended: Seen) -> None:
+    """Show the five parts of a card, and the code that they are about."""
+    display(show.source(failure.broken))
+    display(
+        Markdown(
+            f"**What you see**\n\n```text\n{as_text(broken)}\n```\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}"
+        )
+    )
+    display(show.difference(failure.broken, failure.mended))
+    display(Markdown(f"**The proof**\n\n{proof(mended, failure.right())}"))
+
+
+def reasons(failure: Failure) -> str:
+    return f"**Why.** {failure.why}\n\n**How to tell.** {failure.tell}"
+
+
+def as_text(seen: Seen) -> str:
+    """Return what a run showed: its error, shortened, or the numbers of each rank."""
+    if seen.error:
+        error = "\n".join(filter(None, [seen.error, seen.last_words]))
+        return error if len(error) <= MOST_OF_ERROR else f"{error[:MOST_OF_ERROR]} ..."
+    return "\n".join(f"rank {rank}: {in_words(numbers)}" for rank, numbers in enumerate(seen.numbers))
+
+
+def in_words(numbers: Numbers) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+
+
+def proof(mended: Seen, right: Numbers) -> str:
+    """Return the table that compares the mended run with the right numbers."""
+    if not mended.numbers:
+        return f"```text\n{as_text(mended)}\n```"
+    lines = ["| | " + " | ".join(right) + " |", "| :-- |" + " --: |" * len(right)]
+    rows = [(f"mended, rank {rank}", numbers) for rank, numbers in enumerate(mended.numbers)] + [("right", right)]
+    lines += [f"| {what} | " + " | ".join(f"{numbers[name]:.6g}" for name in right) + " |" for what, numbers in rows]
+    return "\n".join(lines)
+
+
+def keep(names: Iterable[str], path: Path = KEPT) -> None:
+    """Run failures and write what they showed, for `kept_card`."""
+    kept = {}
+    for failure in map(gallery.find, names):
+        kept[failure.name] = {
+            "broken": asdict(gallery.run_broken(failure)),
+            "mended": asdict(gallery.run_mended(failure)),
+        }
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def shorten_stack(text: str) -> str:
+    """Return the innermost three places of the main thread in what `faulthandler` wrote, without folders."""
+    main_thread = text.rpartition("(most recent call first)")[2]
+    frames = re.findall(r'File ".*?([^/\\]+)", line (\d+) in (\w+)', main_thread)
+    places = [f"{function} ({file}, line {line})" for file, line, function in frames if function != "wrapper"]
+    return ", called from ".join(places[:3])
+
+
+def sentences(message: str) -> str:
+    """Return a library's long message, the fingerprints in it cut to what they compare."""
+    return (
+        re.sub(r", TensorDtypes.*?\(nullopt\)\)\)", ")", message).replace(", but", ",\nbut").replace(".Coll", ".\nColl")
+    )

@@ -1,0 +1,67 @@
+"""The checker of unnamed faults: it accepts what is right, refuses each wrong part, and draws anew."""
+
+import pytest
+
+from fsdp_helpers.teaching.exercises import diagnosis
+from fsdp_helpers.teaching.exercises.answers import NotYet
+from fsdp_helpers.teaching.exercises.diagnosis import admit, cause_of, check_diagnosis
+from fsdp_helpers.teaching.lessons.failures import gallery
+from fsdp_helpers.teaching.lessons.failures.gallery import RUN, Seen
+
+
+@pytest.fixture
+def ward(monkeypatch):
+    """Five cases, without their ranks."""
+    monkeypatch.setattr(gallery, "run_broken", lambda failure: Seen(error=failure.says or "a number that is wrong"))
+    return admit(seed=3)
+
+
+def right_answers(ward):
+    letters = {fix: letter for letter, fix in ward.fixes.items()}
+    return {
+        number: (case.fault.symptom, cause_of(case.fault), letters[case.fault.fix])
+        for number, case in enumerate(ward.cases, start=1)
+    }
+
+
+def test_right_answers_are_accepted(ward):
+    assert "All 5 found" in check_diagnosis(ward, right_answers(ward))
+
+
+def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(ward):
+    answers = right_answers(ward)
+    symptom, cause, letter = answers[2]
+    wrong = {
+        "that is not its symptom": ("slow" if symptom != "slow" else "hang", cause, letter),
+        "looks different": (symptom, cause_of(next(one for one in RUN if cause_of(one) != cause)), letter),
+        "does not touch it": (symptom, cause, next(other for other in ward.fixes if other != letter)),
+        "is none of the symptoms": ("no idea", cause, letter),
+        "is none of the causes": (symptom, "no idea", letter),
+        "is none of the letters": (symptom, cause, "z"),
+        "give three words": "hang",
+        "replace the ...": ...,
+    }
+    for said, answer in wrong.items():
+        with pytest.raises(NotYet) as refused:
+            check_diagnosis(ward, {**answers, 2: answer})
+        assert said in str(refused.value)
+        if cause not in str(answer):
+            assert cause not in str(refused.value)
+
+
+def test_each_draw_is_different_and_a_seed_repeats_it(ward):
+    def names(ward):
+        return [case.fault.name for case in ward.cases]
+
+    assert names(admit(seed=3)) == names(ward)
+    assert len({tuple(names(admit())) for _ in range(5)}) > 1
+    assert len(ward.fixes) == diagnosis.NUM_FIXES and len(set(names(ward))) == 5
+
+
+def test_the_page_does_not_name_the_fault(ward):
+    assert not any(case.fault.name in ward._repr_markdown_() + repr(ward) + repr(case) for case in ward.cases)
+    assert all(f"`{cause_of(failure)}`" in diagnosis.causes().data for failure in RUN)
+
+
+def test_fixes_are_all_different():
+    assert len({failure.fix for failure in RUN}) == len(RUN)

@@ -1,0 +1,80 @@
+"""Cards of the gallery: five parts, from a live or a kept run; and the notebook has one heading for each."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from fsdp_helpers.teaching.lessons.failures import gallery
+from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY, RUN, Seen
+from fsdp_helpers.teaching.page import cards
+
+NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
+KEPT = json.loads((NOTEBOOKS / "reference/failures.json").read_text())
+CELLS = nbformat.read(NOTEBOOKS / "11_when_it_breaks.ipynb", as_version=4).cells
+MARKDOWN = [cell.source for cell in CELLS if cell.cell_type == "markdown"]
+CODE = "\n".join(cell.source for cell in CELLS if cell.cell_type == "code")
+LIVE = [failure.name for failure in RUN if f' = card("{failure.name}")' in CODE]
+
+
+def test_every_failure_has_its_card_in_the_notebook():
+    assert len(LIVE) >= 12
+    for failure in GALLERY.values():
+        (heading,) = [text for text in MARKDOWN if text.startswith(f"### {failure.name}\n")]
+        assert f"**{failure.title}.**" in heading
+        if not failure.is_run:
+            assert heading == cards.documented_card(failure.name)
+        elif failure.name not in LIVE:
+            assert f'kept_card("{failure.name}")' in CODE and "*A kept run.*" in heading
+
+
+@pytest.mark.parametrize("name", [failure.name for failure in RUN if failure.name not in LIVE])
+def test_a_kept_run_shows_what_its_test_asks_for(name):
+    failure, record = gallery.find(name), KEPT[name]
+    assert gallery.shows_symptom(failure, cards.seen_from(record["broken"]))
+    assert gallery.is_mended(failure, cards.seen_from(record["mended"]))
+
+
+def test_the_index_links_to_every_card():
+    text = cards.index().data
+    assert all(f"[{name}](#{name})" in text for name in GALLERY)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What would be displayed, as text."""
+    parts = []
+    monkeypatch.setattr(cards, "display", lambda part: parts.append(getattr(part, "data", repr(part))))
+    return parts
+
+
+@pytest.mark.parametrize(
+    "broken, mended, verdict",
+    [
+        (Seen(numbers=({"images evaluated": 6},)), Seen(numbers=({"images evaluated": 5},)), True),
+        (Seen(numbers=({"images evaluated": 5},)), Seen(numbers=({"images evaluated": 5},)), False),
+        (Seen(numbers=({"images evaluated": 6},)), Seen(error="rank 0 of 2 failed"), False),
+    ],
+)
+def test_a_card_has_five_parts_and_says_whether_it_holds(broken, mended, verdict, shown, monkeypatch):
+    monkeypatch.setattr(gallery, "run_broken", lambda failure: broken)
+    monkeypatch.setattr(gallery, "run_mended", lambda failure: mended)
+    assert cards.card("wrong-sampler-padding") is verdict
+    text = "\n".join(shown)
+    for part in ("**What you see**", "**Why.**", "**How to tell.**", "**The fix.**", "**The proof**"):
+        assert part in text
+    assert "def count_padded_images" in text and "+mine = range(5)[rank::world_size]" in text
+
+
+def test_a_kept_card_says_so(shown, monkeypatch):
+    monkeypatch.setattr(cards, "KEPT", NOTEBOOKS / "reference/failures.json")
+    cards.kept_card("crash-frozen-flat")
+    assert "kept run" in shown[0] and "uniform `requires_grad`" in "".join(shown)
+
+
+def test_words():
+    assert cards.as_text(Seen(error="it failed", last_words="what(): no")) == "it failed\nwhat(): no"
+    assert cards.as_text(Seen(error="x" * 5000)).endswith("x ...")
+    stack = 'File "/a/torch/c10d.py", line 3 in all_reduce\n  File "/a/b.py", line 2 in wrapper\n  File "/a/b.py", line 9 in f'
+    assert cards.shorten_stack(stack) == "all_reduce (c10d.py, line 3), called from f (b.py, line 9)"
