@@ -12,7 +12,8 @@ from fsdp_helpers.commands.compare import add_compare_arguments
 from fsdp_helpers.commands.files import check_output_path, print_data_source, write_json
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.flags import Flag, flags
-from fsdp_helpers.planning.command import add_plan_arguments, plan_command
+from fsdp_helpers.planning.arguments import add_plan_arguments
+from fsdp_helpers.planning.command import plan_command
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.torchrun import end_with_agent
 from fsdp_helpers.training.summary import print_summary

@@ -13,14 +13,16 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as a person reads them: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s."""
+    """Seconds as a person reads them: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s, 5.20 h."""
     if seconds < 1e-3:
         return f"{_three_digits(seconds * 1e6)} µs"
     if seconds < 1:
         return f"{_three_digits(seconds * 1e3)} ms"
     if seconds < 120:
         return f"{_three_digits(seconds)} s"
-    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    if seconds < 7200:
+        return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    return f"{_three_digits(seconds / 3600)} h"
 
 
 def format_count(count: int) -> str:

@@ -58,10 +58,20 @@ class LlamaShape:
     tied: bool = False  # the head's table is the embedding's
     rope_base: float = 500_000.0  # of the rotary positions' wavelengths
     norm_eps: float = 1e-5
+    # Relatives of Llama, which are planned only
+    head_size: int | None = None  # of one head, if it is not width / num_heads
+    qkv_bias: bool = False
+    out_bias: bool = False  # of attention's output
+    mlp_bias: bool = False
+    qk_norm: bool = False  # a norm of each head's queries and keys
 
     @property
     def head_width(self) -> int:
-        return self.width // self.num_heads
+        return self.head_size or self.width // self.num_heads
+
+    @property
+    def q_width(self) -> int:
+        return self.head_width * self.num_heads
 
     @property
     def kv_width(self) -> int:

@@ -1,26 +1,34 @@
-"""A plan for a model of one's own: one step of one process, measured here, and arithmetic for the rest."""
+"""A plan for a model of your own: one step of one process, measured here, and arithmetic for the rest.
 
-from collections.abc import Callable
-from functools import cache
+A model on the meta device has no values to compute with. Its step is then one of fake tensors, and its memory that of a
+GPU's fused kernels; a model with values is measured on the device on which its batch lies.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_helpers.measuring.step_profile import measure_step
+from fsdp_helpers.measuring.fake_trace import FakeTrace, fake_batch, fake_tensors, is_meta, made_fake
+from fsdp_helpers.measuring.step_profile import StepMarks, measure_step, profile_from
 from fsdp_helpers.planning.advice import verdict
 from fsdp_helpers.planning.models import Subject
-from fsdp_helpers.planning.plan import LINK_BYTES_PER_S, Cluster, Plan, Settings, make_plan
-from fsdp_helpers.planning.profile import StepProfile
+from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
+from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.ranks.progress import counted
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
 LossOf = Callable[[nn.Module, Any], Tensor]
+Classes = type[nn.Module] | tuple[type[nn.Module], ...]
 
 
 def plan_model(
@@ -28,31 +36,44 @@ def plan_model(
     batch: Any,
     *,
     world_size: int,
-    device_memory_gb: float,
+    device_memory_gb: float | None = None,
+    device: str | None = None,
     loss_of: LossOf | None = None,
-    unit_class: type[nn.Module] | tuple[type[nn.Module], ...] = (),
-    bandwidth_gb_s: float = LINK_BYTES_PER_S / GB,
+    unit_class: Classes = (),
+    unit_names: Sequence[str] = (),
+    bandwidth_gb_s: float | None = None,
     tflops: float | None = None,
+    allowance_gb: float | None = None,
     **settings,
 ) -> tuple[Plan, str]:
     """Plan any model on `world_size` ranks; return the plan and its verdict in a sentence.
 
-    `factory()` makes the model on the CPU; `batch` is what one rank has in one forward, a tensor or any nest of them,
-    with samples along their first dimension. `loss_of(model, batch)` is its loss, the mean of all outputs if it is left
-    out. Modules of `unit_class` are FSDP units, and what activation checkpointing recomputes. `settings` are those of
-    `planning.plan.Settings`. Activations are those of the device on which `batch` lies.
-    Buffers, which DDP broadcasts before each forward, are left out.
+    `factory()` makes the model, on the CPU or on the meta device; `batch` is what one rank has in one forward, a tensor
+    or any nest of them, with samples along their first dimension. `loss_of(model, batch)` is its loss, the mean of all
+    outputs if it is left out. Modules of `unit_class` are FSDP units, and what activation checkpointing recomputes;
+    `unit_names` are further units, such as an embedding and a head, which it does not.
+    `device` is a name among `planning.devices`; numbers replace what is usual for it, and without it
+    `device_memory_gb` is needed. `settings` are those of `planning.plan.Settings`, the optimiser and micro-batches
+    among them. Buffers, which DDP broadcasts before each forward, are left out.
     Raises ValueError for a cluster or settings that cannot be.
     """
-    subject = measured_subject(factory, batch, loss_of or mean_of_outputs, unit_class)
-    cluster = Cluster(
-        world_size=world_size,
-        device_memory_bytes=device_memory_gb * GB,
-        bandwidth_bytes_per_s=bandwidth_gb_s * GB,
-        flops_per_s=None if tflops is None else tflops * 1e12,
-    )
+    chosen = Settings(batch=num_samples(batch), **settings)
+    given = {
+        "device_memory_bytes": (device_memory_gb, GB),
+        "bandwidth_bytes_per_s": (bandwidth_gb_s, GB),
+        "flops_per_s": (tflops, 1e12),
+        "allowance_bytes": (allowance_gb, GB),
+    }
+    numbers = {name: factor * value for name, (value, factor) in given.items() if value is not None}
+    if device:
+        cluster = Cluster.of(device, world_size, chosen.precision, **numbers)
+    elif device_memory_gb is None:
+        raise ValueError("how much memory a device has is not said; give device_memory_gb, or a device")
+    else:
+        cluster = Cluster(world_size=world_size, **numbers)
+    subject = measured_subject(factory, batch, loss_of or mean_of_outputs, unit_class, unit_names)
     with counted(f"{subject.name}, measured in one process"):
-        plan = make_plan(subject, Settings(batch=num_samples(batch), **settings), cluster)
+        plan = make_plan(subject, chosen, cluster)
         return plan, verdict(plan, subject)
 
 
@@ -60,27 +81,40 @@ def measured_subject(
     factory: Callable[[], nn.Module],
     batch: Any,
     loss_of: LossOf,
-    unit_class: type[nn.Module] | tuple[type[nn.Module], ...] = (),
+    unit_class: Classes = (),
+    unit_names: Sequence[str] = (),
 ) -> Subject:
-    """The model as a planner sees it; what a plan asks for is measured then, and only once."""
+    """The model as a planner sees it; what a plan asks for is measured then, and only once.
+
+    Raises ValueError for a model that trains nothing.
+    """
     device = next((leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
-    model = factory().to(device)
-    units = tuple(name for name, module in model.named_modules() if name and isinstance(module, unit_class))
+    model = factory()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameter that is trained; there is no step to plan")
+    recomputed, units = find_units(model, unit_class, unit_names)
+    fake = is_meta(model)
+
+    def build(precision: str, activation_checkpointing: str) -> nn.Module:
+        built = factory().train()
+        if not fake:
+            built = built.to(device, DTYPES[precision])
+        if activation_checkpointing != "none":
+            built = checkpoint_activations(built, recomputed, activation_checkpointing)
+        return built
 
     @cache
     def profile_of(samples: int, precision: str, activation_checkpointing: str) -> StepProfile:
-        model = factory().to(device, DTYPES[precision]).train()
-        if activation_checkpointing != "none":
-            model = checkpoint_activations(model, units, activation_checkpointing)
         part = first_samples(batch, samples, DTYPES[precision])
-        return measure_step(model, lambda: loss_of(model, part))
+        built = build(precision, activation_checkpointing)
+        if fake:
+            return fake_step(built, part, loss_of, units, precision)
+        loss_in = with_autocast(loss_of, device) if precision == "autocast" else loss_of
+        return measure_step(built, lambda: loss_in(built, part), units)
 
     @cache
-    def forward_flops(samples: int) -> int:
-        # Attention as plain products: torch 2.11 does not count those of a fused kernel on a CPU.
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            loss_of(model, first_samples(batch, samples, torch.float32))
-        return counter.get_total_flops()
+    def unit_flops(samples: int) -> dict[str, int]:
+        return count_flops(factory(), first_samples(batch, samples, torch.float32), loss_of, device)
 
     return Subject(
         name=type(model).__name__,
@@ -88,8 +122,125 @@ def measured_subject(
         num_params=sum(parameter.numel() for parameter in model.parameters()),
         units=units,
         profile_of=profile_of,
-        forward_flops=forward_flops,
+        forward_flops=lambda samples: sum(unit_flops(samples).values()),
+        unit_flops=unit_flops,
+        refused=partial(refused_precision, batch_norms(model)),
     )
+
+
+def with_autocast(loss_of: LossOf, device: torch.device) -> LossOf:
+    """Return the same loss, computed in mixed precision."""
+
+    def loss_in_bf16(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return loss_of(model, batch)
+
+    return loss_in_bf16
+
+
+def find_units(
+    model: nn.Module, unit_class: Classes, unit_names: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of what may be recomputed, and of all units. Raises ValueError for a name of no module."""
+    recomputed = tuple(name for name, module in model.named_modules() if name and isinstance(module, unit_class))
+    named = dict(model.named_modules())
+    if unknown := [name for name in unit_names if name not in named]:
+        raise ValueError(f"{type(model).__name__} has no module {unknown[0]!r}; unit_names are names of its modules")
+    return recomputed, tuple(name for name in named if name and name in {*recomputed, *unit_names})
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Return the names of the modules that keep statistics of batches."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def refused_precision(batch_norms: list[str], precision: str) -> str | None:
+    """Say why a model with these modules cannot run in a precision, if it cannot."""
+    if precision != "bf16" or not batch_norms:
+        return None
+    return (
+        f"{batch_norms[0]!r} is a BatchNorm, whose statistics stay fp32 beside weights in bf16, and torch refuses that "
+        "under fully_shard; use fp32, or a norm without statistics"
+    )
+
+
+def fake_step(model: nn.Module, batch: Any, loss_of: LossOf, units: tuple[str, ...], precision: str) -> StepProfile:
+    """Return the profile of a step of a model without values; as `measure_step`, with fake tensors."""
+    casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
+    trace = FakeTrace()
+    marks = StepMarks(units, trace.mark)
+    with fake_tensors() as mode:
+        made_fake(model, mode, DTYPES[precision])
+        part = fake_batch(batch, mode)
+        trace.know(model)
+        with trace, fused_kernels(), marks.noted(model):
+            with casts:
+                loss = loss_of(model, part)
+            loss.backward()
+        return profile_from(model, marks.moments(trace.between_marks()))
+
+
+@contextmanager
+def fused_kernels() -> Iterator[None]:
+    """Within the block RMSNorm and attention are kernels of a GPU; a CPU takes them apart, and keeps more.
+
+    A mode would do, if it held in what backward recomputes.
+    """
+    norm, attention = F.rms_norm, F.scaled_dot_product_attention
+
+    def fused_norm(inputs: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        return norm(inputs, shape, weight, eps) if weight is None else OneKernelNorm.apply(inputs, weight)
+
+    def fused_attention(*inputs: Tensor, is_causal: bool = False, dropout_p: float = 0.0, **others: Any) -> Tensor:
+        scale, mask = others.get("scale"), others.get("attn_mask")
+        if len(inputs) != 3 or mask is not None:
+            return attention(*inputs, is_causal=is_causal, dropout_p=dropout_p, **others)
+        return torch.ops.aten._scaled_dot_product_flash_attention(*inputs, dropout_p, is_causal, scale=scale)[0]
+
+    F.rms_norm, F.scaled_dot_product_attention = fused_norm, fused_attention
+    try:
+        yield
+    finally:
+        F.rms_norm, F.scaled_dot_product_attention = norm, attention
+
+
+class OneKernelNorm(torch.autograd.Function):
+    """The memory of RMSNorm in one kernel: it keeps its input and one statistic for each token. No values."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, inputs.new_empty(inputs.shape[:-1], dtype=torch.float32), weight)
+        return torch.empty_like(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, _, weight = ctx.saved_tensors
+        return torch.empty_like(inputs), torch.empty_like(weight)
+
+
+def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None) -> dict[str, int]:
+    """Return the operations of a forward by module, those of modules within it left out."""
+    # Attention as plain products: torch 2.11 does not count those of a fused kernel on a CPU.
+    with fake_tensors() if is_meta(model) else nullcontext() as mode:
+        if mode is None:
+            model = model.to(device)
+        else:
+            made_fake(model, mode, torch.float32)
+            batch = fake_batch(batch, mode)
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            loss_of(model, batch)
+    root = type(model).__name__
+    counted_flops = {"Global": counter.get_total_flops()}
+    counted_flops |= {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+    own = {ROOT: counted_flops.pop("Global")}
+    for name in sorted(counted_flops, key=lambda name: name.count(".")):
+        flops, plain = counted_flops[name], name.removeprefix(f"{root}.")
+        if name == root:
+            continue
+        own[plain] = flops
+        around = [other for other in own if other != plain and (other == ROOT or plain.startswith(f"{other}."))]
+        own[max(around, key=len)] -= flops
+    return own
 
 
 def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:

@@ -4,15 +4,16 @@ What `planning.peak` makes of it holds for any number of ranks.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
@@ -26,22 +27,32 @@ CUT_BY_SIZE = ("fsdp-auto-wrap", "fsdp-offload")  # the strategies with units be
 WRAPPED = "_checkpoint_wrapped_module"  # the module that activation checkpointing has put a wrapper around
 
 
-def measure_step(model: nn.Module, compute_loss: Callable[[], Tensor]) -> StepProfile:
-    """The profile of one forward, `compute_loss()`, and one backward of `model`, a plain one on one process.
+def measure_step(model: nn.Module, compute_loss: Callable[[], Tensor], units: Collection[str] = ()) -> StepProfile:
+    """Return the profile of one forward, `compute_loss()`, and one backward of `model`, a plain one on one process.
 
     Nothing is updated, and gradients are thrown away. A model with checkpointed units is measured as it is, with what
-    it computes again. For bf16 give a bf16 model, and a loss that casts its images.
+    it computes again. For bf16 give a bf16 model, and a loss that casts its images. `units` are left in backward when
+    FSDP2 leaves them, if that is not when the gradient of their input is complete: another module may use it too.
     """
     compute_loss().backward()  # what only a first step allocates does not count
     model.zero_grad()
     gc.collect()  # what is freed within the trace should have been allocated in it
-    marks = StepMarks()
+    marks = StepMarks(units)
     with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
         compute_loss().backward()
     model.zero_grad()
+    return profile_from(model, marks.moments(trace.between_marks(MARK)))
+
+
+def profile_from(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
+    """Return the record of `model` and the events of its step."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = list(model.named_parameters(remove_duplicate=False))
     return StepProfile(
         shapes={_plain(name): tuple(parameter.shape) for name, parameter in model.named_parameters()},
-        moments=marks.moments(trace.between_marks(MARK)),
+        moments=moments,
+        frozen=frozenset(_plain(name) for name, parameter in every if not parameter.requires_grad),
+        tied={_plain(name): _plain(first[id(p)]) for name, p in every if first[id(p)] != name},
     )
 
 
@@ -66,7 +77,8 @@ def units_of(config: TrainConfig) -> list[str]:
 class StepMarks:
     """Hooks on every module with parameters that mark the events of a step in a memory trace."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: Collection[str] = (), mark: Callable[[], None] | None = None) -> None:
+        self._units, self._mark = units, mark or _mark_in_trace
         self._events: list[tuple[str, str, int]] = []  # event, name, bytes of the gradient that it finished
         self._in_backward = False  # a forward hook that is called there belongs to something computed again
 
@@ -79,7 +91,8 @@ class StepMarks:
                 handles.append(module.register_forward_pre_hook(self._before(_plain(name)), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._after(_plain(name))))
         for name, parameter in model.named_parameters():
-            handles.append(parameter.register_post_accumulate_grad_hook(self._finished(_plain(name))))
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._finished(_plain(name))))
         try:
             yield
         finally:
@@ -100,29 +113,70 @@ class StepMarks:
     def _note(self, event: str, name: str, gradient_bytes: int = 0) -> None:
         self._in_backward = self._in_backward or "forward" not in event
         self._events.append((event, name, gradient_bytes))
-        with record_function(MARK):
-            pass
+        self._mark()
 
     def _before(self, name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not self._in_backward:
-                self._note("enter_forward", name)
-                for tensor in _with_gradient((args, kwargs))[:1]:  # its gradient is the last thing a module computes
-                    tensor.register_hook(lambda _: self._note("leave_backward", name))
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            self._note("enter_forward", name)
+            inputs = _with_gradient((args, kwargs))
+            if self._in_backward or not inputs:
+                return None
+            if name in self._units:
+                return self._left_as_a_unit(name, args, kwargs, inputs)
+            # the gradient of its input is the last thing a module computes
+            inputs[0].register_hook(lambda _: self._note("leave_backward", name))
+            return None
 
         return hook
+
+    def _left_as_a_unit(self, name: str, args: tuple, kwargs: dict, inputs: list[Tensor]) -> tuple[tuple, dict]:
+        """Put a function between a unit and its inputs, as FSDP2 does, which backward passes when it leaves the unit."""
+        passed = LeaveBackward.apply(lambda: self._note("leave_backward", name), *inputs)
+        instead = {id(tensor): other for tensor, other in zip(inputs, passed, strict=True)}
+        return tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))
 
     def _after(self, name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: object) -> None:
+            self._note("leave_forward", name)
             if not self._in_backward:
-                self._note("leave_forward", name)
-                for tensor in _with_gradient(output)[:1]:
-                    tensor.register_hook(lambda _: self._note("enter_backward", name))
+                self._enter_once(name, _with_gradient(output))
 
         return hook
 
+    def _enter_once(self, name: str, outputs: list[Tensor]) -> None:
+        """Note that backward enters with the first of the outputs whose gradient is there."""
+        entered = False
+
+        def hook(_: Tensor) -> None:
+            nonlocal entered
+            if not entered:
+                entered = True
+                self._note("enter_backward", name)
+
+        for tensor in outputs:
+            tensor.register_hook(hook)
+
     def _finished(self, name: str) -> Callable:
         return lambda parameter: self._note("gradient", name, parameter.grad.nbytes)
+
+
+class LeaveBackward(torch.autograd.Function):
+    """Passes tensors on, and says when their gradients come by."""
+
+    @staticmethod
+    def forward(ctx: Any, said: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.said = said
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.said()
+        return (None, *gradients)
+
+
+def _mark_in_trace() -> None:
+    with record_function(MARK):
+        pass
 
 
 def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:

@@ -1,14 +1,17 @@
-"""Whether a plan fits, in a sentence, and what to change first where it does not. No torch."""
+"""Whether a plan fits, in a sentence, what to change first where it does not, and what is fastest. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from fsdp_helpers.planning.models import Subject
-from fsdp_helpers.planning.plan import Plan, make_plan
+from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 from fsdp_helpers.quantities import format_bytes
 
 MOST_CHANGES = 6
 MOST_RANKS = 4096
+MOST_DOUBLINGS = 12  # of the batch, in the search for the fastest plan
+AS_FAST = 0.02  # plans whose speeds differ by less are as fast as each other
+BEYOND = "take larger devices, or split layers as well (tensor parallelism: notebook 08 shows it, this plan cannot)"
 
 
 def verdict(plan: Plan, subject: Subject) -> str:
@@ -18,22 +21,36 @@ def verdict(plan: Plan, subject: Subject) -> str:
         f"the peak of {format_bytes(plan.peak.bytes)} and {format_bytes(round(plan.cluster.allowance_bytes))} outside "
         "the count"
     )
+    host = _host_sentence(plan)
     if plan.fits:
-        return f"It fits: {needs} leave {format_bytes(round(plan.spare_bytes))} free of {device}."
+        return f"It fits: {needs} leave {format_bytes(round(plan.spare_bytes))} free of {device}{host}."
+    advice = _advice(changes_until_it_fits(plan, subject))
+    if plan.spare_bytes >= 0:
+        return f"It does not fit: a device has room{host}; {advice}."
     largest, size = max(plan.by_category().items(), key=lambda entry: entry[1])
     return (
         f"It does not fit: {needs} are {format_bytes(-round(plan.spare_bytes))} more than {device}, and the largest "
-        f"part is {largest} with {format_bytes(size)}; {_advice(changes_until_it_fits(plan, subject))}."
+        f"part is {largest} with {format_bytes(size)}; {advice}."
     )
+
+
+def _host_sentence(plan: Plan) -> str:
+    """What offloading asks of the host, which a device's memory does not show."""
+    if not plan.host_bytes:
+        return ""
+    needs = f", and a node keeps {format_bytes(plan.node_host_bytes)} in host memory"
+    if plan.fits_host:
+        return needs
+    return f"{needs}, more than its {format_bytes(round(plan.cluster.host_memory_bytes))}"
 
 
 def _advice(changes: list[tuple[str, Plan]]) -> str:
     """What to change, in order, with the peak that each change leads to."""
     steps = [f"{text} (peak {format_bytes(plan.peak.bytes)})" for text, plan in changes]
     if not steps:
-        return "nothing that the planner knows brings it down: take larger devices, or tensor parallelism"
-    ending = "" if changes[-1][1].fits else ", which is still too much: take larger devices, or tensor parallelism"
-    return f"first {', then '.join(steps)}{ending}" if ending else f"first {', then '.join(steps)}, and it fits"
+        return f"no single change brings it down: {BEYOND}"
+    ending = ", and it fits" if changes[-1][1].fits else f", which is still too much: {BEYOND}"
+    return f"first {', then '.join(steps)}{ending}{_host_sentence(changes[-1][1]) if changes[-1][1].fits else ''}"
 
 
 def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]]:
@@ -54,34 +71,84 @@ def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]
 
 
 def _is_better(changed: Plan, plan: Plan) -> bool:
-    return changed.peak.bytes < plan.peak.bytes
+    if not plan.fits_host:
+        return changed.node_host_bytes < plan.node_host_bytes
+    return changed.peak.bytes < plan.peak.bytes and changed.fits_host
 
 
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
-    """Every single change that there is left, what costs least first."""
+    """Every single change that is left, in the order of what it costs.
+
+    A cut costs latency, bf16 precision where it does not matter, recomputing a third more arithmetic, a smaller batch
+    gathers more often for the same number of items, ranks cost money, and offloading waits for the host in every step.
+    """
     settings, cluster = plan.settings, plan.cluster
     sharded = settings.config().is_sharded
+    ranks = cluster.world_size
 
-    def planned(text: str, ranks: int = cluster.world_size, **changes) -> tuple[str, Plan]:
+    def planned(text: str, world_size: int = ranks, **changes) -> tuple[str, Plan]:
         changed = replace(settings, **changes)
-        return text, make_plan(subject, changed, replace(cluster, world_size=ranks))
+        return text, make_plan(subject, changed, replace(cluster, world_size=world_size))
 
-    if not sharded and cluster.world_size > 1:
-        yield planned("shard it, a unit for each block (--strategy fsdp-auto-wrap)", strategy="fsdp-auto-wrap")
-    if settings.strategy == "fsdp":
+    if not sharded:
+        more = max(2, ranks)
+        where = "" if ranks > 1 else f" over {more} ranks"
+        flags = "--strategy fsdp-auto-wrap" + ("" if ranks > 1 else f" --world-size {more}")
+        yield planned(f"shard it{where}, a unit for each block ({flags})", more, strategy="fsdp-auto-wrap")
+    if settings.strategy == "fsdp" and subject.units:
         yield planned("cut it at the blocks (--strategy fsdp-auto-wrap)", strategy="fsdp-auto-wrap")
-    if sharded and settings.precision == "fp32":
-        yield planned("gather and compute in bf16 (--precision bf16)", precision="bf16")
+    if settings.precision == "fp32" and subject.refused("bf16") is None and plan.can_compute("bf16"):
+        text = "gather and compute in bf16 (--precision bf16)" if sharded else "compute in bf16 (--precision bf16)"
+        yield planned(text, precision="bf16")
     if sharded and settings.sharding != "full":
         yield planned("shard everything over all ranks (--sharding full)", sharding="full")
-    if settings.activation_checkpointing != "units":
+    if settings.activation_checkpointing != "units" and subject.units:
         text = "recompute each block in backward (--activation-checkpointing units)"
         yield planned(text, activation_checkpointing="units")
-    if settings.batch > 1:
-        half = settings.batch // 2
+    if (sequences := settings.batch // subject.sequence) > 1:
+        half = sequences // 2 * subject.sequence
         yield planned(f"halve a rank's batch to {half:,} {subject.item}(s)", batch=half)
-    if sharded and cluster.world_size * 2 <= MOST_RANKS:
-        ranks = cluster.world_size * 2
-        yield planned(f"take {ranks:,} ranks (--world-size {ranks})", ranks=ranks)
+    if sharded and ranks * 2 <= MOST_RANKS:
+        yield planned(f"take {ranks * 2:,} ranks (--world-size {ranks * 2})", ranks * 2)
     if sharded and settings.strategy != "fsdp-offload":
         yield planned("keep slices in host memory (--strategy fsdp-offload)", strategy="fsdp-offload")
+
+
+def fastest(plan: Plan, subject: Subject) -> Plan | None:
+    """Return the plan with most items per second on the same cluster, in the same precision; None if no rate is known.
+
+    Tried are one sequence, then twice as many until it does not fit, with nothing, products or only inputs kept, and
+    sharded over all ranks or within a node. Of plans that are as fast as each other, the one with the lowest peak.
+    """
+    if plan.time is None:
+        return None
+    found = [
+        planned for settings in _tried(plan, subject) for planned in _while_it_fits(settings, subject, plan.cluster)
+    ]
+    if not found:
+        return None
+    best = max(planned.items_per_s_estimate for planned in found)
+    as_fast = [planned for planned in found if planned.items_per_s_estimate > (1 - AS_FAST) * best]
+    return min(as_fast, key=lambda planned: planned.peak.bytes)
+
+
+def _tried(plan: Plan, subject: Subject) -> Iterator[Settings]:
+    """Settings with the smallest batch."""
+    smallest = replace(plan.settings, batch=subject.sequence)
+    levels = ("none", "selective", "units") if subject.units else ("none",)
+    nodes = plan.cluster.world_size // plan.cluster.ranks_per_node
+    shardings = [{}]
+    if plan.settings.config().is_sharded and nodes > 1 and plan.cluster.ranks_per_node > 1:
+        shardings = [{"sharding": "full"}, {"sharding": "hybrid", "replicas": nodes}]
+    for level in levels:
+        for sharding in shardings:
+            yield replace(smallest, activation_checkpointing=level, **sharding)
+
+
+def _while_it_fits(settings: Settings, subject: Subject, cluster: Cluster) -> Iterator[Plan]:
+    for _ in range(MOST_DOUBLINGS):
+        planned = make_plan(subject, settings, cluster)
+        if not planned.fits:
+            return
+        yield planned
+        settings = replace(settings, batch=2 * settings.batch)

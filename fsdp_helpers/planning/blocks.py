@@ -27,20 +27,29 @@ def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, 
 
 
 def llama_block_bytes(
-    *, tokens: int, width: int, mlp_width: int, num_heads: int, kv_width: int, value_bytes: int = 4
+    *,
+    tokens: int,
+    width: int,
+    mlp_width: int,
+    num_heads: int,
+    kv_width: int,
+    q_width: int | None = None,  # as the block's, if left out
+    value_bytes: int = 4,
 ) -> BlockBytes:
-    """A block with RMSNorm, grouped keys and values, and SwiGLU. Values a token; k is `kv_width`:
+    """A block with RMSNorm, grouped keys and values, and SwiGLU. Values a token; k is `kv_width`, q is `q_width`:
 
-    - attention: the norm's input h and output h; q h, keys and values k each; the product h
+    - attention: the norm's input h and output h; queries q, keys and values k each; the product q
     - hidden layer: the norm's input h and output h; the gate before and after SiLU, the other half, their product, 4 m
     - in fp32: one statistic of each of two norms, 2; attention's logarithms, a
 
     Backward is highest behind SiLU: the gradient that came in, h, those of the two halves, 2 m, and that of the last
     weight, m x h.
     """
+    q_width = q_width or width
+    values = 4 * width + 2 * q_width + 2 * kv_width + 4 * mlp_width
     return BlockBytes(
-        kept_bytes=tokens * (value_bytes * (6 * width + 2 * kv_width + 4 * mlp_width) + FP32_BYTES * (num_heads + 2)),
+        kept_bytes=tokens * (value_bytes * values + FP32_BYTES * (num_heads + 2)),
         input_bytes=tokens * value_bytes * width,
-        products_bytes=tokens * value_bytes * (3 * width + 2 * kv_width + 2 * mlp_width),
+        products_bytes=tokens * value_bytes * (2 * width + q_width + 2 * kv_width + 2 * mlp_width),
         working_bytes=value_bytes * (tokens * (width + 2 * mlp_width) + mlp_width * width),
     )

@@ -1,82 +1,40 @@
-"""`python -m fsdp_helpers plan`: its arguments, its table, its sentence. No torch."""
+"""`python -m fsdp_helpers plan`: its table, its sentences. No torch."""
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
-from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, PRECISIONS, SHARDING, STRATEGIES
-from fsdp_helpers.planning.advice import verdict
-from fsdp_helpers.planning.models import NAMED_MODELS, Subject, named_subject
-from fsdp_helpers.planning.plan import (
-    CONTEXT_BYTES,
-    LINK_BYTES_PER_S,
-    NCCL_AND_FRAGMENTATION_BYTES,
-    Cluster,
-    Plan,
-    Settings,
-    make_plan,
-)
+from fsdp_helpers.planning.advice import fastest, verdict
+from fsdp_helpers.planning.arguments import read_plan
+from fsdp_helpers.planning.costs import HOUR_S, SavePlan, device_hours, save_plan
+from fsdp_helpers.planning.devices import TYPICAL_RANGE, named_device
+from fsdp_helpers.planning.optimizers import OPTIMIZERS
+from fsdp_helpers.planning.plan import Plan
 from fsdp_helpers.quantities import GB, format_bytes, format_count, format_seconds
 
-DEFAULT_BATCH = {"image": 8, "token": 8192}  # of one rank, in one forward and backward
-
-
-def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """The arguments of `plan`; those that `train` has too mean the same."""
-    plan.add_argument("--model", choices=NAMED_MODELS, required=True)
-    plan.add_argument("--world-size", type=int, metavar="N", required=True, help="ranks, each with a device of its own")
-    plan.add_argument("--device-memory-gb", type=float, metavar="GB", required=True, help="of 10^9 bytes, of a device")
-    plan.add_argument(
-        "--strategy", choices=STRATEGIES, default="fsdp-auto-wrap", help="auto-wrap: a unit for each block"
-    )
-    plan.add_argument("--api", choices=APIS, default="fsdp2")
-    plan.add_argument("--sharding", choices=SHARDING, default="full")
-    plan.add_argument("--replicas", type=int, metavar="N", default=2, help="groups of ranks, for hybrid sharding")
-    plan.add_argument("--precision", choices=PRECISIONS, default="fp32")
-    plan.add_argument("--activation-checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none")
-    batch = plan.add_mutually_exclusive_group()
-    for item, usual in DEFAULT_BATCH.items():
-        batch.add_argument(
-            f"--{item}s", type=int, metavar="N", help=f"of one rank in one forward and backward (default: {usual})"
-        )
-    link, outside = round(LINK_BYTES_PER_S / GB), round((CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES) / GB)
-    rate = f"that a rank sends at (default: {link}, a link of {8 * link} Gbit/s)"
-    plan.add_argument("--bandwidth-gb-s", type=float, metavar="GB", default=float(link), help=rate)
-    plan.add_argument("--tflops", type=float, metavar="X", help="that a device reaches, 10^12 operations a second")
-    allowance = f"for what is not counted: CUDA's context, NCCL, fragmentation (default: {outside})"
-    plan.add_argument("--allowance-gb", type=float, metavar="GB", default=float(outside), help=allowance)
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
-
-
-def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
-    """The model and the plan that the arguments ask for. Raises ValueError for what cannot be."""
-    subject = named_subject(options.model)
-    settings = Settings(
-        batch=_batch(options, subject),
-        strategy=options.strategy,
-        api=options.api,
-        sharding=options.sharding,
-        replicas=options.replicas,
-        precision=options.precision,
-        activation_checkpointing=options.activation_checkpointing,
-    )
-    cluster = Cluster(
-        world_size=options.world_size,
-        device_memory_bytes=options.device_memory_gb * GB,
-        bandwidth_bytes_per_s=options.bandwidth_gb_s * GB,
-        flops_per_s=None if options.tflops is None else options.tflops * 1e12,
-        allowance_bytes=options.allowance_gb * GB,
-    )
-    return subject, make_plan(subject, settings, cluster)
+DAY_S = 24 * HOUR_S
 
 
 def plan_command(options: argparse.Namespace, write_json: Callable[[dict, Path], None]) -> None:
     """Print the plan and its verdict; `write_json` writes the one that --json asks for."""
     subject, plan = read_plan(options)
-    said = verdict(plan, subject)
-    print("\n".join(plan_lines(plan)), "", said, sep="\n")
+    for name in ("hours_between_failures", "storage_gb_s", "total"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be a number above zero")
+    saving = save_plan(
+        plan,
+        device_hours_between_failures=options.hours_between_failures,
+        storage_bytes_per_s=options.storage_gb_s * GB,
+    )
+    said, best = verdict(plan, subject), fastest(plan, subject)
+    hours = device_hours(plan, options.total) if options.total else None
+    lines = [*plan_lines(plan), *_cost_lines(plan, saving, options.total, hours), "", said]
+    print("\n".join([*lines, *_fastest_lines(plan, best)]))
     if options.json:
-        write_json(plan.to_json() | {"verdict": said}, options.json)
+        costs = {"saving": asdict(saving), "device_hours": hours, "fastest": best.to_json() if best else None}
+        write_json(plan.to_json() | costs | {"verdict": said}, options.json)
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -88,12 +46,14 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     )
     api = f" ({settings.api}, {settings.sharding})" if settings.config().is_sharded else ""
     recomputed = f"activation checkpointing: {settings.activation_checkpointing}"
-    yield f"{settings.strategy}{api}, {settings.precision}, {recomputed}"
+    parts = f", {settings.micro_batches} micro-batches" if settings.micro_batches > 1 else ""
+    optimizer = f", {OPTIMIZERS[settings.optimizer].title}" if settings.optimizer != "adam" else ""
+    yield f"{settings.strategy}{api}, {settings.precision}, {recomputed}{parts}{optimizer}"
     yield ""
     rows = plan.by_category() | {f"peak: {plan.peak.when}": plan.peak.bytes}
     rows |= {"outside the count": round(cluster.allowance_bytes)}
     if plan.host_bytes:
-        rows |= {"in host memory": plan.host_bytes}
+        rows |= {"in host memory, of a node": plan.node_host_bytes}
     for name, size in rows.items():
         yield f"  {name:<34}{format_bytes(size):>8}"
     yield ""
@@ -101,25 +61,59 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def _speed_lines(plan: Plan) -> Iterator[str]:
-    bandwidth = format_bytes(round(plan.cluster.bandwidth_bytes_per_s))
-    yield (
-        f"A rank sends {format_bytes(plan.sent_bytes)} in a step: {format_seconds(plan.communication_s)} at "
-        f"{bandwidth}/s."
-    )
-    if plan.step_s is None:
+    cluster = plan.cluster
+    rate = f"{format_bytes(round(cluster.bandwidth_bytes_per_s))}/s"
+    if cluster.ranks_per_node > 1:
+        within = cluster.within_bytes_per_s or cluster.bandwidth_bytes_per_s
+        rate = f"{format_bytes(round(within))}/s within nodes of {cluster.ranks_per_node} and {rate} between them"
+    yield (f"A rank sends {format_bytes(plan.sent_bytes)} in a step: {format_seconds(plan.communication_s)} at {rate}.")
+    if plan.time is None:
         return
-    shortest, longest = plan.step_s
-    most, least = plan.items_per_s
+    time, (most, least) = plan.time, plan.items_per_s
+    shortest, longest = (format_seconds(bound) for bound in plan.step_s)
     yield (
-        f"Its arithmetic takes {format_seconds(plan.arithmetic_s)}; a step takes {format_seconds(shortest)} if all "
-        f"communication hides behind it, {format_seconds(longest)} if none does: {most:,.0f} to {least:,.0f} "
-        f"{plan.item}s/s over all ranks."
+        f"A step takes {format_seconds(time.estimate_s)}: arithmetic {format_seconds(time.arithmetic_s)}, waiting "
+        f"{format_seconds(time.exposed_s)}, the optimiser {format_seconds(time.optimizer_s)}."
+    )
+    yield f"Between {shortest} and {longest}: {_reason(plan)}."
+    speed = plan.items_per_s_estimate
+    mfu = f", {plan.mfu:.0%} MFU" if plan.mfu else ""
+    yield (
+        f"{speed:,.0f} {plan.item}s/s over all ranks ({least:,.0f} to {most:,.0f}), "
+        f"{speed / cluster.world_size:,.0f} per rank, {speed * DAY_S:.3g} a day{mfu}."
     )
 
 
-def _batch(options: argparse.Namespace, subject: Subject) -> int:
-    given = {item: getattr(options, f"{item}s") for item in DEFAULT_BATCH}
-    (other,) = [item for item in DEFAULT_BATCH if item != subject.item]
-    if given[other] is not None:
-        raise ValueError(f"--{other}s: a batch of {subject.name} is counted in {subject.item}s; use --{subject.item}s")
-    return DEFAULT_BATCH[subject.item] if given[subject.item] is None else given[subject.item]
+def _reason(plan: Plan) -> str:
+    """Why the range of a step is what it is."""
+    if plan.cluster.device is None:
+        return "with all communication hidden behind arithmetic, and with none"
+    device = named_device(plan.cluster.device)
+    if device.measured:
+        return f"published runs on {device.title} lie {TYPICAL_RANGE:.0%} to either side"
+    return f"no published run gives the share that {device.title} reaches; it is that of its nearest relative"
+
+
+def _cost_lines(plan: Plan, saving: SavePlan, total: float | None, hours: float | None) -> Iterator[str]:
+    yield (
+        f"A checkpoint has {format_bytes(saving.checkpoint_bytes)} and takes {format_seconds(saving.save_s)}; with a "
+        f"failure every {format_seconds(HOUR_S * saving.hours_between_failures)}, save every "
+        f"{format_seconds(saving.every_s)} and lose {saving.lost_share:.1%} of the time."
+    )
+    if hours is not None:
+        yield f"{total:.3g} {plan.item}s take {hours:,.0f} GPU-hours, {hours / plan.cluster.world_size / 24:,.1f} days."
+
+
+def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
+    """Say what is fastest on the same cluster, if it is something else."""
+    if best is None:
+        return
+    if best.settings == plan.settings:
+        yield "Nothing that was tried is faster."
+        return
+    settings = best.settings
+    yield (
+        f"Fastest of what was tried: {settings.batch:,} {plan.item}s on each rank, sharding {settings.sharding}, "
+        f"activation checkpointing {settings.activation_checkpointing}: {best.items_per_s_estimate:,.0f} "
+        f"{plan.item}s/s, peak {format_bytes(best.peak.bytes)}."
+    )

@@ -4,10 +4,11 @@ Slices are not equally long: with 10 rows over 4 ranks FSDP2 gives them 3, 3, 3 
 wherever the middle may be. On average a rank keeps what `planning.state` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.planning.optimizers import named_optimizer
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES, num_shards
 from fsdp_helpers.planning.traffic import ALIGNED_VALUES
@@ -22,29 +23,43 @@ def own_state(
     units: Sequence[str] = (),
     rank: int = 0,
     replicas: int | None = None,
+    *,
+    optimizer: str = "adam",
+    value_bytes: int = FP32_BYTES,
 ) -> StateBytes:
-    """Parameters, gradients and two moments of `rank`: of all of them, or of its slices of them."""
+    """Return what `rank` keeps: all parameters or its slices of them, and gradients and moments of the trained ones."""
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
     values = own_values(profile, config, shards, units, rank)
+    trained = own_values(profile, config, shards, units, rank, counted=profile.trained)
     return StateBytes(
-        parameter_bytes=FP32_BYTES * values,
-        gradient_bytes=FP32_BYTES * values,
-        optimizer_bytes=2 * FP32_BYTES * values,
+        parameter_bytes=value_bytes * values,
+        gradient_bytes=value_bytes * trained,
+        optimizer_bytes=named_optimizer(optimizer).state_bytes(trained, value_bytes),
     )
 
 
-def own_values(profile: StepProfile, config: TrainConfig, shards: int, units: Sequence[str], rank: int) -> int:
-    """The values of `rank`, one of `shards` that share a copy of the model."""
+def own_values(
+    profile: StepProfile,
+    config: TrainConfig,
+    shards: int,
+    units: Sequence[str],
+    rank: int,
+    counted: Collection[str] | None = None,
+) -> int:
+    """Return the values of `rank`, one of `shards` that share a copy of the model: of all parameters, or of some."""
+    counted = profile.shapes if counted is None else counted
     if not config.is_sharded or shards == 1:
-        return profile.num_params
+        return sum(prod(profile.shapes[name]) for name in counted)
     place = rank % shards
     if config.api == "fsdp2":
-        return sum(own_rows(shape[0], shards, place) * prod(shape[1:]) for shape in profile.shapes.values())
+        shapes = [profile.shapes[name] for name in counted]
+        return sum(own_rows(shape[0], shards, place) * prod(shape[1:]) for shape in shapes)
     return sum(
         values_between(
             [profile.shapes[name] for name in unit.parameters],
             place * unit.padded // shards,
             (place + 1) * unit.padded // shards,
+            [name in counted for name in unit.parameters],
         )
         for unit in cut(profile, units, "fsdp1", shards).values()
     )
@@ -56,11 +71,12 @@ def own_rows(rows: int, shards: int, place: int) -> int:
     return max(0, min(share, rows - place * share))
 
 
-def values_between(shapes: Sequence[Sequence[int]], begin: int, end: int) -> int:
-    """How many values of these parameters lie between two places of FSDP1's flat tensor."""
+def values_between(shapes: Sequence[Sequence[int]], begin: int, end: int, counted: Sequence[bool] | None = None) -> int:
+    """Return how many values of these parameters lie between two places of FSDP1's flat tensor."""
     found = at = 0
-    for shape in shapes:
+    for shape, counts in zip(shapes, counted or [True] * len(shapes), strict=True):
         at += -at % ALIGNED_VALUES
-        found += max(0, min(end, at + prod(shape)) - max(begin, at))
+        if counts:
+            found += max(0, min(end, at + prod(shape)) - max(begin, at))
         at += prod(shape)
     return found

@@ -1,18 +1,18 @@
 """Models that are planned by name, from the numbers that decide their size. Nothing is built; no torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
 from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
-from fsdp_helpers.planning.profile import StepProfile
+from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile
 from fsdp_helpers.shapes import LLAMA_SHAPES, VIT_SHAPES, LlamaShape, ViTShape
 
 Shapes = dict[str, tuple[int, ...]]
-VALUE_BYTES = {"fp32": 4, "bf16": 2}
+VALUE_BYTES = {"fp32": 4, "bf16": 2, "autocast": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,27 @@ class Subject:
     units: tuple[str, ...]  # names of the modules that are gathered together, where the model is cut
     profile_of: Callable[[int, str, str], StepProfile]  # of a batch, a precision and a kind of activation checkpointing
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a forward of a batch
+    unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, where it is known
+    sequence: int = 1  # a batch is made of whole sequences of that many items
+    refused: Callable[[str], str | None] = lambda precision: None  # why the model cannot run in a precision
+
+    def check(self, batch: int, precision: str, activation_checkpointing: str) -> None:
+        """Raise ValueError for a batch, a precision or a lever that this model cannot have."""
+        if batch % self.sequence:
+            raise ValueError(
+                f"a batch of {batch:,} {self.item}s is not made of whole sequences of {self.sequence:,}; use a "
+                f"multiple, or a --context that divides it"
+            )
+        if activation_checkpointing != "none" and not self.units:
+            raise ValueError(f"{self.name} has no units, and units are what is recomputed; name their unit_class")
+        if reason := self.refused(precision):
+            raise ValueError(reason)
+
+    def unit_flops_of(self, batch: int) -> dict[str, int]:
+        """Return the operations of a forward by module; all in the root, if that is all that is known."""
+        if self.unit_flops is not None:
+            return self.unit_flops(batch)
+        return {ROOT: self.forward_flops(batch)}
 
 
 NAMED_MODELS = (*VIT_SHAPES, *LLAMA_SHAPES)
@@ -47,26 +68,36 @@ def _stacked_subject(
     name: str,
     *,
     item: str,
-    units: tuple[str, ...],
+    blocks: tuple[str, ...],
+    outer_units: tuple[str, ...] = (),  # outside the blocks, in front of them and behind
     block_shapes: Shapes,
     root_shapes: Shapes,
     block_bytes: Callable[[int, int], BlockBytes],  # of a batch, and of the bytes of a value
     head_bytes: Callable[[int, int], HeadBytes],
-    forward_flops: Callable[[int], int],
+    unit_flops: Callable[[int], dict[str, int]],
+    tied: dict[str, str] | None = None,
+    sequence: int = 1,
 ) -> Subject:
     """A model of equal blocks, each a unit."""
 
     def profile_of(batch: int, precision: str, activation_checkpointing: str) -> StepProfile:
         block, head = (count(batch, VALUE_BYTES[precision]) for count in (block_bytes, head_bytes))
-        return stack_profile(units, block_shapes, root_shapes, block, activation_checkpointing, head)
+        if precision == "autocast":  # it keeps a bf16 copy of each matrix from forward to backward
+            copies = 2 * count_values({name: shape for name, shape in block_shapes.items() if len(shape) > 1})
+            block = replace(block, kept_bytes=block.kept_bytes + copies)
+        return stack_profile(
+            blocks, block_shapes, root_shapes, block, activation_checkpointing, head, outer_units=outer_units, tied=tied
+        )
 
     return Subject(
         name=name,
         item=item,
-        num_params=count_values(root_shapes) + len(units) * count_values(block_shapes),
-        units=units,
+        num_params=count_values(root_shapes) + len(blocks) * count_values(block_shapes),
+        units=(*outer_units[:1], *blocks, *outer_units[1:]),
         profile_of=profile_of,
-        forward_flops=forward_flops,
+        forward_flops=lambda batch: sum(unit_flops(batch).values()),
+        unit_flops=unit_flops,
+        sequence=sequence,
     )
 
 
@@ -88,12 +119,12 @@ def vit_subject(name: str, shape: ViTShape) -> Subject:
     return _stacked_subject(
         name,
         item="image",
-        units=tuple(f"blocks.{number}" for number in range(shape.depth)),
+        blocks=tuple(f"blocks.{number}" for number in range(shape.depth)),
         block_shapes=vit_block_shapes(shape),
         root_shapes=vit_root_shapes(shape),
         block_bytes=block_bytes,
         head_bytes=partial(vit_head_bytes, shape),
-        forward_flops=partial(vit_forward_flops, shape),
+        unit_flops=partial(vit_unit_flops, shape),
     )
 
 
@@ -137,13 +168,14 @@ def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
     )
 
 
-def vit_forward_flops(shape: ViTShape, images: int) -> int:
+def vit_unit_flops(shape: ViTShape, images: int) -> dict[str, int]:
     """Two operations for each weight and token, and 4 s h a token for attention over s tokens."""
     tokens = images * shape.num_tokens
-    weights = shape.depth * count_values({n: s for n, s in vit_block_shapes(shape).items() if len(s) == 2})
+    weights = count_values({n: s for n, s in vit_block_shapes(shape).items() if len(s) == 2})
     patches = images * (shape.image_size // shape.patch_size) ** 2 * shape.channels * shape.patch_size**2 * shape.width
-    attention = 4 * shape.depth * shape.num_tokens * shape.width * tokens
-    return 2 * weights * tokens + attention + 2 * patches + 2 * images * shape.width * shape.num_classes
+    block = 2 * weights * tokens + 4 * shape.num_tokens * shape.width * tokens
+    outside = 2 * patches + 2 * images * shape.width * shape.num_classes
+    return {f"blocks.{number}": block for number in range(shape.depth)} | {ROOT: outside}
 
 
 def norm_shapes(name: str, width: int) -> Shapes:
@@ -159,8 +191,12 @@ def linear_shapes(layers: Shapes) -> Shapes:
 # ---------------------------------------------------------------- Llama-like models
 
 
-def llama_subject(name: str, shape: LlamaShape) -> Subject:
-    """A Llama-like model; a batch counts tokens, in sequences of `shape.context`."""
+def llama_subject(name: str, shape: LlamaShape, *, loss_chunks: int = 1) -> Subject:
+    """A Llama-like model; a batch counts tokens, in sequences of `shape.context`.
+
+    The embedding and the head are units of their own, unless they are tied and belong to the root. With `loss_chunks`
+    the logits of so many parts of the tokens are computed one after the other, and once more in backward.
+    """
 
     def block_bytes(tokens: int, value_bytes: int) -> BlockBytes:
         return llama_block_bytes(
@@ -169,58 +205,90 @@ def llama_subject(name: str, shape: LlamaShape) -> Subject:
             mlp_width=shape.mlp_width,
             num_heads=shape.num_heads,
             kv_width=shape.kv_width,
+            q_width=shape.q_width,
             value_bytes=value_bytes,
         )
 
     return _stacked_subject(
         name,
         item="token",
-        units=tuple(f"layers.{number}" for number in range(shape.depth)),
+        blocks=tuple(f"layers.{number}" for number in range(shape.depth)),
+        outer_units=() if shape.tied else ("embedding", "head"),
         block_shapes=llama_block_shapes(shape),
         root_shapes=llama_root_shapes(shape),
         block_bytes=block_bytes,
-        head_bytes=partial(llama_head_bytes, shape),
-        forward_flops=partial(llama_forward_flops, shape),
+        head_bytes=partial(llama_head_bytes, shape, loss_chunks=loss_chunks),
+        unit_flops=partial(llama_unit_flops, shape),
+        tied={"head.weight": "embedding.weight"} if shape.tied else None,
+        sequence=shape.context,
     )
 
 
 def llama_block_shapes(shape: LlamaShape) -> Shapes:
-    """Parameters of one block, by name; nothing has a bias."""
+    """Parameters of one block, by name."""
     width, hidden = shape.width, shape.mlp_width
-    return {
-        "norm1.weight": (width,),
-        "attention.q.weight": (width, width),
-        "attention.k.weight": (shape.kv_width, width),
-        "attention.v.weight": (shape.kv_width, width),
-        "attention.out.weight": (width, width),
-        "norm2.weight": (width,),
-        "mlp.gate.weight": (hidden, width),
-        "mlp.up.weight": (hidden, width),
-        "mlp.down.weight": (width, hidden),
+    matrices = {
+        "attention.q": (shape.q_width, width),
+        "attention.k": (shape.kv_width, width),
+        "attention.v": (shape.kv_width, width),
+        "attention.out": (width, shape.q_width),
+        "mlp.gate": (hidden, width),
+        "mlp.up": (hidden, width),
+        "mlp.down": (width, hidden),
     }
-
-
-def llama_root_shapes(shape: LlamaShape) -> Shapes:
-    """Parameters outside the blocks, by name; the head is not tied to the embedding."""
-    table = (shape.vocabulary, shape.width)
-    return {"embedding.weight": table, "norm.weight": (shape.width,), "head.weight": table}
-
-
-def llama_head_bytes(shape: LlamaShape, tokens: int, value_bytes: int) -> HeadBytes:
-    """The last norm keeps input and output; the loss keeps log-probabilities in fp32, a value for each word and token.
-
-    At the beginning of backward their gradient and that of the logits are there too, in fp32.
-    """
-    words = tokens * shape.vocabulary * FP32_BYTES
-    return HeadBytes(
-        kept_bytes=tokens * (2 * value_bytes * shape.width + FP32_BYTES) + words,
-        working_bytes=2 * words,
-        parameters=("head.weight", "norm.weight"),
+    biased = [*_QKV] * shape.qkv_bias + ["attention.out"] * shape.out_bias + [*_MLP] * shape.mlp_bias
+    norms = {"norm1": width, "norm2": width}
+    if shape.qk_norm:
+        norms |= {"attention.q_norm": shape.head_width, "attention.k_norm": shape.head_width}
+    return (
+        {f"{name}.weight": matrix for name, matrix in matrices.items()}
+        | {f"{name}.bias": matrices[name][:1] for name in biased}
+        | {f"{name}.weight": (size,) for name, size in norms.items()}
     )
 
 
-def llama_forward_flops(shape: LlamaShape, tokens: int) -> int:
-    """Two operations for each weight and token, and 4 s h a token for attention, of which a mask may spare half."""
-    weights = shape.depth * count_values({n: s for n, s in llama_block_shapes(shape).items() if len(s) == 2})
-    head = shape.vocabulary * shape.width
-    return 2 * tokens * (weights + head + 2 * shape.depth * min(tokens, shape.context) * shape.width)
+_QKV, _MLP = ("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up", "mlp.down")
+
+
+def llama_root_shapes(shape: LlamaShape) -> Shapes:
+    """Parameters outside the blocks, by name; a tied head is the embedding."""
+    table = (shape.vocabulary, shape.width)
+    outside = {"embedding.weight": table, "norm.weight": (shape.width,)}
+    return outside if shape.tied else outside | {"head.weight": table}
+
+
+def llama_head_bytes(shape: LlamaShape, tokens: int, value_bytes: int, *, loss_chunks: int = 1) -> HeadBytes:
+    """The last norm keeps input and output; the loss keeps log-probabilities in fp32, a value for each word and token.
+
+    When backward goes through the loss their gradient and that of the logits are there too, in fp32; when it enters the
+    head, only that of the logits is, in the head's precision. In chunks no log-probabilities are kept. A chunk's are
+    computed in forward, and again in backward. Backward has the gradient of the norm's output beside them, and that of
+    the head's weight twice: the sum so far, and the chunk's.
+    """
+    words = -(-tokens // loss_chunks) * shape.vocabulary
+    hidden = tokens * value_bytes * shape.width
+    statistics = FP32_BYTES * tokens
+    parameters = ("norm.weight",) if shape.tied else ("head.weight", "norm.weight")
+    if loss_chunks == 1:
+        return HeadBytes(
+            kept_bytes=2 * hidden + statistics + FP32_BYTES * words,
+            working_bytes=2 * FP32_BYTES * words,
+            entering_bytes=2 * hidden + statistics + value_bytes * words,
+            parameters=parameters,
+        )
+    table = value_bytes * shape.vocabulary * shape.width
+    return HeadBytes(
+        kept_bytes=2 * hidden + statistics,
+        forward_bytes=(value_bytes + 2 * FP32_BYTES) * words,
+        entering_bytes=2 * hidden + statistics,
+        inside_bytes=3 * FP32_BYTES * words + hidden + table,
+        parameters=parameters,
+    )
+
+
+def llama_unit_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
+    """Two operations for each weight and token, and 4 s q a token for attention, of which a mask may spare half."""
+    weights = count_values({n: s for n, s in llama_block_shapes(shape).items() if len(s) == 2})
+    block = 2 * tokens * (weights + 2 * min(tokens, shape.context) * shape.q_width)
+    head = 2 * tokens * shape.vocabulary * shape.width
+    return {f"layers.{number}": block for number in range(shape.depth)} | {"head": head}

@@ -1,15 +1,17 @@
 """One step of one rank, from arithmetic: a walk through forward and backward, its highest point, its collectives.
 
 A `StepProfile` says what one process does with one rank's images; the strategy says what is gathered, reduced and freed
-at each event. fp32 parameters and Adam; padding counts. No torch.
+at each event. Padding counts. No torch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.planning.state import num_shards
+from fsdp_helpers.planning.optimizers import named_optimizer
+from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
+from fsdp_helpers.planning.state import PRECISIONS, num_shards
+from fsdp_helpers.planning.streams import Task
 from fsdp_helpers.planning.walk.fsdp1 import FlatParameters
 from fsdp_helpers.planning.walk.fsdp2 import FullyShard
 from fsdp_helpers.planning.walk.ledger import Ledger, Peak
@@ -32,6 +34,7 @@ class Step:
 
     peak: Peak
     collectives: tuple[CollectiveCount, ...]
+    tasks: tuple[Task, ...] = ()  # arithmetic and collectives, in the order in which they are asked for
 
     @property
     def sent_bytes(self) -> int:
@@ -54,6 +57,8 @@ def walk_step(
     backend: str = "gloo",
     replicas: int | None = None,
     has_host: bool = False,
+    optimizer: str = "adam",
+    precision: str | None = None,
 ) -> Step:
     """A steady step of `config`, on the rank with the largest slices.
 
@@ -61,28 +66,39 @@ def walk_step(
     With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with "fake" and "nccl" none; the
     first two are those of a CPU, which also copies where a GPU need not. `replicas` are the groups that "hybrid" keeps
     whole copies in, two unless said otherwise. With `has_host` there is a host beside the device, and what is offloaded
-    is not on the device; a rank on the CPU has none.
+    is not on the device; a rank on the CPU has none. `optimizer` is one of `planning.optimizers`; `precision`, one of
+    `planning.state.PRECISIONS`, is that of `config` unless it is given.
     Raises ValueError for a unit that is not a module of the model.
     """
-    ledger = Ledger()
+    ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
     if config.strategy in ("local", "ddp"):
-        rank = WholeModel(profile, config, ledger, world_size)
+        rank = WholeModel(profile, config, ledger, world_size, sizes, chosen)
     else:
         offloads = has_host and config.strategy == "fsdp-offload"
-        shards = Shards(profile, config, ranks, world_size // ranks, units, backend, ledger, offloads=offloads)
+        copies = world_size // ranks
+        shards = Shards(profile, config, ranks, copies, units, backend, ledger, sizes, chosen, offloads=offloads)
         rank = (FlatParameters if config.api == "fsdp1" else FullyShard)(shards, config)
     for part in range(config.micro_batches):
         is_last = part == config.micro_batches - 1
         rank.begin_part(reduces=is_last or config.sync_micro_batches, is_last=is_last)
         _walk(profile, rank, ledger)
-    return Step(peak=ledger.peak, collectives=ledger.collectives)
+    ledger.when = "the optimiser's step"
+    rank.update()
+    return Step(peak=ledger.peak, collectives=ledger.collectives, tasks=tuple(ledger.tasks))
+
+
+def _when(moment: Moment) -> str:
+    """Say in words what happens; behind the root's forward comes the loss."""
+    if moment.event == "leave_forward" and moment.name == ROOT:
+        return "the loss"
+    return WHEN[moment.event].format(moment.name or "the root")
 
 
 def _walk(profile: StepProfile, rank: WholeModel | FlatParameters | FullyShard, ledger: Ledger) -> None:
     """One forward and one backward."""
     for moment in profile.moments:
-        ledger.when = WHEN[moment.event].format(moment.name or "the root")
+        ledger.when = _when(moment)
         ledger.set_activations(moment.activation_bytes)
         if moment.event == "gradient" or moment.name in rank.units:
             getattr(rank, moment.event)(moment.name)

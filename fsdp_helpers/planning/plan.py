@@ -1,25 +1,26 @@
-"""A plan: what a model takes on a number of devices, how long a step communicates, and whether it fits. No torch.
+"""A plan: what a model takes on a number of devices, how long a step is, and whether it fits. No torch.
 
 GB are 10^9 bytes. What is counted is what PyTorch allocates for tensors; what lies outside the count is an allowance.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
-from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.config import TrainConfig, is_sharded
+from fsdp_helpers.planning.cluster import MOST_RANKS, Cluster, require_whole
+from fsdp_helpers.planning.devices import TYPICAL_RANGE, named_device
 from fsdp_helpers.planning.held import own_state
 from fsdp_helpers.planning.models import Subject
-from fsdp_helpers.planning.peak import walk_step
-from fsdp_helpers.planning.traffic import step_range_s
+from fsdp_helpers.planning.optimizers import named_optimizer
+from fsdp_helpers.planning.peak import Step, walk_step
+from fsdp_helpers.planning.profile import StepProfile
+from fsdp_helpers.planning.state import PRECISIONS, num_shards
+from fsdp_helpers.planning.step_time import Speed, StepTime, time_step
 from fsdp_helpers.planning.walk.ledger import Peak
-from fsdp_helpers.quantities import GB
 from fsdp_helpers.records import CollectiveCount, StateBytes
 
-# CUDA's context with its kernels: 0.5 to 2 GB, S. Bekman, "Machine Learning Engineering", on additional GPU memory use.
-CONTEXT_BYTES = 2 * GB
-# NCCL's buffers (4 MiB for each pair of devices and channel, NCCL_BUFFSIZE) and a fragmented pool: a choice, no count.
-NCCL_AND_FRAGMENTATION_BYTES = 2 * GB
-LINK_BYTES_PER_S = 50e9  # 400 Gbit/s for each device, as in many clusters
+HOST_UPDATE_BYTES_PER_S = 20e9  # a rank's share of host memory: one socket of eight channels of DDR5, four ranks
+UPDATE_PASSES = 3  # a parameter is read and written, its gradient read; moments are read and written
 CATEGORIES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -28,28 +29,6 @@ CATEGORIES = {
     "activations": "activations",
     "buffers": "communication buffers",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """So many devices, one for each rank: their memory, their link, their speed.
-
-    Raises ValueError for what no cluster can be.
-    """
-
-    world_size: int
-    device_memory_bytes: float
-    bandwidth_bytes_per_s: float = LINK_BYTES_PER_S  # that one rank sends at
-    flops_per_s: float | None = None  # that a model reaches, not those of the data sheet
-    allowance_bytes: float = CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES  # outside the count
-
-    def __post_init__(self) -> None:
-        require_whole("world_size", self.world_size)
-        for setting in fields(self)[1:]:
-            value = getattr(self, setting.name)
-            lowest = "zero or more" if setting.name == "allowance_bytes" else "above zero"
-            if value is not None and not (_is_number(value) and (value > 0 or value == 0 and "or more" in lowest)):
-                raise ValueError(f"{setting.name} is {value}; it must be a number {lowest}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +43,31 @@ class Settings:
     api: str = "fsdp2"
     sharding: str = "full"
     replicas: int = 2  # groups of ranks, each with a copy of the state, where sharding is "hybrid"
-    precision: str = "fp32"
+    precision: str = "fp32"  # one of PRECISIONS; "bf16" is mixed: FSDP's policy, or autocast for whole models
     activation_checkpointing: str = "none"
+    micro_batches: int = 1
+    optimizer: str = "adam"
 
     def __post_init__(self) -> None:
-        for name in ("batch", "replicas"):
+        for name in ("batch", "replicas", "micro_batches"):
             require_whole(name, getattr(self, name))
+        named_optimizer(self.optimizer)
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"unknown precision {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
         self.config()
 
     def config(self) -> TrainConfig:
-        own = {name: value for name, value in asdict(self).items() if name not in ("batch", "replicas")}
-        return TrainConfig(**own)
+        """Return what the walk is about: precision and optimiser are given to it beside this."""
+        names = ("strategy", "api", "sharding", "activation_checkpointing")
+        own = {name: getattr(self, name) for name in names}
+        return TrainConfig(**own, micro_batches=self.micro_batches, global_batch_size=self.micro_batches * MOST_RANKS)
+
+    @property
+    def measured_precision(self) -> str:
+        """How activations are computed: a whole model in mixed precision runs under autocast."""
+        if self.precision == "pure-bf16":
+            return "bf16"
+        return "autocast" if self.precision == "bf16" and not is_sharded(self.strategy) else self.precision
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if `world_size` ranks cannot run these settings."""
@@ -101,12 +94,20 @@ class Plan:
     peak: Peak  # on the rank with the largest slices
     state: StateBytes  # of rank 0, without padding
     collectives: tuple[CollectiveCount, ...]
-    step_flops: int | None  # of one rank
+    step_flops: int | None  # of one rank, with what is recomputed
+    model_flops: int | None = None  # without
+    time: StepTime | None = None
+    checkpoint_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
-        """What lies in host memory instead of the device's."""
+        """What lies in host memory instead of the device's, for one rank."""
         return self.state.total_bytes if self.settings.strategy == "fsdp-offload" else 0
+
+    @property
+    def node_host_bytes(self) -> int:
+        """What lies in the host memory of a node."""
+        return self.host_bytes * min(self.cluster.ranks_per_node, self.cluster.world_size)
 
     @property
     def needed_bytes(self) -> float:
@@ -118,8 +119,13 @@ class Plan:
         return self.cluster.device_memory_bytes - self.needed_bytes
 
     @property
+    def fits_host(self) -> bool:
+        """Whether the hosts hold what is offloaded, as far as their memory is known."""
+        return self.node_host_bytes <= (self.cluster.host_memory_bytes or math.inf)
+
+    @property
     def fits(self) -> bool:
-        return self.spare_bytes >= 0
+        return self.spare_bytes >= 0 and self.fits_host
 
     @property
     def sent_bytes(self) -> int:
@@ -127,29 +133,43 @@ class Plan:
 
     @property
     def communication_s(self) -> float:
-        """The time in which the link carries what a rank sends in a step."""
-        return self.sent_bytes / self.cluster.bandwidth_bytes_per_s
+        """The time in which the links carry what a rank sends in a step."""
+        return self.time.communication_s if self.time else self.sent_bytes / self.cluster.bandwidth_bytes_per_s
 
     @property
     def arithmetic_s(self) -> float | None:
         """The time for the arithmetic of a step, at the stated rate."""
-        rate = self.cluster.flops_per_s
-        return None if rate is None or self.step_flops is None else self.step_flops / rate
+        return self.time.arithmetic_s if self.time else None
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """The shortest and the longest step: all communication hidden behind the arithmetic, or none of it."""
-        if self.arithmetic_s is None:
-            return None
-        return step_range_s(self.arithmetic_s, self.communication_s)
+        """The shortest and the longest step; `time.estimate_s` lies between them."""
+        return (self.time.shortest_s, self.time.longest_s) if self.time else None
+
+    @property
+    def items_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.settings.batch * self.settings.micro_batches * self.cluster.world_size
 
     @property
     def items_per_s(self) -> tuple[float, float] | None:
         """All ranks together, in the shortest and in the longest step."""
-        if self.step_s is None:
+        return (self.items_per_step / self.step_s[0], self.items_per_step / self.step_s[1]) if self.time else None
+
+    @property
+    def items_per_s_estimate(self) -> float | None:
+        return self.items_per_step / self.time.estimate_s if self.time else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: of the data sheet's rate, what the model itself needs, nothing recomputed."""
+        if self.time is None or self.cluster.peak_flops_per_s is None:
             return None
-        items = self.settings.batch * self.cluster.world_size
-        return items / self.step_s[0], items / self.step_s[1]
+        return self.model_flops / self.time.estimate_s / self.cluster.peak_flops_per_s
+
+    def can_compute(self, precision: str) -> bool:
+        """Whether the device is not known to lack arithmetic in this precision."""
+        return self.cluster.device is None or precision in named_device(self.cluster.device).peak_flops
 
     def by_category(self) -> dict[str, int]:
         """Bytes at the peak, by the words of CATEGORIES."""
@@ -167,14 +187,21 @@ class Plan:
             "peak": {"bytes": self.peak.bytes, "when": self.peak.when, **self.peak.by_kind()},
             "terms": [{"term": term, "formula": formula, "bytes": size} for term, formula, size in self.peak.rows()],
             "host_bytes": self.host_bytes,
+            "node_host_bytes": self.node_host_bytes,
             "needed_bytes": self.needed_bytes,
             "fits": self.fits,
             "collectives": [asdict(collective) for collective in self.collectives],
             "sent_bytes": self.sent_bytes,
             "communication_s": self.communication_s,
             "arithmetic_s": self.arithmetic_s,
+            "optimizer_s": self.time.optimizer_s if self.time else None,
+            "exposed_s": self.time.exposed_s if self.time else None,
             "step_s": self.step_s,
+            "step_estimate_s": self.time.estimate_s if self.time else None,
             "items_per_s": self.items_per_s,
+            "items_per_s_estimate": self.items_per_s_estimate,
+            "mfu": self.mfu,
+            "checkpoint_bytes": self.checkpoint_bytes,
         }
 
 
@@ -184,11 +211,17 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
     Raises ValueError where the ranks do not go with the settings.
     """
     settings.check_world_size(cluster.world_size)
+    subject.check(settings.batch, settings.precision, settings.activation_checkpointing)
     config = settings.config()
     units = () if settings.strategy == "fsdp" else subject.units
-    profile = subject.profile_of(settings.batch, settings.precision, settings.activation_checkpointing)
+    profile = subject.profile_of(settings.batch, settings.measured_precision, settings.activation_checkpointing)
     replicas = settings.replicas if settings.sharding == "hybrid" else None
-    step = walk_step(profile, config, cluster.world_size, units, backend="nccl", replicas=replicas, has_host=True)
+    how = {"optimizer": settings.optimizer, "precision": settings.precision}
+    step = walk_step(
+        profile, config, cluster.world_size, units, backend="nccl", replicas=replicas, has_host=True, **how
+    )
+    optimizer, kept_bytes = named_optimizer(settings.optimizer), PRECISIONS[settings.precision].kept
+    kept = {"optimizer": settings.optimizer, "value_bytes": kept_bytes}
     return Plan(
         model=subject.name,
         item=subject.item,
@@ -196,27 +229,67 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
         settings=settings,
         cluster=cluster,
         peak=step.peak,
-        state=own_state(profile, config, cluster.world_size, units, replicas=replicas),
+        state=own_state(profile, config, cluster.world_size, units, replicas=replicas, **kept),
         collectives=step.collectives,
         step_flops=step_flops(subject, settings),
+        model_flops=_model_flops(subject, settings),
+        time=_time(subject, settings, cluster, profile, step),
+        checkpoint_bytes=kept_bytes * profile.num_params + optimizer.state_bytes(profile.num_trained, kept_bytes),
     )
 
 
-def step_flops(subject: Subject, settings: Settings) -> int | None:
+def passes(settings: Settings) -> int:
     """Backward takes two products for each of forward; recomputing takes forward once more, of all but a little.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
+    return 4 if settings.activation_checkpointing == "units" else 3
+
+
+def step_flops(subject: Subject, settings: Settings) -> int | None:
+    """The operations of a step of one rank, with what is recomputed."""
+    forward = _forward_flops(subject, settings)
+    return None if forward is None else passes(settings) * forward
+
+
+def _model_flops(subject: Subject, settings: Settings) -> int | None:
+    forward = _forward_flops(subject, settings)
+    return None if forward is None else 3 * forward
+
+
+def _forward_flops(subject: Subject, settings: Settings) -> int | None:
     if subject.forward_flops is None:
         return None
-    passes = 4 if settings.activation_checkpointing == "units" else 3
-    return passes * subject.forward_flops(settings.batch)
+    return settings.micro_batches * subject.forward_flops(settings.batch)
 
 
-def require_whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepProfile, step: Step) -> StepTime | None:
+    """The seconds of a step, if the rate is known."""
+    if cluster.flops_per_s is None or subject.forward_flops is None:
+        return None
+    sharded = settings.config().is_sharded
+    if settings.sharding == "hybrid":
+        shards = cluster.world_size // settings.replicas
+    else:
+        shards = num_shards(settings.sharding, cluster.world_size) if sharded else 1
+    speed = Speed(
+        flops_per_s=cluster.flops_per_s,
+        network=cluster.network,
+        shards=shards,
+        replicas=cluster.world_size // shards,
+        host_bytes_per_s=cluster.host_bytes_per_s if settings.strategy == "fsdp-offload" else None,
+        optimizer_s=_optimizer_s(settings, cluster, profile.num_trained / shards),
+        spread=TYPICAL_RANGE if cluster.device else None,
+    )
+    unit_flops = subject.unit_flops_of(settings.batch)
+    return time_step(step, unit_flops, speed, backward_factor=passes(settings) - 1, parts=settings.micro_batches)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
+    """An update reads parameters, gradients and state, and writes all but gradients: memory is what it waits for."""
+    value_bytes = PRECISIONS[settings.precision].kept
+    state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
+    moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes
+    offloaded = settings.strategy == "fsdp-offload"
+    rate = HOST_UPDATE_BYTES_PER_S if offloaded else cluster.memory_bytes_per_s
+    return moved_bytes / rate if rate else 0.0

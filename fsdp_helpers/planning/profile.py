@@ -4,7 +4,7 @@ It is measured once, on one process with one rank's images (`measuring.step_prof
 a block (`planning.transformer`). Nothing in it depends on the strategy.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 ROOT = ""  # the name of the whole model among its modules
@@ -18,7 +18,8 @@ class Moment:
     keeps for backward, and what an operation has in flight.
     """
 
-    event: str  # enter_forward, leave_forward, enter_backward, leave_backward, or gradient: one is finished
+    event: str  # enter_forward, leave_forward, enter_backward, leave_backward, or gradient: one is finished. What is
+    # recomputed enters and leaves forward again, within backward
     name: str  # of the module or, for "gradient", of the parameter
     activation_bytes: int  # at the event
     highest_bytes: int  # the most until the next event
@@ -30,7 +31,18 @@ class StepProfile:
 
     shapes: dict[str, tuple[int, ...]]
     moments: tuple[Moment, ...]
+    frozen: frozenset[str] = frozenset()  # parameters that are not trained
+    tied: dict[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `shapes`
 
     @property
     def num_params(self) -> int:
         return sum(prod(shape) for shape in self.shapes.values())
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters that are trained."""
+        return {name: shape for name, shape in self.shapes.items() if name not in self.frozen}
+
+    @property
+    def num_trained(self) -> int:
+        return sum(prod(shape) for shape in self.trained.values())

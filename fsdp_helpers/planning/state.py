@@ -4,6 +4,8 @@ P parameters cost 4P bytes; so do their gradients, and each of Adam's two moment
 and its division follow Rajbhandari et al. 2020, arXiv:1910.02054. Padding is left aside.
 """
 
+from dataclasses import dataclass
+
 from fsdp_helpers.config import is_sharded
 
 FP32_BYTES = 4
@@ -12,6 +14,22 @@ WHOLE_BYTES = {
     "local": STATE_BYTES,
     "ddp": STATE_BYTES + FP32_BYTES,
 }  # a parameter: DDP has each gradient in a bucket too
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueBytes:
+    """Bytes of a value: as it is kept and updated, as it is gathered and computed with, as gradients are reduced."""
+
+    kept: int
+    gathered: int
+    reduced: int
+
+
+PRECISIONS = {
+    "fp32": ValueBytes(kept=4, gathered=4, reduced=4),
+    "bf16": ValueBytes(kept=4, gathered=2, reduced=4),  # mixed: computed in bf16, kept in fp32
+    "pure-bf16": ValueBytes(kept=2, gathered=2, reduced=2),  # moments included
+}
 
 
 def held_bytes(strategy: str, num_params: int, world_size: int, *, bucket_view: bool = False) -> int:

@@ -1,13 +1,27 @@
-"""When a GPU gathers and when it computes, for given seconds: two queues side by side. No torch import.
+"""When a GPU communicates and when it computes, for given seconds: queues side by side. No torch import.
 
-All units are alike. Arithmetic runs in one queue, communication in the other, and both can be busy at once, if a gather
-was asked for in time. What else costs time on a real GPU (launching, copies, links that are shared) is left out.
+Arithmetic runs in one queue, collectives in another, and both can be busy at once if a gather was asked for in time.
+Hybrid sharding has a third: sums over the copies of the state travel in a ring of their own. What else costs time on a
+real GPU (launching kernels, copies within the device) is left out.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-ARITHMETIC, COMMUNICATION = "arithmetic", "communication"
+ARITHMETIC, COMMUNICATION, COPIES = "arithmetic", "communication", "between copies"
 BACKWARD_FACTOR = 2  # two products for each one of forward
+AT_START, AT_END = "start", "end"  # of the arithmetic before: when a collective is asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One thing that a rank does in a step, in the order in which it is asked for."""
+
+    queue: str
+    what: str  # "forward", "backward", or the name of a collective
+    unit: str | int
+    amount: float = 0.0  # operations, or bytes of the full tensor
+    asked: str = AT_START  # a collective: at the start or at the end of the arithmetic before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,39 +29,77 @@ class Span:
     """What one queue does with one unit, from when to when."""
 
     queue: str
-    what: str  # "all_gather", "reduce_scatter", "forward" or "backward"
-    unit: int
+    what: str  # "all_gather", "reduce_scatter", "all_reduce", "forward" or "backward"
+    unit: str | int
     start_s: float
     end_s: float
 
 
+def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> list[Span]:
+    """Return the stretch of each task.
+
+    A queue does one thing after the other. A unit is computed once it has been gathered. A gradient is sent once its
+    arithmetic is done, and one reduction is under way at a time: the next unit's arithmetic waits for the one before
+    (FSDP2 keeps one reduce-scatter's input).
+    """
+    free_s = dict.fromkeys((ARITHMETIC, COMMUNICATION, COPIES), 0.0)
+    gathered_s: dict[str | int, float] = {}
+    spans: list[Span] = []
+    before = Span(queue=ARITHMETIC, what="", unit="", start_s=0.0, end_s=0.0)  # the last arithmetic
+    reduced_s = 0.0  # the end of the last reduction
+    for task in tasks:
+        if task.queue == ARITHMETIC:
+            ready_s = gathered_s.get(task.unit, 0.0)
+        elif task.queue == COPIES:
+            ready_s = free_s[COMMUNICATION]  # a slice is added up over the copies once it is complete
+        else:
+            ready_s = before.start_s if task.asked == AT_START else before.end_s
+        start_s = max(free_s[task.queue], ready_s)
+        span = Span(queue=task.queue, what=task.what, unit=task.unit, start_s=start_s, end_s=start_s + seconds_of(task))
+        spans.append(span)
+        free_s[task.queue] = span.end_s
+        if task.queue == ARITHMETIC:
+            before = span
+        elif task.what == "all_gather":
+            gathered_s[task.unit] = span.end_s
+        elif task.what == "reduce_scatter":
+            free_s[ARITHMETIC] = max(free_s[ARITHMETIC], reduced_s)
+            reduced_s = span.end_s
+    return spans
+
+
+def length_s(spans: Iterable[Span]) -> float:
+    """Return when the last of `spans` ends."""
+    return max((span.end_s for span in spans), default=0.0)
+
+
+def busy_s(spans: Iterable[Span], *queues: str) -> float:
+    """Return for how long these queues are busy, one after the other."""
+    return sum(span.end_s - span.start_s for span in spans if span.queue in queues)
+
+
 def step_spans(num_units: int, *, forward_s: float, gather_s: float, reduce_s: float, prefetch: bool) -> list[Span]:
-    """Return every stretch of a step: forward unit by unit, backward in reverse, each unit gathered for both.
+    """Return every stretch of a step of equal units: forward one by one, backward in reverse, gathered for both.
 
     With `prefetch` a gather is asked for when the unit before begins to compute, without it when that unit is done. A
     unit's gather goes before the reduction of the unit that was computed just before it.
     """
+    seconds = {
+        "forward": forward_s,
+        "backward": BACKWARD_FACTOR * forward_s,
+        "all_gather": gather_s,
+        "reduce_scatter": reduce_s,
+    }
     order = [("forward", unit) for unit in range(num_units)]
     order += [("backward", unit) for unit in reversed(range(num_units))]
-    spans: list[Span] = []
-    link_free_s, before = 0.0, None  # when communication is done; the unit that was computed last
-
-    def use_link(what: str, unit: int, asked_s: float, seconds: float) -> float:
-        nonlocal link_free_s
-        start_s = max(link_free_s, asked_s)
-        link_free_s = start_s + seconds
-        spans.append(Span(queue=COMMUNICATION, what=what, unit=unit, start_s=start_s, end_s=link_free_s))
-        return link_free_s
-
+    asked = AT_START if prefetch else AT_END
+    tasks: list[Task] = []
+    waiting: Task | None = None  # the reduction of the unit before
     for phase, unit in order:
-        done_s = before.end_s if before else 0.0
-        asked_s = before.start_s if before and prefetch else done_s
-        whole_s = use_link("all_gather", unit, asked_s, gather_s)
-        if before and before.what == "backward":
-            use_link("reduce_scatter", before.unit, done_s, reduce_s)
-        start_s = max(whole_s, done_s)
-        end_s = start_s + forward_s * (BACKWARD_FACTOR if phase == "backward" else 1)
-        before = Span(queue=ARITHMETIC, what=phase, unit=unit, start_s=start_s, end_s=end_s)
-        spans.append(before)
-    use_link("reduce_scatter", before.unit, before.end_s, reduce_s)
-    return spans
+        tasks.append(Task(queue=COMMUNICATION, what="all_gather", unit=unit, asked=asked))
+        if waiting:
+            tasks.append(waiting)
+        tasks.append(Task(queue=ARITHMETIC, what=phase, unit=unit))
+        if phase == "backward":
+            waiting = Task(queue=COMMUNICATION, what="reduce_scatter", unit=unit, asked=AT_END)
+    return run_tasks([*tasks, waiting], lambda task: seconds[task.what])

@@ -63,7 +63,10 @@ class HeadBytes:
     """What comes behind the blocks: the last norm, the head, the loss."""
 
     kept_bytes: int = 0  # from forward to backward
-    working_bytes: int = 0  # in flight at the beginning of backward, on top of it
+    forward_bytes: int = 0  # in flight in the head's forward, on top of what is kept
+    working_bytes: int = 0  # in flight when backward goes through the loss, on top of what is kept
+    entering_bytes: int | None = None  # what is there when backward enters the head; what is kept, if left out
+    inside_bytes: int = 0  # in flight in the head's backward, on top of that
     parameters: tuple[str, ...] = ()  # whose gradients are finished before backward enters a block
 
 
@@ -74,32 +77,58 @@ def stack_profile(
     block: BlockBytes,
     activation_checkpointing: str = "none",
     head: HeadBytes | None = None,
+    *,
+    outer_units: Sequence[str] = (),
+    tied: dict[str, str] | None = None,
 ) -> StepProfile:
     """One step of a model of equal blocks, called `blocks`, for one rank's images; without a `head` all else is small.
 
     Backward walks from the last block to the first. At each it holds what is kept of the blocks before, and the block
-    it is in, whole: what was not kept has been computed again. Its gradients are finished when it is left.
+    it is in, whole: what was not kept has been computed again. Its gradients are finished when it is left. The modules
+    `outer_units`, if there are two, are in front of the blocks and behind them.
     """
     head = head or HeadBytes()
     waiting = block.waiting_bytes(activation_checkpointing)
     shapes = {f"{name}.{parameter}": shape for name in blocks for parameter, shape in block_shapes.items()}
-    at_the_end = len(blocks) * waiting + head.kept_bytes
     late = [name for name in root_shapes if name not in head.parameters]
+    first, last = outer_units or (None, None)
     return StepProfile(
         shapes=root_shapes | shapes,
         moments=(
+            _moment("enter_forward", ROOT, 0),
+            *_forward_of(first, 0),
             *_forward(blocks, waiting),
-            _moment("leave_forward", ROOT, at_the_end),
-            _moment("enter_backward", ROOT, at_the_end, at_the_end + head.working_bytes),
-            *(_moment("gradient", name, len(blocks) * waiting) for name in head.parameters),
+            *_around_the_loss(last, len(blocks) * waiting, head),
             *_backward(blocks, block_shapes, block, waiting),
+            *((_moment("enter_backward", first, 0),) if first else ()),
             *(_moment("gradient", name, 0) for name in late),
         ),
+        tied=tied or {},
     )
 
 
+def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> Iterator[Moment]:
+    """The head's forward, the loss there and back, and the head's backward."""
+    at_the_end = blocks_bytes + head.kept_bytes
+    entering = at_the_end if head.entering_bytes is None else blocks_bytes + head.entering_bytes
+    yield from _forward_of(name, at_the_end, at_the_end + head.forward_bytes)
+    yield _moment("leave_forward", ROOT, at_the_end, at_the_end + max(head.forward_bytes, head.working_bytes))
+    yield _moment("enter_backward", ROOT, entering)
+    yield _moment("enter_backward", name or ROOT, entering, entering + head.inside_bytes)
+    for parameter in head.parameters:
+        yield _moment("gradient", parameter, blocks_bytes)
+        if name and parameter.startswith(f"{name}."):
+            yield _moment("leave_backward", name, blocks_bytes)
+
+
+def _forward_of(name: str | None, kept_bytes: int, highest_bytes: int = 0) -> Iterator[Moment]:
+    """Go through one of the outer units, if it is one."""
+    if name:
+        yield _moment("enter_forward", name, kept_bytes, highest_bytes)
+        yield _moment("leave_forward", name, kept_bytes)
+
+
 def _forward(blocks: Sequence[str], waiting: int) -> Iterator[Moment]:
-    yield _moment("enter_forward", ROOT, 0)
     for before, name in enumerate(blocks):
         yield _moment("enter_forward", name, before * waiting)
         yield _moment("leave_forward", name, (before + 1) * waiting)

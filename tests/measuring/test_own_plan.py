@@ -138,3 +138,101 @@ def test_nonsense():
         plan_model(nn.Identity, torch.zeros(1), world_size=0, device_memory_gb=1)
     with pytest.raises(ValueError, match="device_memory_bytes is nan"):
         plan_model(nn.Identity, torch.zeros(1), world_size=1, device_memory_gb=float("nan"))
+
+
+# ---------------------------------------------------------------- frozen, tied, on the meta device
+
+
+class Adapted(nn.Module):
+    """A frozen layer and two small ones that are trained beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x):
+        return F.gelu(self.base(x) + self.up(self.down(x)))
+
+
+def adapted(width: int = 64) -> nn.Module:
+    return nn.Sequential(*[Adapted(width) for _ in range(3)])
+
+
+def on_meta(factory):
+    with torch.device("meta"):
+        return factory()
+
+
+def plan_adapted(factory=adapted, batch=torch.zeros(8, 64), **settings):
+    return plan_model(factory, batch, world_size=4, device_memory_gb=1, unit_class=Adapted, **settings)[0]
+
+
+def test_frozen_values_have_no_gradient_and_no_moments():
+    # 3 x (64 x 64 + 64) frozen and 3 x 512 trained values
+    plan = plan_adapted(strategy="ddp")
+    assert plan.state.parameter_bytes == 4 * (3 * 4_160 + 3 * 512)
+    assert plan.state.gradient_bytes == 4 * 3 * 512 and plan.state.optimizer_bytes == 8 * 3 * 512
+    assert [seen.bytes for seen in plan.collectives] == [4 * 3 * 512]
+    reduced = {seen.op: seen.bytes for seen in plan_adapted().collectives}
+    assert reduced["reduce_scatter"] == 4 * 3 * 512
+
+
+@pytest.mark.parametrize("activation_checkpointing", ["none", "units"])
+def test_a_model_on_meta_has_the_plan_of_one_with_values(activation_checkpointing):
+    # Large enough that the random state which recomputing keeps on a CPU, 5 kB for each unit, does not count
+    settings = {"activation_checkpointing": activation_checkpointing, "tflops": 1, "batch": torch.zeros(512, 256)}
+    real, fake = (
+        plan_adapted(factory, **settings) for factory in (lambda: adapted(256), lambda: on_meta(lambda: adapted(256)))
+    )
+    assert fake.peak.bytes == pytest.approx(real.peak.bytes, rel=0.01)
+    assert (fake.collectives, fake.state, fake.step_flops) == (real.collectives, real.state, real.step_flops)
+
+
+class Scaled(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(1.0)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+class Tied(nn.Module):
+    """A head whose weight is the table's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens))
+
+
+@pytest.mark.parametrize(
+    "factory, batch, settings, message",
+    [
+        (Scaled, torch.randn(4, 8), {}, "'scale' is a parameter without dimensions"),
+        (
+            Tied,
+            torch.zeros(4, 2, dtype=torch.long),
+            {"unit_names": ["head"]},
+            "'head.weight' is tied to 'words.weight'",
+        ),
+        (adapted, torch.randn(4, 64), {"unit_names": ["3"]}, "Sequential has no module '3'"),
+        (adapted, torch.randn(4, 64), {"activation_checkpointing": "units"}, "Sequential has no units"),
+        (lambda: nn.Linear(64, 64).requires_grad_(False), torch.randn(4, 64), {}, "has no parameter that is trained"),
+        (ConvNet, torch.randn(4, 3, 8, 8), {"precision": "bf16"}, "is a BatchNorm, whose statistics stay fp32"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_a_reason(factory, batch, settings, message):
+    with pytest.raises(ValueError, match=message):
+        plan_model(factory, batch, world_size=2, device_memory_gb=1, **settings)
+
+
+def test_without_units_a_plan_that_does_not_fit_gets_advice():
+    _, said = plan_model(adapted, torch.randn(8, 64), world_size=2, device_memory_gb=1e-5, allowance_gb=0)
+    assert said.startswith("It does not fit") and "recompute" not in said

@@ -9,9 +9,14 @@ from dataclasses import replace
 import pytest
 
 from fsdp_helpers.__main__ import main
-from fsdp_helpers.planning.command import add_plan_arguments, plan_lines, read_plan
+from fsdp_helpers.planning.advice import possible_changes
+from fsdp_helpers.planning.arguments import add_plan_arguments, read_plan
+from fsdp_helpers.planning.command import plan_lines
+from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings
+from fsdp_helpers.planning.step_time import StepTime
 from fsdp_helpers.records import CollectiveCount
+from fsdp_helpers.shapes import LlamaShape
 
 WHOLE = ("plan", "--model", "vit-10b", "--world-size", "128", "--device-memory-gb", "80")
 WITHOUT_TORCH = """
@@ -43,11 +48,16 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
         "communication buffers",
     ]
     written = json.loads(path.read_text())
-    assert written["verdict"] == lines[-1] and lines[-1].startswith("It fits: the peak of ")
+    assert written["verdict"] in lines and written["verdict"].startswith("It fits: the peak of ")
+    assert lines[-1].startswith("Fastest of what was tried: ") and written["fastest"]["fits"]
     # P = 10.08e9: slices 4 P / 128 = 315 MB without padding, and twice that
     assert written["state"]["parameter_bytes"] == pytest.approx(4 * 10_077_917_160 / 128, rel=0.02)
     assert written["peak"]["optimizer"] == 2 * written["peak"]["parameters"]
-    assert "A rank sends 121 GB in a step: 2.43 s at 50.0 GB/s." in lines
+    # 121 GB at 50 GB/s are 2.43 s; each of 98 collectives takes 127 steps of 9.6 µs besides
+    assert written["communication_s"] == pytest.approx(written["sent_bytes"] / 50e9 + 98 * 127 * 9.6e-6, rel=1e-3)
+    # a checkpoint has parameters and two moments, 12 P, and 128 nodes write it at 2 GB/s each
+    assert written["saving"]["checkpoint_bytes"] == written["checkpoint_bytes"] == 12 * 10_077_917_160
+    assert written["saving"]["save_s"] == pytest.approx(12 * 10_077_917_160 / (128 * 2e9))
 
 
 def planned(*arguments: str) -> Plan:
@@ -86,14 +96,17 @@ def test_what_is_not_said(model, batch):
 
 def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
     plan = planned("--model", "vit-b16", "--world-size", "2", "--device-memory-gb", "80", "--images", "6")
-    # 3,000 operations at 1,000 a second are 3 s, 1,000 bytes at 1,000 a second are 1 s; 12 images in 3 to 4 s
+    # 3 s of arithmetic and 1 s of communication, half of which hides: 12 images in 3.5 s, or in 3 to 4 s
     gather = CollectiveCount(op="all_gather", count=1, bytes=2_000, sent_bytes=1_000)
     slow = replace(plan.cluster, flops_per_s=1e3, bandwidth_bytes_per_s=1e3)
-    plan = replace(plan, step_flops=3_000, collectives=(gather,), cluster=slow)
-    assert list(plan_lines(plan))[-2:] == [
+    seconds = {"arithmetic_s": 3.0, "communication_s": 1.0, "optimizer_s": 0.0, "estimate_s": 3.5}
+    time = StepTime(**seconds, shortest_s=3.0, longest_s=4.0, spans=())
+    plan = replace(plan, step_flops=3_000, collectives=(gather,), cluster=slow, time=time)
+    assert list(plan_lines(plan))[-4:] == [
         "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
-        "Its arithmetic takes 3.00 s; a step takes 3.00 s if all communication hides behind it, 4.00 s if none does: "
-        "4 to 3 images/s over all ranks.",
+        "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimiser 0.00 µs.",
+        "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic, and with none.",
+        "3 images/s over all ranks (3 to 4), 2 per rank, 2.96e+05 a day.",
     ]
 
 
@@ -125,7 +138,23 @@ def test_large_models_without_torch_or_memory(model):
         ({"images": "0"}, "batch is 0"),
         ({"tokens": "8"}, "--tokens: a batch of vit-10b is counted in images; use --images"),
         ({"strategy": "local"}, "strategy 'local' trains in one process"),
-        ({"strategy": "ddp", "precision": "bf16"}, "precision 'bf16' is FSDP's mixed precision"),
+        ({"device": "t4", "precision": "bf16"}, "T4 has no arithmetic in bf16"),
+        ({"device": "h1000"}, "--device: invalid choice: 'h1000'"),
+        ({"world_size": "10000000000"}, "plans end at 1,048,576 ranks"),
+        ({"context": "8"}, "--context belongs to language models"),
+        ({"loss_chunks": "0"}, "loss_chunks is 0"),
+        ({"width": "8"}, "--width belongs to --llama or --vit"),
+        ({"micro_batches": "0"}, "micro_batches is 0"),
+        ({"optimizer": "lion"}, "--optimizer: invalid choice: 'lion'"),
+        ({"ranks_per_node": "0"}, "ranks_per_node is 0"),
+        ({"within_gb_s": "-1"}, "within_bytes_per_s is -1000000000.0"),
+        ({"latency_us": "-1"}, "between_latency_s is "),
+        ({"host_gb_s": "0"}, "host_bytes_per_s is 0.0"),
+        ({"host_memory_gb": "0"}, "host_memory_bytes is 0.0"),
+        ({"total": "-1"}, "--total is -1.0"),
+        ({"hours_between_failures": "0"}, "--hours-between-failures is 0.0"),
+        ({"storage_gb_s": "nan"}, "--storage-gb-s is nan"),
+        ({"total": "10"}, "GPU-hours need a rate; name a --device, or give --tflops"),
         ({"sharding": "hybrid", "replicas": "3"}, "use a multiple of 3"),
         ({"sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
         ({"json": "no-such-folder/plan.json"}, "the folder no-such-folder does not exist"),
@@ -146,3 +175,106 @@ def test_a_missing_argument():
     with pytest.raises(SystemExit) as left:
         main(["plan", "--model", "vit-10b"])
     assert left.value.code == 2
+
+
+# ---------------------------------------------------------------- models by shape and by file
+
+THREE_B = {
+    "model_type": "llama", "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
+    "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True, "head_dim": 128,
+}  # fmt: skip
+SHAPE = "--llama --width 3072 --depth 28 --heads 24 --kv-heads 8 --mlp-width 8192 --vocabulary 128256 --tied".split()
+
+
+def test_a_shape_and_its_file_give_the_same_plan(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(THREE_B))
+    where = ["--world-size", "8", "--device", "h100", "--precision", "bf16"]
+    by_shape, by_file = planned(*SHAPE, *where), planned("--config", str(tmp_path), *where)
+    # Llama 3.2 3B has 3,212,749,824 parameters
+    assert by_shape.num_params == by_file.num_params == 3_212_749_824
+    assert by_shape.peak == by_file.peak
+    assert by_shape.time == by_file.time
+
+
+@pytest.mark.parametrize(
+    "changes, num_params",
+    [
+        # Qwen2.5 0.5B: biases of queries, keys and values, a tied head
+        (
+            {"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "head_dim": None},
+            494_032_768,
+        ),
+        # Qwen3 0.6B: heads of 128, whatever the width, and norms of queries and keys
+        (
+            {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936, "head_dim": 128},
+            596_049_920,
+        ),
+        # Mistral 7B v0.1
+        (
+            {"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "head_dim": None,
+             "tie_word_embeddings": False},
+            7_241_732_096,
+        ),
+    ],
+)  # fmt: skip
+def test_published_sizes_by_file(changes, num_params, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(THREE_B | changes))
+    plan = planned("--config", str(tmp_path / "config.json"), "--world-size", "8", "--device-memory-gb", "80")
+    assert plan.num_params == num_params
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "No such file or directory; give a model's config.json"),
+        ("nonsense", "is not JSON"),
+        ("{}", "has no model_type"),
+        (json.dumps(THREE_B | {"model_type": "gpt2"}), "models of type 'gpt2' cannot be planned by shape"),
+        (json.dumps({"model_type": "llama"}), "has no whole number hidden_size, num_hidden_layers"),
+    ],
+)
+def test_files_that_are_no_such_model(text, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["plan", "--config", str(path), "--world-size", "8", "--device-memory-gb", "80"]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--llama", "--width", "8"], "the shape lacks --depth"),
+        ([*SHAPE, "--kv-heads", "7"], "7 kv-heads do not divide 24 heads"),
+        ([*SHAPE, "--heads", "25"], "25 heads do not divide a width of 3072"),
+        ([*SHAPE, "--classes", "10"], "--classes belongs to --vit"),
+        ([*SHAPE, "--tokens", "4096"], "a batch of 4,096 tokens is not made of whole sequences of 8,192"),
+        ([*SHAPE, "--context", "0"], "context is 0"),
+        ("--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --patch-size 15".split(), "patches of 15 pixels do not"),
+        (
+            "--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --vocabulary 9".split(),
+            "--vocabulary belongs to --llama",
+        ),
+    ],
+)
+def test_shapes_that_cannot_be(arguments, message, capsys):
+    assert main(["plan", *arguments, "--world-size", "8", "--device-memory-gb", "80"]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and len(said.err.splitlines()) == 1
+
+
+def test_half_a_batch_is_never_half_a_sequence():
+    plan = planned(*SHAPE, *"--world-size 8 --device-memory-gb 9 --precision bf16 --tokens 24576".split())
+    halves = [text for text, _ in possible_changes(plan, llama_subject("", LlamaShape(**LLAMA_3B))) if "halve" in text]
+    assert halves == ["halve a rank's batch to 8,192 token(s)"]
+
+
+LLAMA_3B = {
+    "width": 3072, "depth": 28, "num_heads": 24, "num_kv_heads": 8, "mlp_width": 8192, "vocabulary": 128256,
+    "tied": True,
+}  # fmt: skip

@@ -54,7 +54,7 @@ def test_a_head_at_the_beginning_of_backward():
     head = HeadBytes(kept_bytes=30, working_bytes=500, parameters=("head.weight",))
     profile = stack_profile(["a", "b"], {"weight": (10,)}, {"root.weight": (4,), "head.weight": (2,)}, BLOCK, head=head)
     found = peak_of_step(profile, TrainConfig(strategy="local"), 1)
-    assert (found.bytes, found.when) == (12 * 26 + 2 * 100 + 30 + 500, "backward, in the root")
+    assert (found.bytes, found.when) == (12 * 26 + 2 * 100 + 30 + 500, "the loss")
     # The head's gradient is the first that is finished: before backward enters a block.
     events = [(moment.event, moment.name) for moment in profile.moments]
     assert events.index(("gradient", "head.weight")) < events.index(("enter_backward", "b"))

@@ -1,12 +1,11 @@
 """A rank of FSDP2: what `fully_shard` gathers, copies, reduces and frees, event by event. No torch.
 
-The order is that of torch 2.15, `_fsdp_param_group.py` and `_fsdp_collectives.py` in
+The order is that of torch 2.15, `_fsdp_state.py`, `_fsdp_param_group.py` and `_fsdp_collectives.py` in
 `torch/distributed/fsdp/_fully_shard`.
 """
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.profile import ROOT
-from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.walk.units import Shards, Unit
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
@@ -16,11 +15,15 @@ class FullyShard:
     """Parameters in slices by rows; a gathered one is copied out of its buffer, a gradient is copied into one."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
-        self.units, self._shards, self._ranks = shards.units, shards, shards.ranks
-        self._value_bytes = 2 if config.precision == "bf16" else FP32_BYTES  # of what is gathered, and its gradient
+        self.units = {name: unit for name, unit in shards.units.items() if unit.parameters}  # an empty one does nothing
+        self._shards, self._ranks = shards, shards.ranks
         self._frees_after_forward = config.reshard_after_forward and config.sharding != "grad-op"
         self._reshards_after_backward = config.reshard_after_backward
-        self._forwards: list[Unit] = []  # in the order in which they ended
+        self._order: list[Unit] = []  # in which forwards ended, a unit once for each use
+        self._uses: dict[str, list[int]] = {}  # of a unit: their places in that order
+        self._in_backward: set[str] = set()  # units that have entered backward and not left it
+        self._done: set[str] = set()  # units that have left backward
+        self._backward_runs = False
         self._copied: Unit | None = None  # whose all-gather buffer forward still keeps
         self._sent: Unit | None = None  # whose reduce-scatter buffer backward still keeps
 
@@ -29,17 +32,27 @@ class FullyShard:
         self._frees_after_backward = is_last or self._reshards_after_backward
 
     def enter_forward(self, name: str) -> None:
-        """Gather; the buffer stays until the next unit's is filled."""
+        """Gather; the buffer stays until the next unit's is filled. What is recomputed is there, or is gathered."""
         unit = self.units[name]
-        if not self._shards.is_gathered(unit):
-            self._fill_buffer(unit)
+        if self._shards.is_gathered(unit):
+            return
+        self._fill_buffer(unit)
+        if name not in self._in_backward:
             self._free_copied()
-            self._shards.gather(unit, self._value_bytes)
+        self._shards.gather(unit)
+        if name in self._in_backward:
+            self._shards.free_buffer(GATHER, unit)
+        else:
             self._copied = unit
 
     def leave_forward(self, name: str) -> None:
+        """Free the parameters; a recomputed unit stays, since its backward comes next."""
+        if self._backward_runs:
+            return
         unit = self.units[name]
-        self._forwards.append(unit)
+        self._shards.compute("forward", unit)
+        self._uses.setdefault(name, []).append(len(self._order))
+        self._order.append(unit)
         if name == ROOT:
             self._free_copied()
         elif self._frees_after_forward:
@@ -47,51 +60,74 @@ class FullyShard:
 
     def enter_backward(self, name: str) -> None:
         """Gather, where it is not there, and fill the buffer of the unit that comes next."""
+        self._backward_runs = True
+        if name in self._in_backward:
+            return
         unit = self.units[name]
+        self._in_backward.add(name)
+        self._done.discard(name)
         if not self._shards.is_gathered(unit):
             self._fill_buffer(unit)
-            self._shards.gather(unit, self._value_bytes)
+            self._shards.gather(unit)
             self._shards.free_buffer(GATHER, unit)
-        before = self._forwards.index(unit) - 1
-        if before >= 0 and not self._shards.is_gathered(self._forwards[before]):
-            self._fill_buffer(self._forwards[before])
+        self._shards.compute("backward", unit)
+        place = self._uses[name].pop() if self._uses.get(name) else 0
+        if place and not self._shards.is_gathered(self._order[place - 1]):
+            self._fill_buffer(self._order[place - 1])
 
     def gradient(self, name: str) -> None:
         if not self._shards.is_waiting(name):
-            self._shards.take_gradient(name, self._value_bytes)
+            self._shards.take_gradient(name, self._shards.sizes.gathered)
 
     def leave_backward(self, name: str) -> None:
         """Free the parameters; lay the gradients out for sending, free them, and take a slice of the sum."""
         unit = self.units[name]
+        self._in_backward.discard(name)
+        self._done.add(name)
         if self._frees_after_backward:
             self._shards.free_gathered(unit)
         if not self._reduces:
             for parameter in self._shards.waiting(unit):
-                self._shards.take_gradient(parameter, FP32_BYTES)  # what waits for the next part waits in fp32
-        elif self._shards.waiting(unit):
-            self._free_sent()
-            self._shards.take_buffer(REDUCE, unit, unit.padded)
-            self._shards.lay_out(unit, self._value_bytes)
-            self._sent = unit
-            self._shards.free_gradients(unit)
-            self._shards.take_slice(unit)
-            if self._ranks > 1:
-                self._shards.communicate("reduce_scatter", unit)
-            self._shards.all_reduce(unit)
+                # what waits for the next part waits in the precision of the reduction
+                self._shards.take_gradient(parameter, self._shards.sizes.reduced)
+            return
+        self._free_sent()
+        if self._shards.waiting(unit):
+            self._reduce(unit)
+
+    def update(self) -> None:
+        self._shards.update()
 
     def end_backward(self) -> None:
-        """The root comes last, with any unit whose input needs no gradient; then the last buffer is freed."""
-        for name in reversed(self.units):
-            self.leave_backward(name)
+        """The root comes last, with any unit whose input needs no gradient; then what is left over is freed."""
+        for name in self.units:
+            if name not in self._done:
+                self.leave_backward(name)
         self._free_sent()
-        self._forwards.clear()
+        self._free_copied()
+        for unit in self.units.values():
+            self._shards.free_buffer(GATHER, unit)  # gathered for a backward that did not come
+        self._order.clear()
+        self._uses.clear()
+        self._done.clear()
+        self._backward_runs = False
+
+    def _reduce(self, unit: Unit) -> None:
+        values = self._shards.reduced_values(unit)
+        self._shards.take_buffer(REDUCE, unit, values, self._shards.sizes.reduced)
+        self._shards.lay_out(unit)
+        self._sent = unit
+        self._shards.free_gradients(unit)
+        self._shards.take_slice(unit, values)
+        if self._ranks > 1:
+            self._shards.reduce_scatter(unit, values)
+        self._shards.all_reduce(unit, values)
 
     def _fill_buffer(self, unit: Unit) -> None:
-        if self._ranks > 1 and not self._shards.has_buffer(
-            GATHER, unit
-        ):  # a rank on its own copies straight from its parameters
-            self._shards.take_buffer(GATHER, unit, unit.padded, self._value_bytes)
-            self._shards.communicate("all_gather", unit, self._value_bytes)
+        # a rank on its own copies straight from its parameters
+        if self._ranks > 1 and not self._shards.has_buffer(GATHER, unit):
+            self._shards.take_buffer(GATHER, unit, unit.padded, self._shards.sizes.gathered)
+            self._shards.all_gather(unit)
 
     def _free_copied(self) -> None:
         if self._copied is not None:

@@ -1,7 +1,8 @@
-"""A rank's memory as a sum of named terms, kept while a step goes by, and the collectives of the step. No torch."""
+"""A rank's memory as a sum of named terms, kept while a step goes by, and what the step does in order. No torch."""
 
 from dataclasses import dataclass, replace
 
+from fsdp_helpers.planning.streams import ARITHMETIC, AT_END, AT_START, COMMUNICATION, COPIES, Task
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 from fsdp_helpers.records import CollectiveCount
 
@@ -59,6 +60,7 @@ class Ledger:
         self.when = ""
         self._peak_when, self._peak_terms, self._peak_bytes = "", (), -1
         self._collectives: dict[str, CollectiveCount] = {}
+        self.tasks: list[Task] = []  # arithmetic and collectives, in the order in which they are asked for
 
     def hold(self, owner: str, term: Term) -> None:
         """Take `term` on for `owner`, a parameter or a unit; what the owner had of that kind and name is replaced."""
@@ -94,10 +96,21 @@ class Ledger:
         terms = [replace(alike, values=values) for alike, values in sums.items()]
         return Peak(when=self._peak_when, terms=tuple(sorted(terms, key=lambda term: KINDS.index(term.kind))))
 
-    def communicate(self, op: str, full_bytes: int, ranks: int) -> None:
-        """Note a collective over a number of ranks; an empty one, or one within a single rank, does not take place."""
+    def compute(self, phase: str, unit: str, share: float = 1.0) -> None:
+        """Note the arithmetic of a unit in "forward" or "backward", or a share of it."""
+        self.tasks.append(Task(queue=ARITHMETIC, what=phase, unit=unit, amount=share))
+
+    def communicate(
+        self, op: str, full_bytes: int, ranks: int, unit: str = "", *, late: bool = False, between_copies: bool = False
+    ) -> None:
+        """Note a collective over a number of ranks; an empty one, or one within a single rank, does not take place.
+
+        It is asked for when the arithmetic before it begins, or with `late` when that is done.
+        """
         if full_bytes == 0 or ranks == 1:
             return
+        queue, asked = COPIES if between_copies else COMMUNICATION, AT_END if late else AT_START
+        self.tasks.append(Task(queue=queue, what=op, unit=unit, amount=full_bytes, asked=asked))
         before = self._collectives.get(op, CollectiveCount(op=op, count=0, bytes=0, sent_bytes=0))
         self._collectives[op] = CollectiveCount(
             op=op,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.planning.optimizers import Optimizer
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
@@ -25,6 +26,7 @@ class Unit:
     parameters: tuple[str, ...]
     values: int  # FSDP1: of its flat tensor, in which every parameter begins at an aligned place
     padded: int  # with what fills it up until the ranks divide it
+    is_trained: bool  # any of it
 
     @property
     def label(self) -> str:
@@ -32,18 +34,41 @@ class Unit:
 
 
 def cut(profile: StepProfile, names: Sequence[str], api: str, ranks: int) -> dict[str, Unit]:
-    """The units of those names and the root, the root last; a parameter belongs to the innermost unit around it.
+    """Return the units of those names and the root, the root first; a parameter is in the innermost unit around it.
 
-    A unit may be empty, where units within it took all. Raises ValueError for a name under which the model has no
-    parameters.
+    A unit may be empty if units within it took everything. Raises ValueError for a name under which the model has no
+    parameters, for tied parameters in two units, and for a parameter without dimensions, all of which torch refuses.
     """
-    found: dict[str, list[str]] = {name: [] for name in sorted({*names} - {ROOT}, key=len, reverse=True)} | {ROOT: []}
-    for parameter in profile.shapes:
-        found[next(name for name in found if name == ROOT or parameter.startswith(f"{name}."))].append(parameter)
-    for name in {*found} - {ROOT}:
+    wanted = list(dict.fromkeys(name for name in names if name != ROOT))
+    found: dict[str, list[str]] = {ROOT: []} | {name: [] for name in wanted}
+    for parameter, shape in profile.shapes.items():
+        if not shape:
+            raise ValueError(
+                f"{parameter!r} is a parameter without dimensions, which FSDP cannot shard; make it a tensor with one "
+                "value, of shape (1,)"
+            )
+        found[_innermost(parameter, wanted)].append(parameter)
+    _check_tied(profile, wanted)
+    for name in wanted:
         if not any(parameter.startswith(f"{name}.") for parameter in profile.shapes):
             raise ValueError(f"unit {name!r} has no parameters; a unit is the name of a module that has some")
     return {name: _unit(name, parameters, profile, api, ranks) for name, parameters in found.items()}
+
+
+def _innermost(parameter: str, units: Sequence[str]) -> str:
+    """Return the longest name of a unit that `parameter` is within, or the root's."""
+    return max((name for name in units if parameter.startswith(f"{name}.")), key=len, default=ROOT)
+
+
+def _check_tied(profile: StepProfile, units: Sequence[str]) -> None:
+    for other, name in profile.tied.items():
+        one, two = _innermost(name, units), _innermost(other, units)
+        if one != two:
+            wrong = two or one
+            raise ValueError(
+                f"unit {wrong!r}: {other!r} is tied to {name!r}, and tied parameters belong to one unit; leave both to "
+                "the root"
+            )
 
 
 def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, ranks: int) -> Unit:
@@ -53,6 +78,7 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
         parameters=tuple(parameters),
         values=padded_params(api, shapes, 1),
         padded=padded_params(api, shapes, ranks),
+        is_trained=any(parameter not in profile.frozen for parameter in parameters),
     )
 
 
@@ -72,32 +98,55 @@ class Shards:
         units: Sequence[str],
         backend: str,
         ledger: Ledger,
+        sizes: ValueBytes,
+        optimizer: Optimizer,
         *,
         offloads: bool = False,
     ) -> None:
-        self.units, self.ranks = cut(profile, units, config.api, ranks), ranks
-        self._replicas, self._backend, self._ledger, self._offloads = replicas, backend, ledger, offloads
-        self._shapes = profile.shapes
+        self.units, self.ranks, self.sizes = cut(profile, units, config.api, ranks), ranks, sizes
+        self._api, self._replicas, self._backend, self._ledger = config.api, replicas, backend, ledger
+        self._offloads, self._optimizer = offloads, optimizer
+        self._shapes, self._trained = profile.shapes, profile.trained
         self._values = {name: prod(shape) for name, shape in profile.shapes.items()}
         self._unit_of = {parameter: unit for unit in self.units.values() for parameter in unit.parameters}
         if not offloads:
             all_values = sum(unit.padded for unit in self.units.values())
-            slices = {"name": "slices", "values": all_values, "ranks": ranks}
-            ledger.hold(ROOT, Term(kind="parameters", **slices))
-            ledger.hold(ROOT, Term(kind="optimizer", **slices, value_bytes=2 * FP32_BYTES))
+            slices = {"values": all_values, "value_bytes": sizes.kept, "ranks": ranks}
+            ledger.hold(ROOT, Term(kind="parameters", name="slices", **slices))
+            for name, values, value_bytes in optimizer.state_terms(self._trained_padded(), sizes.kept):
+                state = {"values": values, "value_bytes": value_bytes, "ranks": ranks}
+                ledger.hold(ROOT, Term(kind="optimizer", name=f"slices of {name}", **state))
+
+    def _trained_padded(self) -> int:
+        """Values of all slices that are trained: FSDP1 keeps those of a parameter, FSDP2 those of its rows."""
+        if len(self._trained) == len(self._shapes):
+            return sum(unit.padded for unit in self.units.values())
+        return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
+
+    def update(self) -> None:
+        """Hold what the optimiser's step has in flight, beside all slices."""
+        if self._offloads:
+            return
+        largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)
+        values = self._optimizer.in_flight_values(self._trained_padded(), largest)
+        size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}
+        self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))
+        self._ledger.free(ROOT, "optimizer", "in flight")
+
+    def compute(self, phase: str, unit: Unit) -> None:
+        self._ledger.compute(phase, unit.name)
 
     def is_gathered(self, unit: Unit) -> bool:
         return self._ledger.holds(unit.name, "gathered", unit.label)
 
-    def gather(self, unit: Unit, value_bytes: int) -> None:
-        self._ledger.hold(
-            unit.name, Term(kind="gathered", name=unit.label, values=unit.padded, value_bytes=value_bytes)
-        )
+    def gather(self, unit: Unit) -> None:
+        size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
+        self._ledger.hold(unit.name, Term(kind="gathered", name=unit.label, **size))
 
     def free_gathered(self, unit: Unit) -> None:
         self._ledger.free(unit.name, "gathered", unit.label)
 
-    def take_buffer(self, use: str, unit: Unit, values: int, value_bytes: int = FP32_BYTES, ranks: int = 1) -> None:
+    def take_buffer(self, use: str, unit: Unit, values: int, value_bytes: int, ranks: int = 1) -> None:
         term = Term(kind="buffers", name=f"{use}, {unit.label}", values=values, value_bytes=value_bytes, ranks=ranks)
         self._ledger.hold(unit.name, term)
 
@@ -107,7 +156,13 @@ class Shards:
     def free_buffer(self, use: str, unit: Unit) -> None:
         self._ledger.free(unit.name, "buffers", f"{use}, {unit.label}")
 
-    def lay_out(self, unit: Unit, value_bytes: int) -> None:
+    def reduced_values(self, unit: Unit) -> int:
+        """Return how many values are reduced for a unit: FSDP1's flat tensor, or the rows that have a gradient."""
+        if self._api == "fsdp1":
+            return unit.padded
+        return padded_params("fsdp2", [self._shapes[name] for name in self.waiting(unit)], self.ranks)
+
+    def lay_out(self, unit: Unit) -> None:
         """FSDP2 lays gradients out with one operation, `_chunk_cat`; on a CPU it makes copies of its own.
 
         A gradient whose rows the ranks do not divide is filled up in one, and gradients of another precision than that
@@ -116,35 +171,44 @@ class Shards:
         if self._backend == GPU_BACKEND:
             return
         uneven = sum(prod(padded) for shape, padded in self._rows_filled_up(unit) if padded != shape)
-        self.take_buffer(FILLED_UP, unit, uneven, value_bytes)
-        if value_bytes < FP32_BYTES:
-            self.take_buffer(JOINED, unit, unit.padded, value_bytes)
+        self.take_buffer(FILLED_UP, unit, uneven, self.sizes.gathered)
+        if self.sizes.gathered < self.sizes.reduced:
+            self.take_buffer(JOINED, unit, self.reduced_values(unit), self.sizes.gathered)
         self.free_buffer(FILLED_UP, unit)
         self.free_buffer(JOINED, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The shape of each parameter, and the same with the rows that the ranks divide."""
-        for name in unit.parameters:
+        """The shape of each parameter with a gradient, and the same with the rows that the ranks divide."""
+        for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
 
-    def communicate(self, op: str, unit: Unit, value_bytes: int = FP32_BYTES) -> None:
-        """gloo gathers into a tensor of its own, and reduces a copy; both are gone when it is done. NCCL needs none."""
-        self._ledger.communicate(op, value_bytes * unit.padded, self.ranks)
-        if self._backend == "gloo":
-            self.take_buffer("gloo's copy", unit, unit.padded, value_bytes)
-            self.free_buffer("gloo's copy", unit)
-        if self._offloads and op == "all_gather":
-            self.take_buffer(FROM_HOST, unit, unit.padded, value_bytes, self.ranks)
+    def all_gather(self, unit: Unit) -> None:
+        self._communicate("all_gather", unit, unit.padded, self.sizes.gathered)
+        if self._offloads:
+            self.take_buffer(FROM_HOST, unit, unit.padded, self.sizes.gathered, self.ranks)
             self.free_buffer(FROM_HOST, unit)
 
-    def all_reduce(self, unit: Unit) -> None:
-        """Add the slice of a gradient up over the copies of the state, where there are several.
+    def reduce_scatter(self, unit: Unit, values: int) -> None:
+        self._communicate("reduce_scatter", unit, values, self.sizes.reduced)
 
-        Where each rank has a copy of its own, FSDP1's flat gradient is filled up until all ranks divide it.
+    def _communicate(self, op: str, unit: Unit, values: int, value_bytes: int) -> None:
+        """gloo gathers into a tensor of its own, and reduces a copy; both are gone when it is done. NCCL needs none."""
+        self._ledger.communicate(op, value_bytes * values, self.ranks, unit.name, late=op != "all_gather")
+        if self._backend == "gloo":
+            self.take_buffer("gloo's copy", unit, values, value_bytes)
+            self.free_buffer("gloo's copy", unit)
+
+    def all_reduce(self, unit: Unit, values: int) -> None:
+        """Add the slice of a gradient up over the copies of the state, if there are several.
+
+        If each rank has a copy of its own, FSDP1's flat gradient is filled up until all ranks divide it.
         """
-        values = unit.padded // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
-        self._ledger.communicate("all_reduce", FP32_BYTES * values, self._replicas)
+        slice_values = values // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
+        full_bytes = self.sizes.reduced * slice_values
+        self._ledger.communicate(
+            "all_reduce", full_bytes, self._replicas, unit.name, late=True, between_copies=self.ranks > 1
+        )
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
         """The whole gradient of one parameter."""
@@ -162,18 +226,22 @@ class Shards:
         for name in self.waiting(unit):
             self._ledger.free(name, "gradients", self._whole(unit))
 
-    def take_flat_gradient(self, name: str, unit: Unit, value_bytes: int) -> None:
+    def take_flat_gradient(self, name: str, unit: Unit) -> None:
         """The whole gradients of a unit in one tensor, filled up as its parameters are, so that ranks divide it."""
-        term = Term(kind="gradients", name=f"{name}, {unit.label}", values=unit.padded, value_bytes=value_bytes)
-        self._ledger.hold(unit.name, term)
+        size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
+        self._ledger.hold(unit.name, Term(kind="gradients", name=f"{name}, {unit.label}", **size))
 
     def free_flat_gradient(self, name: str, unit: Unit) -> None:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
-    def take_slice(self, unit: Unit) -> None:
-        """The slice of a reduced gradient; where there is one already, the new one is added to it and freed."""
+    def take_slice(self, unit: Unit, values: int) -> None:
+        """The slice of a reduced gradient; where there is one already, the new one is added to it and freed.
+
+        It is in the precision of the reduction at first, and then in that of the parameters.
+        """
         name = "new slice" if self._ledger.holds(unit.name, "gradients", "slices") else "slices"
-        self._ledger.hold(unit.name, Term(kind="gradients", name=name, values=unit.padded, ranks=self.ranks))
+        size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}
+        self._ledger.hold(unit.name, Term(kind="gradients", name=name, **size))
         self._ledger.free(unit.name, "gradients", name if self._offloads else "new slice")
 
     @staticmethod

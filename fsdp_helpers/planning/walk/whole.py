@@ -1,11 +1,11 @@
 """A rank that holds the whole model: one process, or one of DDP's. No torch."""
 
-from collections.abc import Iterable, Iterator
 from math import prod
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.optimizers import Optimizer
+from fsdp_helpers.planning.profile import ROOT, StepProfile
+from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's own limits; a bucket is closed when it has reached its
@@ -18,44 +18,75 @@ class WholeModel:
     activations until it is added: the profile has it in flight.
     """
 
-    units: tuple[str, ...] = ()
-
-    def __init__(self, profile: StepProfile, config: TrainConfig, ledger: Ledger, ranks: int = 1) -> None:
-        self._shapes, self._ledger, self._ranks = profile.shapes, ledger, ranks
-        self._arrived: list[int] = []  # bytes of the gradients, in the order in which they were finished
+    def __init__(
+        self,
+        profile: StepProfile,
+        config: TrainConfig,
+        ledger: Ledger,
+        ranks: int,
+        sizes: ValueBytes,
+        optimizer: Optimizer,
+    ) -> None:
+        self.units = {ROOT: None}
+        self._ledger, self._ranks, self._kept_bytes, self._optimizer = ledger, ranks, sizes.kept, optimizer
+        self._trained = {name: prod(shape) for name, shape in profile.trained.items()}
+        self._bucket: list[int] = []  # bytes of the gradients in the bucket that is being filled
+        self._limit = FIRST_BUCKET_BYTES
         self._bucket_view = config.strategy == "ddp" and config.bucket_view
-        whole = profile.num_params
-        ledger.hold("", Term(kind="parameters", name="whole", values=whole))
-        ledger.hold("", Term(kind="optimizer", name="two moments", values=whole, value_bytes=8))
+        self._num_trained = sum(self._trained.values())
+        trained = {"values": self._num_trained, "value_bytes": sizes.kept}
+        whole = Term(kind="parameters", name="whole", values=profile.num_params, value_bytes=sizes.kept)
+        ledger.hold(ROOT, whole)
+        for name, values, value_bytes in optimizer.state_terms(self._num_trained, sizes.kept):
+            ledger.hold(ROOT, Term(kind="optimizer", name=name, values=values, value_bytes=value_bytes))
         if self._bucket_view:
-            ledger.hold("", Term(kind="gradients", name="whole, in buckets", values=whole))
+            ledger.hold(ROOT, Term(kind="gradients", name="whole, in buckets", **trained))
         elif config.strategy == "ddp":
-            ledger.hold("", Term(kind="buffers", name="buckets", values=whole))
+            ledger.hold(ROOT, Term(kind="buffers", name="buckets", **trained))
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
         """The same gradients are there, whether they are reduced or wait."""
         self._reduces = reduces
+        self._backward_runs = False
+
+    def enter_forward(self, name: str) -> None:
+        """Everything is there."""
+
+    def leave_forward(self, name: str) -> None:
+        if not self._backward_runs:
+            self._ledger.compute("forward", ROOT)
+
+    def enter_backward(self, name: str) -> None:
+        self._backward_runs = True
+
+    def leave_backward(self, name: str) -> None:
+        """Nothing is freed."""
 
     def gradient(self, name: str) -> None:
-        values = prod(self._shapes[name])
-        self._arrived.append(FP32_BYTES * values)
+        """Take it, and send the bucket that it fills."""
+        values = self._trained[name]
         if not self._bucket_view:
-            self._ledger.hold(name, Term(kind="gradients", name="whole", values=values))
+            size = {"values": values, "value_bytes": self._kept_bytes}
+            self._ledger.hold(name, Term(kind="gradients", name="whole", **size))
+        self._ledger.compute("backward", ROOT, values / self._num_trained)
+        self._bucket.append(self._kept_bytes * values)
+        if sum(self._bucket) >= self._limit:
+            self._send()
 
     def end_backward(self) -> None:
-        """All gradients stay until the next step; DDP has sent them by now, bucket after bucket."""
-        for size in buckets(self._arrived) if self._reduces else ():
-            self._ledger.communicate("all_reduce", size, self._ranks)
-        self._arrived.clear()
+        """All gradients stay until the next step; the last bucket may not be full."""
+        self._send()
+        self._limit = FIRST_BUCKET_BYTES
 
+    def update(self) -> None:
+        """Hold what the optimiser's step has in flight."""
+        values = self._optimizer.in_flight_values(self._num_trained, max(self._trained.values(), default=0))
+        size = {"values": values, "value_bytes": self._kept_bytes}
+        self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))
+        self._ledger.free(ROOT, "optimizer", "in flight")
 
-def buckets(gradient_bytes: Iterable[int]) -> Iterator[int]:
-    """The bytes of each of DDP's buckets, for gradients that are finished in this order."""
-    size, limit = 0, FIRST_BUCKET_BYTES
-    for more in gradient_bytes:
-        size += more
-        if size >= limit:
-            yield size
-            size, limit = 0, BUCKET_BYTES
-    if size:
-        yield size
+    def _send(self) -> None:
+        if self._reduces:
+            self._ledger.communicate("all_reduce", sum(self._bucket), self._ranks, ROOT, late=True)
+        self._bucket.clear()
+        self._limit = BUCKET_BYTES

@@ -6,7 +6,7 @@ from functools import lru_cache
 from html import escape
 
 from fsdp_helpers.planning.advice import changes_until_it_fits
-from fsdp_helpers.planning.command import DEFAULT_BATCH
+from fsdp_helpers.planning.arguments import DEFAULT_BATCH
 from fsdp_helpers.planning.models import NAMED_MODELS, Subject, named_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 from fsdp_helpers.quantities import GB

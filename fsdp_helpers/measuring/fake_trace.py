@@ -1,0 +1,106 @@
+"""A step without numbers: the shapes of a model on the meta device, computed with fake tensors, and what they would take.
+
+A fake tensor has a shape, a precision and a device, and no memory. A mode that sees every operation counts the storages
+that it returns, and their end. What an operation takes within itself is not seen; a fused one says that in its outputs.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Return whether any parameter has a shape and no values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Within the block tensors are fake; real ones that an operation meets are taken for their shapes."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
+def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+    """Give each parameter and buffer a fake tensor on the CPU, in place, in `dtype` if it is one of real numbers.
+
+    What is tied stays tied.
+    """
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            with mode:
+                kept = dtype if tensor.is_floating_point() else tensor.dtype
+                empty = torch.empty(tensor.shape, dtype=kept, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    alive = [*model.parameters(), *model.buffers()]  # so that no id comes twice
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
+    del alive
+    return model
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    """Return the batch in fake tensors on the CPU."""
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        with mode:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+
+    return tree_map(fake, batch)
+
+
+class FakeTrace(TorchDispatchMode):
+    """While active, a running sum of the storages that operations have returned; `mark` begins a stretch of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: weakref.WeakSet = weakref.WeakSet()
+        self._bytes = 0
+        self._stretches: list[list[int]] = []  # for each mark: the bytes at it, and the most since
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def know(self, model: nn.Module) -> None:
+        """Take what is there already, which does not count."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self._known.add(tensor.untyped_storage())
+
+    def mark(self) -> None:
+        self._stretches.append([self._bytes, self._bytes])
+
+    def between_marks(self) -> list[tuple[int, int]]:
+        """For each stretch: the bytes when it began, and the most until the next one."""
+        return [(start, most) for start, most in self._stretches]
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self._bytes += size
+        weakref.finalize(storage, self._gone, size)
+        if self._stretches:
+            self._stretches[-1][1] = max(self._stretches[-1][1], self._bytes)
+
+    def _gone(self, size: int) -> None:
+        self._bytes -= size

@@ -1,0 +1,96 @@
+"""Devices and links that a plan is made for. No torch."""
+
+import math
+from dataclasses import dataclass, fields
+
+from fsdp_helpers.planning.devices import named_device
+from fsdp_helpers.planning.network import BETWEEN_LATENCY_S, START_S, WITHIN_LATENCY_S, Network
+from fsdp_helpers.quantities import GB
+
+# CUDA's context with its kernels: 0.5 to 2 GB, S. Bekman, "Machine Learning Engineering", on additional GPU memory use.
+CONTEXT_BYTES = 2 * GB
+# NCCL's buffers (4 MiB for each pair of devices and channel, NCCL_BUFFSIZE) and a fragmented pool: a choice, no count.
+NCCL_AND_FRAGMENTATION_BYTES = 2 * GB
+LINK_BYTES_PER_S = 50e9  # 400 Gbit/s for each device, as in many clusters
+HOST_LINK_BYTES_PER_S = 25e9  # PCIe 4 x16
+MOST_RANKS = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices, one for each rank: their memory, their links, their speed.
+
+    Raises ValueError for what no cluster can be.
+    """
+
+    world_size: int
+    device_memory_bytes: float
+    bandwidth_bytes_per_s: float = LINK_BYTES_PER_S  # that one rank sends at, out of its node
+    flops_per_s: float | None = None  # that a model reaches, not those of the data sheet
+    allowance_bytes: float = CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES  # outside the count
+    ranks_per_node: int = 1
+    within_bytes_per_s: float | None = None  # that one rank sends at within its node
+    within_latency_s: float = WITHIN_LATENCY_S
+    between_latency_s: float = BETWEEN_LATENCY_S
+    start_latency_s: float = START_S
+    host_bytes_per_s: float = HOST_LINK_BYTES_PER_S  # between a device and its host
+    host_memory_bytes: float | None = None  # of a node
+    memory_bytes_per_s: float | None = None  # of a device
+    peak_flops_per_s: float | None = None  # of the data sheet, in the precision of the run
+    device: str | None = None  # by name; the range of a step is then that of published runs
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "ranks_per_node"):
+            require_whole(name, getattr(self, name))
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"world_size is {self.world_size:,}; plans end at {MOST_RANKS:,} ranks")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name in ("world_size", "ranks_per_node", "device") or value is None:
+                continue
+            or_more = setting.name == "allowance_bytes" or setting.name.endswith("latency_s")
+            if not (_is_number(value) and (value > 0 or value == 0 and or_more)):
+                lowest = "zero or more" if or_more else "above zero"
+                raise ValueError(f"{setting.name} is {value}; it must be a number {lowest}")
+
+    @classmethod
+    def of(cls, device: str, world_size: int, precision: str = "bf16", **changes) -> "Cluster":
+        """Return `world_size` devices of that name, in the nodes that usually hold them; `changes` replace numbers.
+
+        Raises ValueError for an unknown device, and for a precision that it does not compute in.
+        """
+        found = named_device(device)
+        peak = found.peak(precision)
+        usual = {
+            "device": device,
+            "device_memory_bytes": found.memory_bytes,
+            "bandwidth_bytes_per_s": found.between_bytes_per_s,
+            "within_bytes_per_s": found.within_bytes_per_s,
+            "ranks_per_node": found.ranks_per_node,
+            "host_bytes_per_s": found.host_bytes_per_s,
+            "host_memory_bytes": found.host_memory_bytes,
+            "memory_bytes_per_s": found.memory_bytes_per_s,
+            "peak_flops_per_s": peak,
+            "flops_per_s": found.share * peak,
+        }
+        return cls(world_size=world_size, **(usual | changes))
+
+    @property
+    def network(self) -> Network:
+        return Network(
+            between_bytes_per_s=self.bandwidth_bytes_per_s,
+            within_bytes_per_s=self.within_bytes_per_s,
+            ranks_per_node=self.ranks_per_node,
+            within_latency_s=self.within_latency_s,
+            between_latency_s=self.between_latency_s,
+            start_s=self.start_latency_s,
+        )
+
+
+def require_whole(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

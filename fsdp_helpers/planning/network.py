@@ -1,0 +1,47 @@
+"""How long a collective takes: ranks within a node and between nodes, each with a bandwidth and a latency. No torch.
+
+A ring of ranks passes through every node, and every rank has a link out of its node. NCCL runs as many rings as there
+are links, so a collective over whole nodes goes out over all links of a node at once, and each rank's link carries its
+share. Within the node each ring passes from rank to rank over the fast links. The slower of the two decides.
+Sources: NCCL's own model of a ring, `src/graph/tuning.cc` (`ncclTopoTuneModel`), whose latency per step inside and
+between nodes is taken over; nccl-tests, `doc/PERFORMANCE.md`, on bus bandwidth.
+"""
+
+from dataclasses import dataclass
+
+from fsdp_helpers.planning.traffic import collective_sent_bytes
+
+STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times round the ring
+# A step of NCCL's ring, protocol "Simple", in its model: 3.4 µs over NVLink, 9.6 µs over the network; 8.4 µs to start.
+WITHIN_LATENCY_S, BETWEEN_LATENCY_S, START_S = 3.4e-6, 9.6e-6, 8.4e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Links between ranks: bytes per second that one rank sends at, within its node and out of it."""
+
+    between_bytes_per_s: float
+    within_bytes_per_s: float | None = None  # as between, if left out
+    ranks_per_node: int = 1
+    within_latency_s: float = WITHIN_LATENCY_S
+    between_latency_s: float = BETWEEN_LATENCY_S
+    start_s: float = START_S
+    sums_twice: bool = False  # gloo's reduce-scatter is an all-reduce, of which each rank keeps its part
+
+    def seconds(self, op: str, full_bytes: float, num_ranks: int, *, stride: int = 1) -> float:
+        """Return how long `op` takes among `num_ranks` ranks, each `stride` ranks after the one before.
+
+        `full_bytes` is the full tensor, as in `collective_sent_bytes`.
+        """
+        if num_ranks == 1 or not full_bytes:
+            return 0.0
+        if op == "reduce_scatter" and self.sums_twice:
+            op = "all_reduce"
+        in_node = max(1, min(num_ranks, self.ranks_per_node // stride))  # ranks of one ring in one node
+        nodes = -(-num_ranks // in_node)
+        sent_bytes = collective_sent_bytes(op, full_bytes, num_ranks)
+        within = self.within_bytes_per_s or self.between_bytes_per_s
+        rate = min(within if in_node > 1 else float("inf"), self.between_bytes_per_s * in_node if nodes > 1 else within)
+        around = STEPS.get(op, 1)
+        hops_s = (num_ranks - nodes) * self.within_latency_s + (nodes - 1) * self.between_latency_s
+        return self.start_s + around * hops_s + sent_bytes / rate

@@ -1,0 +1,58 @@
+"""What optimisers keep between steps, and what they have in flight within one. No torch.
+
+Bytes are for each trained value. Which temporaries a step has is read in torch 2.15, `torch/optim`: Adam in one fused
+kernel has none; its `foreach` form (torch's default on a GPU) computes all square roots before it uses the first; its
+loop has two tensors of the parameter that it is at. SGD changes parameters in place in any form. Adam with moments in 8
+bits keeps one fp32 scale for every 256 values: Dettmers et al. 2022, arXiv:2110.02861; it does not run here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+SCALED_TOGETHER = 256  # values of an 8-bit moment that share one fp32 scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """How much one optimiser keeps and needs."""
+
+    title: str
+    moments: int  # values kept for each trained one
+    in_flight: Literal["none", "all", "largest"] = "none"  # temporaries of a step
+    in_8_bits: bool = False
+
+    def state_terms(self, values: int, value_bytes: int) -> list[tuple[str, int, int]]:
+        """Return (name, values, bytes of a value) of what is kept for `values` trained ones."""
+        if not self.moments:
+            return []
+        if not self.in_8_bits:
+            name = {1: "momentum", 2: "two moments"}[self.moments]
+            return [(name, values, self.moments * value_bytes)]
+        return [
+            ("two moments in 8 bits", values, self.moments),
+            ("their scales", -(-values // SCALED_TOGETHER), self.moments * 4),
+        ]
+
+    def state_bytes(self, values: int, value_bytes: int = 4) -> int:
+        return sum(count * size for _, count, size in self.state_terms(values, value_bytes))
+
+    def in_flight_values(self, all_values: int, largest_values: int) -> int:
+        """Return how many values a step has in flight; `largest_values` are those of the largest tensor."""
+        return {"none": 0, "all": all_values, "largest": 2 * largest_values}[self.in_flight]
+
+
+OPTIMIZERS = {
+    "adam": Optimizer(title="Adam, fused", moments=2),
+    "adam-foreach": Optimizer(title="Adam, foreach", moments=2, in_flight="all"),
+    "adam-loop": Optimizer(title="Adam, one parameter at a time", moments=2, in_flight="largest"),
+    "sgd": Optimizer(title="SGD", moments=0),
+    "sgd-momentum": Optimizer(title="SGD with momentum", moments=1),
+    "adam-8bit": Optimizer(title="Adam with moments in 8 bits", moments=2, in_8_bits=True),
+}
+
+
+def named_optimizer(name: str) -> Optimizer:
+    """Return the optimiser of that name. Raises ValueError for one that is not among OPTIMIZERS."""
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]

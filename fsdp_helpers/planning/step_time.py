@@ -1,0 +1,108 @@
+"""How long a step takes: its arithmetic and its collectives in queues, then the optimiser. No torch.
+
+What a rank does in a step, and in which order, is known from the walk (`planning.peak`). Here each thing gets its
+seconds, and the queues of `planning.streams` say what hides behind what. A step is one estimate with a range. If the
+device is named, the range is how far published runs of such devices lie apart; otherwise it goes from everything hidden
+to nothing hidden.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_helpers.planning.network import Network
+from fsdp_helpers.planning.peak import Step
+from fsdp_helpers.planning.profile import ROOT
+from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, COPIES, Span, Task, busy_s, length_s, run_tasks
+from fsdp_helpers.planning.traffic import step_range_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The seconds of a step."""
+
+    arithmetic_s: float
+    communication_s: float  # the links carry
+    optimizer_s: float
+    estimate_s: float
+    shortest_s: float
+    longest_s: float
+    spans: tuple[Span, ...]
+
+    @property
+    def exposed_s(self) -> float:
+        """How long the arithmetic waits for collectives, or for the host."""
+        return self.estimate_s - self.arithmetic_s - self.optimizer_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What decides the seconds, for one rank."""
+
+    flops_per_s: float
+    network: Network
+    shards: int  # ranks that share one copy of the state
+    replicas: int  # copies, or DDP's ranks
+    host_bytes_per_s: float | None = None  # to and from the host, if slices lie there
+    optimizer_s: float = 0.0
+    spread: float | None = None  # of what a named device attains, to either side
+
+
+def time_step(
+    step: Step, unit_flops: Mapping[str, int], speed: Speed, *, backward_factor: float, parts: int = 1
+) -> StepTime:
+    """Return the seconds of a step of `parts` micro-batches, each with `unit_flops` in forward, by module.
+
+    `backward_factor` is what backward takes of that, with what it recomputes.
+    """
+    seconds = _Seconds(step.tasks, unit_flops, speed, backward_factor, parts)
+    spans = run_tasks(step.tasks, seconds)
+    arithmetic_s, communication_s = busy_s(spans, ARITHMETIC), busy_s(spans, COMMUNICATION, COPIES)
+    estimate_s = length_s(spans) + speed.optimizer_s
+    if speed.spread is None:
+        shortest_s, longest_s = (bound + speed.optimizer_s for bound in step_range_s(arithmetic_s, communication_s))
+    else:
+        shortest_s, longest_s = estimate_s / (1 + speed.spread), estimate_s / (1 - speed.spread)
+    return StepTime(
+        arithmetic_s=arithmetic_s,
+        communication_s=communication_s,
+        optimizer_s=speed.optimizer_s,
+        estimate_s=estimate_s,
+        shortest_s=shortest_s,
+        longest_s=longest_s,
+        spans=tuple(spans),
+    )
+
+
+class _Seconds:
+    """The seconds of each task. A unit's operations are divided among the times that it is computed."""
+
+    def __init__(
+        self, tasks: Sequence[Task], unit_flops: Mapping[str, int], speed: Speed, backward_factor: float, parts: int
+    ) -> None:
+        self._speed = speed
+        self._factor = {"forward": parts, "backward": parts * backward_factor}
+        arithmetic = [task for task in tasks if task.queue == ARITHMETIC]
+        self._flops = flops_by_unit(unit_flops, {task.unit for task in arithmetic})
+        self._shares: Counter[tuple[str, str]] = Counter()
+        for task in arithmetic:
+            self._shares[task.what, task.unit] += task.amount
+
+    def __call__(self, task: Task) -> float:
+        speed = self._speed
+        if task.queue == ARITHMETIC:
+            share = task.amount / self._shares[task.what, task.unit]
+            return share * self._factor[task.what] * self._flops[task.unit] / speed.flops_per_s
+        if task.what == "all_reduce":
+            return speed.network.seconds(task.what, task.amount, speed.replicas, stride=speed.shards)
+        from_host_s = task.amount / speed.shards / speed.host_bytes_per_s if speed.host_bytes_per_s else 0.0
+        return from_host_s + speed.network.seconds(task.what, task.amount, speed.shards)
+
+
+def flops_by_unit(unit_flops: Mapping[str, int], units: set[str]) -> Counter[str]:
+    """Return the operations of each unit: those of a module belong to the innermost unit around it, or to the root."""
+    found = Counter(dict.fromkeys(units, 0))
+    for module, flops in unit_flops.items():
+        around = [unit for unit in units if unit != ROOT and f"{module}.".startswith(f"{unit}.")]
+        found[max(around, key=len, default=ROOT)] += flops
+    return found
