@@ -11,7 +11,7 @@
 # make handouts     the notebooks on paper, without solutions, in handouts/   (NOTEBOOKS="03 09", HANDOUT_ARGS=--solutions)
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
 # make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE_ARGS="--to DIR")
-# make lint         check the style of the code; `make format` mends what a program can mend
+# make lint         check the style of the code and the types of the package; `make format` mends what a program can mend
 # make relock       take the newest versions that the registry serves into requirements.lock
 # make outdated     say in one line how many of them the lock lacks
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
@@ -186,6 +186,7 @@ can-xla: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/mypy --cache-dir /dev/null
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --no-cache --fix .

@@ -5,6 +5,7 @@ the losses. The command line, its documentation and what a resumed run must have
 """
 
 from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
 IMAGE_MODELS = ("shallow", "deep", "simple", "vit", "vit-deep", "vit-mnist")
 MODELS = (*IMAGE_MODELS, "llama")
@@ -24,14 +25,14 @@ def is_sharded(strategy: str) -> bool:
 
 
 def _setting(
-    default: object,
+    default: Any,
     meaning: str,
     *,
     choices: tuple[str, ...] | None = None,
     at_least_one: bool = False,
     changes_losses: bool = False,
     placeholder: str | None = None,
-) -> Field:
+) -> Any:
     """A field of `TrainConfig`. `changes_losses`: a resumed run must have the same; the others are free to change."""
     metadata = {
         "meaning": meaning,

@@ -130,7 +130,7 @@ def _fetched(folder: str) -> bool:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """torchvision's download sets no time-out of its own; without one a dead mirror can hang for minutes."""
+    """Torchvision's download sets no time-out of its own; without one a dead mirror can hang for minutes."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

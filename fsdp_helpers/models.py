@@ -1,5 +1,6 @@
 """The models of the series, by name. Images (N, 1, 28, 28) become (N, 10); bytes (N, length), (N, length, 256)."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -114,7 +115,7 @@ def _transformer_block(width: int, num_heads: int) -> nn.TransformerEncoderLayer
     )
 
 
-MODEL_CLASSES = {
+MODEL_CLASSES: dict[str, Callable[[], nn.Module]] = {
     "shallow": ShallowNet,
     "deep": DeepNet,
     "simple": SimpleCNN,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -170,7 +170,7 @@ class _Window(io.RawIOBase):
         self._position = start + offset
         return self._position
 
-    def readinto(self, buffer: bytearray) -> int:
+    def readinto(self, buffer: Any) -> int:
         self._file.seek(self._begin + self._position)
         found = self._file.read(max(0, min(len(buffer), self._length - self._position)))
         buffer[: len(found)] = found

@@ -168,26 +168,29 @@ def read_metadata(path: Path) -> Metadata:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-        files = {place.relative_path for place in metadata.storage_data.values()}
+        files: set[str] = {place.relative_path for place in metadata.storage_data.values()}
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{path} is not the index of a sharded checkpoint: {error}") from error
-    for file in files:
+    for name in files:
         # Joined to the folder, an absolute path or one with ".." would lead out of it.
-        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
             raise CheckpointError(
-                f"{path} names the file {str(file)!r}; the files of a checkpoint lie beside its index"
+                f"{path} names the file {str(name)!r}; the files of a checkpoint lie beside its index"
             )
     return metadata
 
 
-def _member(enumeration: type, name: str) -> Any:
+PythonUnpickler: Any = pickle._Unpickler  # the one written in Python, whose steps type checkers do not know
+
+
+def _member(enumeration: Any, name: str) -> Any:
     """In the place of `getattr`, by which Python before 3.11.4 pickles a member of an enumeration."""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which has no place in an index")
     return enumeration[name]
 
 
-class _MetadataUnpickler(pickle._Unpickler):  # the one in Python, whose steps can be replaced
+class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
     """Finds the known classes and no others, and changes nothing but the records that it makes itself."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -211,4 +214,4 @@ class _MetadataUnpickler(pickle._Unpickler):  # the one in Python, whose steps c
             name, here = type(record).__name__, torch.__version__
             raise pickle.UnpicklingError(f"its {name} is not that of torch {here}; a newer one wrote it") from error
 
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
+    dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build}

@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from fsdp_helpers.checkup.rows import Outcome, Unfit
 
@@ -52,7 +53,7 @@ def unmet(name: str) -> list[str]:
     return [problem for requirement in wanted if (problem := why_unmet(name, requirement))]
 
 
-def why_unmet(name: str, requirement: object) -> str:
+def why_unmet(name: str, requirement: Any) -> str:
     """Return why a requirement of `name` is not met, or ""."""
     try:
         found = metadata.version(requirement.name)

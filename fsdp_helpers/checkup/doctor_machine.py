@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fsdp_helpers.checkup.rows import Outcome, Unfit
 from fsdp_helpers.quantities import GB, MB, format_bytes
@@ -127,7 +128,7 @@ def orphans() -> Iterator[tuple[int, str]]:
                 yield process.pid, "fork server" if is_server else "rank of torchrun"
 
 
-def is_orphan(process: object) -> bool:
+def is_orphan(process: Any) -> bool:
     """What has lost its parent belongs to the system's first process, or to one that is not Python."""
     parent = process.parent()
     return parent is None or parent.pid == 1 or "python" not in " ".join(parent.cmdline()[:1])

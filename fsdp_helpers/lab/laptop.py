@@ -51,7 +51,7 @@ def clone(address: str) -> None:
         bundle = Path(folder, "fsdp.bundle")
         fetch(f"{address}/fsdp.bundle", bundle)
         subprocess.run(["git", "-c", "advice.detachedHead=false", "clone", "--quiet", bundle, TARGET], check=True)
-    git = ["git", "-C", TARGET]
+    git = ["git", "-C", str(TARGET)]
     subprocess.run([*git, "switch", "--quiet", "--create", "main"], check=True)  # a bundle names no branch
     subprocess.run([*git, "remote", "remove", "origin"], check=True)  # nor will it be there any more
 

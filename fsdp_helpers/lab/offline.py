@@ -22,7 +22,7 @@ MNIST = Path("MNIST", "raw")
 def collect_packages(lock: Path, folder: Path) -> None:
     """Put a wheel of each package of the lock into `folder`; what is there already stays."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--find-links", folder, "--requirement", lock, "--wheel-dir", folder]
+    command += ["--find-links", str(folder), "--requirement", str(lock), "--wheel-dir", str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(command, check=True)
 

@@ -104,7 +104,7 @@ def runs_package(tree: ast.Module) -> bool:
 def handed_out(project: Path) -> dict[str, str]:
     """Return the modules behind the names that the package itself hands out."""
     for node in ast.parse((project / PACKAGE / "__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "_HOMES":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
             return ast.literal_eval(node.value)
     raise LookupError(f"{PACKAGE}/__init__.py has no _HOMES")
 

@@ -194,10 +194,10 @@ def fused_kernels() -> Iterator[None]:
     def fused_attention(*inputs: Tensor, is_causal: bool = False, dropout_p: float = 0.0, **others: Any) -> Tensor:
         scale, mask = others.get("scale"), others.get("attn_mask")
         if len(inputs) != 3 or mask is not None:
-            return attention(*inputs, is_causal=is_causal, dropout_p=dropout_p, **others)
+            return attention(*inputs, is_causal=is_causal, dropout_p=dropout_p, **others)  # type: ignore[misc]
         return torch.ops.aten._scaled_dot_product_flash_attention(*inputs, dropout_p, is_causal, scale=scale)[0]
 
-    F.rms_norm, F.scaled_dot_product_attention = fused_norm, fused_attention
+    F.rms_norm, F.scaled_dot_product_attention = fused_norm, fused_attention  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -227,7 +227,7 @@ def llama_subject(name: str, shape: LlamaShape, *, loss_chunks: int = 1) -> Subj
 def llama_block_shapes(shape: LlamaShape) -> Shapes:
     """Parameters of one block, by name."""
     width, hidden = shape.width, shape.mlp_width
-    matrices = {
+    matrices: dict[str, tuple[int, ...]] = {
         "attention.q": (shape.q_width, width),
         "attention.k": (shape.kv_width, width),
         "attention.v": (shape.kv_width, width),

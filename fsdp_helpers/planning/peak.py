@@ -73,7 +73,7 @@ def walk_step(
     ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
     if config.strategy in ("local", "ddp"):
-        rank = WholeModel(profile, config, ledger, world_size, sizes, chosen)
+        rank: WholeModel | FlatParameters | FullyShard = WholeModel(profile, config, ledger, world_size, sizes, chosen)
     else:
         offloads = has_host and config.strategy == "fsdp-offload"
         copies = world_size // ranks

@@ -6,9 +6,10 @@ device is named, the range is how far published runs of such devices lie apart; 
 to nothing hidden.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_helpers.planning.network import Network
 from fsdp_helpers.planning.peak import Step
@@ -81,10 +82,10 @@ class _Seconds:
         self, tasks: Sequence[Task], unit_flops: Mapping[str, int], speed: Speed, backward_factor: float, parts: int
     ) -> None:
         self._speed = speed
-        self._factor = {"forward": parts, "backward": parts * backward_factor}
+        self._factor: dict[str, float] = {"forward": parts, "backward": parts * backward_factor}
         arithmetic = [task for task in tasks if task.queue == ARITHMETIC]
-        self._flops = flops_by_unit(unit_flops, {task.unit for task in arithmetic})
-        self._shares: Counter[tuple[str, str]] = Counter()
+        self._flops: Counter[Any] = flops_by_unit(unit_flops, {str(task.unit) for task in arithmetic})
+        self._shares: dict[tuple[str, str | int], float] = defaultdict(float)
         for task in arithmetic:
             self._shares[task.what, task.unit] += task.amount
 

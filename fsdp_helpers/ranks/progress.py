@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -152,11 +152,11 @@ class ProgressBar:
     def __init__(self) -> None:
         tqdm.get_lock()  # made now: tqdm would fail where an interrupt comes while it makes it
         self._line = _NotebookLine() if is_notebook() else None
-        self._title = None
+        self._title: str | None = None
         self._waiting: Waiting | None = None
         self._started_s = self._last_line_s = 0.0
         self._first_done = 0
-        self._bar = None  # of tqdm, where this is no notebook
+        self._bar: Any = None  # of tqdm, where this is no notebook
 
     def start(self, what: str, why: str = "") -> None:
         """Say at once what is starting, once, and count the seconds; the first report takes the place of this line.

@@ -79,7 +79,7 @@ def _check_place(place: Place) -> None:
 
 
 def _check_restarts() -> None:
-    """torchrun's own store outlives a restart, with the addresses of ranks that are gone: gloo would try those."""
+    """Torchrun's own store outlives a restart, with the addresses of ranks that are gone: gloo would try those."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(

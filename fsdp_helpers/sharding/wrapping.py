@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Set
 from functools import partial
 from itertools import accumulate
+from typing import TypeAlias
 
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, lambda_auto_wrap_policy, size_based_auto_wrap_policy
 
 from fsdp_helpers.models import count_params
 
-Policy = Callable[..., bool] | CustomPolicy
+Policy: TypeAlias = Callable[..., bool] | CustomPolicy
 
 
 def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:
@@ -88,7 +89,7 @@ def unit_sizes(model: nn.Module, policy: Policy | None) -> tuple[int, ...]:
 
 
 def as_callable(policy: CustomPolicy) -> Policy:
-    """torch's `CustomPolicy`, to be asked like any other. Its answers have to be yes or no: see `choose_units`."""
+    """Torch's `CustomPolicy`, to be asked like any other. Its answers have to be yes or no: see `choose_units`."""
     return partial(lambda_auto_wrap_policy, lambda_fn=partial(_yes_or_no, policy))
 
 

@@ -5,7 +5,7 @@ import platform
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torchvision
@@ -132,7 +132,7 @@ def train_epochs(
     return epochs, step_losses
 
 
-def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, object]:
+def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
     """Return the settings of `train_step`; it appends to `norms` if it clips."""
     return {
         "micro_batches": config.micro_batches,

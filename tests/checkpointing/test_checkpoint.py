@@ -358,7 +358,7 @@ def test_the_background_needs_a_group_of_its_own(saved_by_three):
 
 
 def test_no_rank_writes_before_leftovers_are_gone(tmp_path):
-    """torch makes the folder on every rank; one that is removed at that moment is an error, now and then."""
+    """Torch makes the folder on every rank; one that is removed at that moment is an error, now and then."""
     leftover = begin(tmp_path / "run")
     leftover.mkdir()
     (leftover / "left").touch()

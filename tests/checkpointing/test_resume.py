@@ -638,7 +638,7 @@ def test_refused_in_a_process_of_its_own(run_cli, run_folder, no_mnist):
 
 
 def skip_if_this_torch_is_older(saved: Path) -> None:
-    """torch itself refuses what a newer one wrote, where a record has a field more since."""
+    """Torch itself refuses what a newer one wrote, where a record has a field more since."""
     try:
         read_index(saved / checkpoint_name(4))
     except CheckpointError as error:

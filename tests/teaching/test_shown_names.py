@@ -1,6 +1,6 @@
-"""What the notebooks show can be copied: no private name that its reader has not seen, and no `fully_shard` that would
-turn to a GPU which happens to be there.
+"""Listings in notebooks can be copied: they use no private name that the reader has not seen.
 
+Nor do they call `fully_shard` without its mesh, which would turn to a GPU if there happens to be one.
 Quick: notebooks are read, not run.
 """
 

@@ -58,7 +58,8 @@ class Ledger:
         self._activations = Term(kind="activations", name="kept and in flight", values=0, value_bytes=1)
         self._bytes = 0  # of the terms held, without activations
         self.when = ""
-        self._peak_when, self._peak_terms, self._peak_bytes = "", (), -1
+        self._peak_when, self._peak_bytes = "", -1
+        self._peak_terms: tuple[Term, ...] = ()
         self._collectives: dict[str, CollectiveCount] = {}
         self.tasks: list[Task] = []  # arithmetic and collectives, in the order in which they are asked for
 

@@ -40,7 +40,7 @@ def cut(profile: StepProfile, names: Sequence[str], api: str, ranks: int) -> dic
     parameters, for tied parameters in two units, and for a parameter without dimensions, all of which torch refuses.
     """
     wanted = list(dict.fromkeys(name for name in names if name != ROOT))
-    found: dict[str, list[str]] = {ROOT: []} | {name: [] for name in wanted}
+    found: dict[str, list[str]] = {name: [] for name in (ROOT, *wanted)}
     for parameter, shape in profile.shapes.items():
         if not shape:
             raise ValueError(

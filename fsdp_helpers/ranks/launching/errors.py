@@ -49,5 +49,5 @@ def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         lines = [f"{type(error).__name__}: {error}"]
-        error._render_traceback_ = lambda: lines
+        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython looks for it
         raise

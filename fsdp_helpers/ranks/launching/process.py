@@ -51,6 +51,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
+    """The end of a rank that did not end well."""
+
     rank: int
     when_s: float
     summary: str
@@ -66,7 +68,7 @@ def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection)
     start_keeper(job.folder)
     _import_from_source(job.folder)
     send = _Sender(sender)
-    streams = [LineSender(lambda line, name=name: send("line", (name, line))) for name in STREAMS]
+    streams = [LineSender(lambda line, name=name: send("line", (name, line))) for name in STREAMS]  # type: ignore[misc]
     sys.stdout, sys.stderr = streams
     if rank == 0 or job.all_report:
         send_reports_to(lambda *report: send("progress", report))
@@ -113,7 +115,7 @@ def _leave(status: int, streams: list[LineSender]) -> NoReturn:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-    multiprocessing.util._exit_function()  # removes its temporary files
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     for stream in streams:
         stream.send_rest()
     os._exit(status)

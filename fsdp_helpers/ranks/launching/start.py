@@ -82,7 +82,7 @@ def _start_server(device: str) -> None:
 
     with _server_lock:
         if _environment and _server_device != device and _num_launches == 1:
-            forkserver._forkserver._stop()  # glibc reads its settings when a process starts
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]  # glibc reads its settings when a process starts
             _environment.clear()
     if not _environment:
         _environment.update(os.environ)

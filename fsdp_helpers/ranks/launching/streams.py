@@ -6,6 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 
 class LineSender(io.TextIOBase):
@@ -18,7 +19,8 @@ class LineSender(io.TextIOBase):
     encoding, errors = "utf-8", "replace"
 
     def __init__(self, send_line: Callable[[str], None]) -> None:
-        self._send_line, self._line, self._pipe = send_line, "", None
+        self._send_line, self._line = send_line, ""
+        self._pipe: _Pipe | None = None
         self.buffer = _Bytes(self)
 
     def writable(self) -> bool:
@@ -55,7 +57,7 @@ class _Bytes(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         self._text.write(self._decoder.decode(bytes(data)))
         return memoryview(data).nbytes
 

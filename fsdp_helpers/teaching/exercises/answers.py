@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from html import escape
 from numbers import Real
+from typing import Any
 
 BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not below it
 
@@ -18,13 +19,13 @@ class NotYet(AssertionError):
 class Solved(str):
     """The verdict on a right answer; a notebook shows it in green, with the number of exercises solved."""
 
-    count: str
+    count: str  # type: ignore[assignment]  # the method of str is of no use here
 
     def _repr_html_(self) -> str:
         look = "color:#15803d;font-weight:600"
         return f'<div style="{look}">✓ {escape(self)} ({self.count})</div>'
 
-    def _repr_pretty_(self, printer: object, cycle: bool) -> None:
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"✓ {self} ({self.count})")
 
 
@@ -42,7 +43,7 @@ def exercise(notebook: str) -> Callable:
         _exercises.setdefault(notebook, set()).add(checker.__name__)
 
         @functools.wraps(checker)
-        def check(*answer: object, **settings: object) -> Solved:
+        def check(*answer: Any, **settings: object) -> Solved:
             try:
                 verdict = Solved(checker(*answer, **settings))
             except NotYet:
@@ -65,32 +66,32 @@ def expect(holds: bool, message: str) -> None:
         raise NotYet(message)
 
 
-def expect_answered(answer: object) -> None:
+def expect_answered(answer: Any) -> None:
     """Raise NotYet for a starter that nobody has touched."""
     expect(answer is not None and answer is not ..., "replace the ... with your answer")
 
 
-def expect_number(given: object) -> None:
+def expect_number(given: Any) -> None:
     """Raise NotYet unless the answer is a finite number; a text, a list or True is not."""
     expect_answered(given)
-    is_number = isinstance(given, Real) and not isinstance(given, bool) and abs(given) < BEYOND_ALL
+    is_number = isinstance(given, Real) and not isinstance(given, bool) and abs(given) < BEYOND_ALL  # type: ignore[operator]
     expect(is_number, f"the answer is {in_short(given)}; a number is asked for")
 
 
-def expect_whole(given: object) -> None:
+def expect_whole(given: Any) -> None:
     """Raise NotYet unless the answer is a whole number; 3.0 is one."""
     expect_number(given)
     expect(given == int(given), f"the answer is {given}; only whole numbers count here")
 
 
-def call(function: Callable | None, *arguments: object, **named: object) -> object:
+def call(function: Callable | None, *arguments: object, **named: object) -> Any:
     """Return what the reader's function returns. NotYet if it is none, fails, or still returns the dots."""
     given = call_or_none(function, *arguments, **named)
     expect_answered(given)
     return given
 
 
-def call_or_none(function: Callable | None, *arguments: object, **named: object) -> object:
+def call_or_none(function: Callable | None, *arguments: object, **named: object) -> Any:
     """The same where None is an answer."""
     expect_answered(function)
     expect(callable(function), f"the answer is {in_short(function)}; a function is asked for")
@@ -108,7 +109,7 @@ def error_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
-def in_short(value: object) -> str:
+def in_short(value: Any) -> str:
     """A value as it is shown in a message: its type and its beginning, in one line."""
     text = " ".join(repr(value).split())
     return f"a {type(value).__name__}, {text[:60]}{'...' if len(text) > 60 else ''}"

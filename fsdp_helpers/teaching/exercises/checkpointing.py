@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -74,7 +75,7 @@ def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]]
     return "Right: a rank opens the files whose rows overlap its own, and no others."
 
 
-def _expect_files(given: object, num_rows: int, saved: int, mine: range, reader: str) -> None:
+def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: str) -> None:
     """Raise NotYet unless `given` are the old ranks whose rows overlap `mine`, each once, in any order."""
     expect(
         isinstance(given, list | tuple | range | set), f"the answer is {in_short(given)}; a list of ranks is asked for"
@@ -212,7 +213,7 @@ def cut_short(taken: dict[int, Tensor]):
     dying = dist.new_group(timeout=timedelta(seconds=5))  # a group of its own: a save may run in a thread
     write_data, save = FileSystemWriter.write_data, torch.save
 
-    def write_some_data(writer: FileSystemWriter, plan: object, planner: object) -> object:
+    def write_some_data(writer: FileSystemWriter, plan: object, planner: object) -> Any:
         if len(taken) != KILLED_AFTER:
             return write_data(writer, plan, planner)
         if dist.get_rank() == 0:
@@ -221,7 +222,7 @@ def cut_short(taken: dict[int, Tensor]):
             dist.barrier(dying)
         os._exit(IN_SAVE)
 
-    def save_half(value: object, file: object, *arguments: object, **settings: object) -> None:
+    def save_half(value: Any, file: object, *arguments: object, **settings: object) -> None:
         if len(taken) != KILLED_AFTER or not isinstance(file, str | os.PathLike):  # DCP hands over an open file
             return save(value, file, *arguments, **settings)
         whole = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] =
     return f"Right: one reduction of each unit on {in_words(ranks)} ranks, and the norm of the whole gradient."
 
 
-def _expect_accumulated(step: dict[str, object], says: str) -> None:
+def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     expect(step["reduced"] > 0, f"{says}nothing was reduced; which backward sends the gradients?")
     expect(
         step["reduced"] <= NET_UNITS,
@@ -76,9 +77,11 @@ def _expect_accumulated(step: dict[str, object], says: str) -> None:
     )
 
 
-def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, object]]:
-    """Of each step: forwards and backwards, reduce-scatters, the reader's norm, that of what was added up, and of one
-    process."""
+def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
+    """Run the reader's steps; return for each its passes, its reduce-scatters and three norms.
+
+    The norms are the reader's, that of the gradients that were added up, and that of one process.
+    """
     add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
     model, plain = shard_net(world_size), build_net()
     optimizers = sgd(model), sgd(plain)
@@ -109,7 +112,7 @@ def norm_of(gradients: list[Tensor]) -> float:
     return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
 
-def as_number(given: object) -> float | str:
+def as_number(given: Any) -> float | str:
     """A number, or a plain tensor that holds one, as a float; of anything else, a DTensor too, the name of its type."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__

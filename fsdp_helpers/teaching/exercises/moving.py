@@ -99,6 +99,8 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
 
 
 class ResidualBlock(nn.Module):
+    """A block that adds to its input what two layers make of it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(HIDDEN, HIDDEN)

@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 from fsdp_helpers.ranks.launching.start import loading_worker
 from fsdp_helpers.teaching.exercises.answers import NotYet, error_line, expect
@@ -14,7 +15,7 @@ from fsdp_helpers.teaching.exercises.answers import NotYet, error_line, expect
 PACKAGE = __name__.partition(".")[0]
 
 
-def read_module(module: str, name: str, *, with_package: bool = False) -> object:
+def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
     """Run the module's file anew and return its `name`. NotYet if the file is missing, broken, or has no such name.
 
     Unless `with_package`, also NotYet for a module that imports this package, which has many of the answers.
@@ -45,7 +46,7 @@ def _imported(source: str) -> set[str]:
     return found
 
 
-def import_own(module: str, name: str) -> object:
+def import_own(module: str, name: str) -> Any:
     """In a rank: what the reader's module calls `name`."""
     with loading_worker():  # a module that launches is refused, else ranks would launch ranks
         return getattr(importlib.import_module(module), name)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import SystemRandom
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     )
 
 
-def _cases(num_cases: int) -> list[dict[str, object]]:
+def _cases(num_cases: int) -> list[dict[str, Any]]:
     """Fresh clusters, and one that not even one image fits."""
     draw = SystemRandom().choice
     cases = [
@@ -64,7 +65,7 @@ def _cases(num_cases: int) -> list[dict[str, object]]:
     return [*cases, {"model": "vit-10b", "world_size": 8, "device_gb": 16, "allowance_gb": 4}]
 
 
-def _check_case(largest_batch: Callable, case: dict[str, object]) -> int | None:
+def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
     """Raise NotYet unless the reader's batch fits and one more image does not."""
     given = call_or_none(largest_batch, *case.values())
     says = f"for {', '.join(f'{name}={value}' for name, value in case.items())} your function says {given}; "
@@ -80,7 +81,7 @@ def _check_case(largest_batch: Callable, case: dict[str, object]) -> int | None:
     return int(given)
 
 
-def _spare(subject: Subject, images: int, case: dict[str, object]) -> float:
+def _spare(subject: Subject, images: int, case: dict[str, Any]) -> float:
     """Bytes that are left of a device."""
     cluster = Cluster(
         world_size=case["world_size"],

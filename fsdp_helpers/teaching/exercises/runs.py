@@ -1,6 +1,7 @@
 """Runs that a reader is asked to find: the record of an attempt, against what the exercise asks for and forbids."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RunRecord
@@ -15,7 +16,7 @@ class RunTask:
     num_collectives: int | None = None  # allowed in a step
     world_size: int | None = None
     strategies: tuple[str, ...] = ("fsdp", "fsdp-auto-wrap")
-    fixed: dict[str, object] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
 
 
 AS_IT_IS = {"dropout": True, "micro_batches": 1, "activation_checkpointing": "none", "precision": "fp32"}

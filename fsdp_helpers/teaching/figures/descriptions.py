@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.container import BarContainer
@@ -19,7 +20,7 @@ def put_in_words(fig: Figure, words: str) -> None:
 def describe(fig: Figure) -> str:
     """Return what a figure shows: its own words if it has them, else title, axes and numbers of each panel."""
     if fig.get_label():
-        return fig.get_label()
+        return str(fig.get_label())
     parts = [part for ax in fig.axes if (part := _describe_axes(ax))]
     names = [text.get_text() for legend in fig.legends for text in legend.get_texts()]
     text = " ".join([*parts, *_sentence("Key", names)])
@@ -51,7 +52,7 @@ def _sentence(what: str, parts: Iterable[str]) -> list[str]:
 
 def _line(line: Line2D) -> str:
     """From where to where a line goes, and between what it stays."""
-    xs, ys = ([float(value) for value in data] for data in (line.get_xdata(), line.get_ydata()))
+    xs, ys = ([float(value) for value in np.asarray(data)] for data in line.get_data())
     name = f"{_name(line)}: " if _is_named(line) else "A line: "
     if len(set(ys)) == 1:
         return f"{name}{ys[0]:,.4g} throughout."

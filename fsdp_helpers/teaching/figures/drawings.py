@@ -199,7 +199,7 @@ def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
     A row's height grows with the tensor's bytes, from a least height at which its name can be read.
     """
     ranks = sorted({part.rank for entry in entries for part in entry.slices})
-    colours = dict(zip(ranks, cycle(plt.get_cmap("Set2").colors), strict=False))
+    colours = dict(zip(ranks, cycle(plt.color_sequences["Set2"]), strict=False))
     heights = _row_heights(entries)
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 1 + 0.24 * sum(heights)), layout="constrained")

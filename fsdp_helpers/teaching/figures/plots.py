@@ -142,7 +142,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
             style = "--" if strategies[place] in strategies[:place] else "-"
             look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLOURS[strategies[place]]}
             ax.plot(list(by_ranks), sizes, style, label=name, **look)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / num_params
         ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (bytes per parameter)")
         ax.set_ylim(0, 1.1 * highest)

@@ -6,6 +6,7 @@ A colour never stands alone: a label, a hatch, a line's pattern or a fixed order
 import sys
 from contextlib import AbstractContextManager
 from html import escape
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -79,7 +80,7 @@ def show_described(fig: Figure) -> None:
     display(HTML(f'<details style="{IN_WORDS}"><summary>In words</summary>{escape(words)}</details>'))
 
 
-def described_png(fig: Figure) -> tuple[str, dict[str, object]] | None:
+def described_png(fig: Figure) -> tuple[str, dict[str, Any]] | None:
     """Return a figure as a PNG in base64, and its metadata: the size in which to show it, and its description."""
     from IPython.core.pylabtools import retina_figure
 

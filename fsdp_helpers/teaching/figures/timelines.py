@@ -47,7 +47,8 @@ def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None
 
 
 def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
-    ends_s = [stretch.end_s for trace in traces for stretch in (*trace.curve.phases, *trace.collectives)]
+    ends_s = [seen.end_s for trace in traces for seen in trace.collectives]
+    ends_s += [phase.end_s for trace in traces for phase in trace.curve.phases]
     length_ms = 1e3 * max(ends_s, default=1e-3)
     for rank, trace in enumerate(traces):
         for phase in trace.curve.phases:
@@ -70,7 +71,7 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
     for phase in trace.curve.phases:
         ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
         ax.text(500 * (phase.start_s + phase.end_s), -0.55, phase.name, ha="center", va="bottom", color=TEXT_COLOUR)
-    length_s = max(stretch.end_s for stretch in (*trace.curve.phases, *trace.collectives))
+    length_s = max([phase.end_s for phase in trace.curve.phases] + [seen.end_s for seen in trace.collectives])
     for seen in trace.collectives:
         width_s = max(seen.end_s - seen.start_s, 0.004 * length_s)  # visible, however short
         ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, height=0.5, linewidth=0, **_look(seen.op))

@@ -176,7 +176,7 @@ def start_fsdp1(build: Build, mesh: DeviceMesh) -> nn.Module:
 
 # ---------------------------------------------------------------- measured
 
-WAYS = {
+WAYS: dict[str, Callable[..., nn.Module]] = {
     "whole, then sharded": start_whole,
     "on meta, own slices drawn": draw_own_slices,
     "on meta, layer by layer": draw_layer_by_layer,

@@ -128,7 +128,7 @@ def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
-    """kill -9 for one rank, as soon as `after` is there; then the output of torchrun, to its end."""
+    """Kill -9 for one rank, as soon as `after` is there; then the output of torchrun, to its end."""
     wait_for(after, torchrun)
     worker_of(torchrun, rank).kill()
     return torchrun.communicate(timeout=TIMEOUT_S)[0]

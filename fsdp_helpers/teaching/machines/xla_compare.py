@@ -75,8 +75,9 @@ def answers_of_fsdp2(
 
 
 def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[str]) -> dict[str, float]:
-    """A consolidated file in a plain network and in FSDP2: how far their answers are from those of plain training,
-    as a share of the largest answer.
+    """Load a consolidated file into a plain network and into FSDP2, and compare their answers with plain training's.
+
+    Differences are shares of the largest answer.
     """
     images = read_batches(folder)[0][0]
     _, trained = train_plain(folder, name)

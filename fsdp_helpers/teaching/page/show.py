@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from IPython.display import Markdown, display
 
@@ -126,7 +127,7 @@ def difference(before: Callable, after: Callable) -> Listing:
 def _body(function: Callable) -> list[str]:
     """The lines below the signature and the docstring, from the left margin."""
     code = textwrap.dedent(inspect.getsource(function))
-    definition = ast.parse(code).body[0]
+    definition: Any = ast.parse(code).body[0]
     first = definition.body[1 if ast.get_docstring(definition) else 0]
     return textwrap.dedent("\n".join(code.splitlines()[first.lineno - 1 :])).splitlines()
 

@@ -133,8 +133,10 @@ def work(rank, world_size):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 def test_a_python_with_settings_of_its_own(tmp_path):
-    """A worker that `%%writefile` put beside the notebook; the reader's allocator settings; and, as under
-    `nohup ... &`, interrupts that are ignored, and stay ignored."""
+    """A worker that `%%writefile` put beside the notebook, and the reader's allocator settings.
+
+    Besides, as under `nohup ... &`, interrupts that are ignored, and stay ignored.
+    """
     (tmp_path / "my_worker.py").write_text(OWN_WORKER)
     code = """
         import os, signal
@@ -170,7 +172,7 @@ def test_the_server_ends_when_it_is_idle_and_the_next_launch_starts_another():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the environment of a process is read from /proc")
 def test_the_settings_of_the_allocator_are_for_cpu_ranks_alone():
-    """glibc reads them when a process starts, so a server for the other kind of ranks is a different process."""
+    """Glibc reads them when a process starts, so a server for the other kind of ranks is a different process."""
 
     def server() -> tuple[int, bool]:
         pid = multiprocessing.forkserver._forkserver._forkserver_pid

@@ -106,7 +106,8 @@ def first_version(values):
 def second_version(values):
     """Adds the squares,
 
-    in two lines."""
+    in two lines.
+    """
     total = 0
     for value in values:
         square = value * value
