@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: a policy, a threshold, the cut of a transformer, and blocks that come and go."""
+"""Exercises of notebook 04: a threshold, the cut of a transformer, and blocks that come and go."""
 
 from dataclasses import dataclass
 
