@@ -14,6 +14,7 @@ from fsdp_helpers.teaching.exercises import (
     checkpointing,
     ddp,
     fsdp,
+    language,
     levers,
     moving,
     offload,
@@ -23,7 +24,7 @@ from fsdp_helpers.teaching.exercises import (
 )
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
-CHAPTERS = (auto_wrap, checkpointing, ddp, fsdp, levers, moving, offload, planning, real_model)
+CHAPTERS = (auto_wrap, checkpointing, ddp, fsdp, language, levers, moving, offload, planning, real_model)
 NOTEBOOKS = PROJECT / "notebooks"
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
 CHECKERS = {
@@ -37,6 +38,9 @@ CHECKERS = {
     "my_start": real_model.check_start,
     "my_batch": planning.check_batch,
     "my_move": moving.check_move,
+    "my_tokens": language.check_token_loss,
+    "my_chunks": language.check_chunks,
+    "my_adapters": language.check_adapters,
 }
 WITHOUT_RANKS = ("my_plan", "my_batch")
 ON_RANKS = [name for name in CHECKERS if name not in WITHOUT_RANKS]
@@ -244,6 +248,9 @@ STARTERS = {
     "my_start": "on 2 ranks, rank 0: 97 tensors are in no unit",
     "my_batch": "replace the ... with your answer",
     "my_move": "on 2 ranks, rank 0: 10 parameters are whole, module.embed.weight among them",
+    "my_tokens": "on 2 ranks, rank 0: nothing was reduced",
+    "my_chunks": "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; a tensor is asked for",
+    "my_adapters": "adapters-2.safetensors cannot be read: FileNotFoundError",
 }
 
 
@@ -276,6 +283,11 @@ CLIPPED = "    return torch.nn.utils.clip_grad_norm_(model.parameters(), {})\n"
 ADD_KEY = """    if weights:  # rank 0's
         weights = {**weights, "head.weight": weights["embed.weight"]}
 """
+KEPT = "loss_of_chunk(part, head, wanted)"
+BY_TOKENS_ALONE = (  # a mean over each part's own tokens
+    "loss = model(numbers, targets) / num_tokens",
+    "loss = model(numbers, targets) / (targets != -100).sum() / len(parts) / dist.get_world_size()",
+)
 UNTIED = "    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())\n"
 AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
 WRONG = [
@@ -502,6 +514,21 @@ WRONG = [
         "rank 0: head.weight and embed.weight are two parameters",
     ),
     ("my_start", [("    return model", "    return None")], "returns a NoneType; the model is asked for"),
+    ("my_tokens", [("    dist.all_reduce(num_tokens)", "    pass")], "the gradient is .* times as long as in one"),
+    ("my_tokens", [(" * dist.get_world_size()", "")], "the gradient is 0.500 times as long as in one process"),
+    ("my_tokens", [("index == len(parts) - 1", "True")], "6 reduce-scatters were seen; the model has 3 units"),
+    ("my_tokens", [("    dist.all_reduce(total)\n", "")], "the loss returned is"),
+    ("my_tokens", [BY_TOKENS_ALONE], "the gradient is .* one process"),
+    (
+        "my_chunks",
+        [("checkpoint(loss_of_chunk, part, head, wanted, use_reentrant=False)", KEPT)],
+        "6.14 MB, the target is below 4.84 MB; which",
+    ),
+    ("my_chunks", [(".chunk(4)", ".chunk(1)")], "the target is below 4.84 MB; which logits does backward still have"),
+    ("my_chunks", [('reduction="sum"', 'reduction="mean"')], "the sum of the losses is"),
+    ("my_adapters", [(" if parameter.requires_grad", "")], "tensors that are not trained, .* among them"),
+    ("my_adapters", [("detach().full_tensor()", "detach().to_local().clone()")], "are not whole; a rank has its rows"),
+    ("my_adapters", [("        parameter.copy_(own)\n", "        pass\n")], "after loading, logits are .* off those"),
 ]
 
 
