@@ -64,6 +64,16 @@ DOCUMENTED = (
         source="PyTorch documentation, *CUDA memory management*",
     ),
     Failure(
+        name="memory-gpu-nearby",
+        title="Ranks on the CPU take memory of a GPU",
+        why="A GPU that PyTorch sees attracts it, even if all tensors are on the CPU: `fully_shard` without a mesh, the group of "
+        "a mesh, and every step of an optimiser look there, and each look makes a CUDA context.",
+        tell="`nvidia-smi` lists the CPU ranks with some hundred MB each.",
+        fix="Pass a mesh on the CPU, and start CPU ranks with an empty `CUDA_VISIBLE_DEVICES`, as `launch` does: it has to be "
+        "empty before PyTorch looks.",
+        source="this series' tests beside an imagined GPU, `tests/imagined_gpu/test_ranks.py`",
+    ),
+    Failure(
         name="slow-threads",
         title="Ranks on one machine take turns instead of working side by side",
         why="Every process starts one thread per core, so N ranks have N times as many threads as the machine has cores. "
