@@ -1,4 +1,4 @@
-"""How each setting of a run is given on the command line, read from `TrainConfig`. No torch."""
+"""The flags of the command line, one for each setting of `TrainConfig`. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields

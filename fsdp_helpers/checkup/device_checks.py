@@ -1,4 +1,4 @@
-"""Is the GPU usable, is it left alone by ranks on the CPU, and is its memory what a trace says?"""
+"""Checks of the GPU: it is usable, ranks on the CPU leave it alone, and its memory is what a trace says."""
 
 import threading
 from collections.abc import Iterator

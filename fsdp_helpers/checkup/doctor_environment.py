@@ -1,4 +1,4 @@
-"""Is this Python environment right: its versions, and whether Jupyter finds it?"""
+"""Checks of the Python environment: its versions, and whether Jupyter finds it."""
 
 import importlib
 import importlib.metadata as metadata

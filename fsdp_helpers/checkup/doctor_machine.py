@@ -1,4 +1,4 @@
-"""Is this machine right: cores, memory, names and ports, data, what earlier runs left, and two ranks that talk?"""
+"""Checks of the machine: cores, memory, names and ports, data, leftovers of earlier runs, and two ranks that talk."""
 
 import shutil
 import socket
@@ -129,7 +129,7 @@ def orphans() -> Iterator[tuple[int, str]]:
 
 
 def is_orphan(process: Any) -> bool:
-    """What has lost its parent belongs to the system's first process, or to one that is not Python."""
+    """Return True if the process has lost its parent: it belongs to the first process, or to one that is not Python."""
     parent = process.parent()
     return parent is None or parent.pid == 1 or "python" not in " ".join(parent.cmdline()[:1])
 

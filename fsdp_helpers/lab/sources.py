@@ -1,4 +1,4 @@
-"""Which code a notebook's kept outputs come from, as two digests: of its code cells, and of all that they call.
+"""The code behind a notebook's kept outputs, as two digests: of its code cells, and of all that they call.
 
 The second covers every module of the package that the cells import, and the modules behind those; the text of what the
 notebook shows (`show.source`); and each file of the project that a cell names. Comments and docstrings count only where

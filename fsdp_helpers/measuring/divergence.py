@@ -1,4 +1,4 @@
-"""Where ranks part: their collectives, written down before each begins, and compared rank against rank."""
+"""The first collective at which ranks differ: each is written down before it begins, and compared between ranks."""
 
 import json
 from collections.abc import Iterator, Sequence

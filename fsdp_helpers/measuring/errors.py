@@ -71,7 +71,7 @@ class ErrorRow:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a part of what was measured; above zero where it is too high."""
+        """Return the prediction's relative error; positive if it is too high."""
         return self.predicted_bytes / self.peak_bytes - 1
 
     @property

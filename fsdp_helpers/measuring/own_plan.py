@@ -250,7 +250,7 @@ def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first dimension of the batch's tensors. Raises ValueError where there is none."""
+    """The length of the first dimension of the batch's tensors. Raises ValueError if there is none."""
     lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if len(lengths) != 1:
         raise ValueError(f"the batch has tensors of {sorted(lengths)} samples; all need the same number, at least one")

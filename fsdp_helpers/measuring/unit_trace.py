@@ -46,7 +46,7 @@ class Stay:
 
 @dataclass(frozen=True, kw_only=True)
 class RankUnits:
-    """What one rank saw in the step; all times count from the same moment on every rank."""
+    """One rank's view of the step; all times count from the same moment on every rank."""
 
     trace: StepTrace
     zeroed_s: float  # `zero_grad` has let the old gradients go
@@ -179,7 +179,7 @@ class UnitHooks:
 def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits]) -> UnitTrace:
     """Put the ranks of one step together, with all times from the moment at which the first of them began.
 
-    Raises ValueError where the ranks did not gather the same bytes.
+    Raises ValueError if the ranks did not gather the same bytes.
     """
     sizes = [{name: stays[0].gather.bytes for name, stays in rank.stays.items()} for rank in ranks]
     if any(one != sizes[0] for one in sizes):

@@ -1,1 +1,1 @@
-"""What a run will take, from arithmetic alone. No torch import."""
+"""Predictions of memory and time from arithmetic alone. No torch import."""

@@ -1,4 +1,4 @@
-"""Whether a plan fits, in a sentence, what to change first where it does not, and what is fastest. No torch."""
+"""A verdict on a plan in one sentence, what to change first if it does not fit, and what is fastest. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,7 +35,7 @@ def verdict(plan: Plan, subject: Subject) -> str:
 
 
 def _host_sentence(plan: Plan) -> str:
-    """What offloading asks of the host, which a device's memory does not show."""
+    """Say what offloading asks of the host, which a device's memory does not show."""
     if not plan.host_bytes:
         return ""
     needs = f", and a node keeps {format_bytes(plan.node_host_bytes)} in host memory"
@@ -45,7 +45,7 @@ def _host_sentence(plan: Plan) -> str:
 
 
 def _advice(changes: list[tuple[str, Plan]]) -> str:
-    """What to change, in order, with the peak that each change leads to."""
+    """List the changes in order, with the peak after each."""
     steps = [f"{text} (peak {format_bytes(plan.peak.bytes)})" for text, plan in changes]
     if not steps:
         return f"no single change brings it down: {BEYOND}"
@@ -54,7 +54,7 @@ def _advice(changes: list[tuple[str, Plan]]) -> str:
 
 
 def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]]:
-    """What to change, one thing after the other, each with the plan that it leads to.
+    """List the changes one after the other, each with the plan it leads to.
 
     Of changes after which it fits, the first in the order of `possible_changes` is taken, which is that of what they
     cost; where none does, the one that brings most, and so on.

@@ -1,4 +1,4 @@
-"""What the blocks of vision transformers and of Llama-like models keep and have in flight, counted by hand. No torch.
+"""Bytes that blocks of vision transformers and Llama-like models keep and have in flight, counted by hand. No torch.
 
 Both use fused attention, which writes no scores and keeps a logarithm for each token and head, and no dropout. Norms
 and attention keep their statistics in fp32. The method is that of Korthikanti et al. 2022, arXiv:2205.05198, 4.1.

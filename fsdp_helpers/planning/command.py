@@ -85,7 +85,7 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
 
 
 def _reason(plan: Plan) -> str:
-    """Why the range of a step is what it is."""
+    """Explain the range of a step."""
     if plan.cluster.device is None:
         return "with all communication hidden behind arithmetic, and with none"
     device = named_device(plan.cluster.device)

@@ -1,4 +1,4 @@
-"""What a run costs: GPU-hours, the size of its checkpoints, and how often to save one. No torch."""
+"""The costs of a run: GPU-hours, the size of its checkpoints, and how often to save one. No torch."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -13,7 +13,7 @@ STORAGE_BYTES_PER_S = 2e9  # that a node writes at: a choice, to be replaced by 
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """How large a checkpoint is, how long it takes, and how often it pays."""
+    """A checkpoint's size, the time it takes, and how often it pays."""
 
     checkpoint_bytes: int
     save_s: float

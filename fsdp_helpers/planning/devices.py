@@ -19,7 +19,7 @@ TYPICAL_RANGE = 0.25  # published runs of one device lie so far to either side o
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a data sheet says of a device, and of the machine that usually holds it."""
+    """The data sheet of a device, and of the machine that usually holds it."""
 
     title: str
     memory_bytes: float

@@ -1,4 +1,4 @@
-"""What one rank keeps between two steps, to the byte: its own slices, without padding. No torch.
+"""Bytes that one rank keeps between two steps, exactly: its own slices, without padding. No torch.
 
 Slices are not equally long: with 10 rows over 4 ranks FSDP2 gives them 3, 3, 3 and 1, and FSDP1 cuts its flat tensor
 wherever the middle may be. On average a rank keeps what `planning.state` says.

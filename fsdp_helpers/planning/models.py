@@ -195,7 +195,7 @@ def llama_subject(name: str, shape: LlamaShape, *, loss_chunks: int = 1) -> Subj
     """A Llama-like model; a batch counts tokens, in sequences of `shape.context`.
 
     The embedding and the head are units of their own, unless they are tied and belong to the root. With `loss_chunks`
-    the logits of so many parts of the tokens are computed one after the other, and once more in backward.
+    the logits are computed for one of that many parts of the tokens after the other, and once more in backward.
     """
 
     def block_bytes(tokens: int, value_bytes: int) -> BlockBytes:
@@ -287,7 +287,7 @@ def llama_head_bytes(shape: LlamaShape, tokens: int, value_bytes: int, *, loss_c
 
 
 def llama_unit_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
-    """Two operations for each weight and token, and 4 s q a token for attention, of which a mask may spare half."""
+    """Two operations for each weight and token, and 4 s q per token for attention (a causal mask may halve that)."""
     weights = count_values({n: s for n, s in llama_block_shapes(shape).items() if len(s) == 2})
     block = 2 * tokens * (weights + 2 * min(tokens, shape.context) * shape.q_width)
     head = 2 * tokens * shape.vocabulary * shape.width

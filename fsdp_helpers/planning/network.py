@@ -1,4 +1,4 @@
-"""How long a collective takes: ranks within a node and between nodes, each with a bandwidth and a latency. No torch.
+"""The seconds of a collective: ranks within a node and between nodes, each with a bandwidth and a latency. No torch.
 
 A ring of ranks passes through every node, and every rank has a link out of its node. NCCL runs as many rings as there
 are links, so a collective over whole nodes goes out over all links of a node at once, and each rank's link carries its
@@ -26,7 +26,7 @@ class Network:
     within_latency_s: float = WITHIN_LATENCY_S
     between_latency_s: float = BETWEEN_LATENCY_S
     start_s: float = START_S
-    sums_twice: bool = False  # gloo's reduce-scatter is an all-reduce, of which each rank keeps its part
+    sums_twice: bool = False  # gloo's reduce-scatter is an all-reduce, after which each rank keeps its part
 
     def seconds(self, op: str, full_bytes: float, num_ranks: int, *, stride: int = 1) -> float:
         """Return how long `op` takes among `num_ranks` ranks, each `stride` ranks after the one before.

@@ -1,4 +1,4 @@
-"""What optimisers keep between steps, and what they have in flight within one. No torch.
+"""Bytes that optimisers keep between steps, and have in flight within one. No torch.
 
 Bytes are for each trained value. Which temporaries a step has is read in torch 2.15, `torch/optim`: Adam in one fused
 kernel has none; its `foreach` form (torch's default on a GPU) computes all square roots before it uses the first; its
@@ -14,7 +14,7 @@ SCALED_TOGETHER = 256  # values of an 8-bit moment that share one fp32 scale
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """How much one optimiser keeps and needs."""
+    """One optimiser's bytes: kept between steps, and needed within one."""
 
     title: str
     moments: int  # values kept for each trained one

@@ -1,4 +1,4 @@
-"""What two tools in wide use say of a model, by their published formulas. No torch.
+"""The memory estimates of two widely used tools, by their published formulas. No torch.
 
 Both look at parameters alone: neither knows activations, units, or what a collective needs.
 """

@@ -30,7 +30,7 @@ WHEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step takes on one rank."""
+    """One rank's step: its peak, its terms and its collectives."""
 
     peak: Peak
     collectives: tuple[CollectiveCount, ...]

@@ -33,7 +33,7 @@ CATEGORIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the model is trained on the cluster; the words are those of `TrainConfig`.
+    """Training settings on the cluster, named as in `TrainConfig`.
 
     Raises ValueError for settings that cannot work.
     """
@@ -64,7 +64,7 @@ class Settings:
 
     @property
     def measured_precision(self) -> str:
-        """How activations are computed: a whole model in mixed precision runs under autocast."""
+        """Return the precision of activations: a whole model in mixed precision runs under autocast."""
         if self.precision == "pure-bf16":
             return "bf16"
         return "autocast" if self.precision == "bf16" and not is_sharded(self.strategy) else self.precision
@@ -84,7 +84,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one rank of the cluster needs, sends and computes in a step."""
+    """A step on one rank of the cluster: bytes needed, bytes sent, seconds computing."""
 
     model: str
     item: str
@@ -101,12 +101,12 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """What lies in host memory instead of the device's, for one rank."""
+        """Return one rank's bytes in host memory instead of the device's."""
         return self.state.total_bytes if self.settings.strategy == "fsdp-offload" else 0
 
     @property
     def node_host_bytes(self) -> int:
-        """What lies in the host memory of a node."""
+        """Return the bytes in the host memory of a node."""
         return self.host_bytes * min(self.cluster.ranks_per_node, self.cluster.world_size)
 
     @property
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the hosts hold what is offloaded, as far as their memory is known."""
+        """Return True if the hosts can hold what is offloaded, as far as their memory is known."""
         return self.node_host_bytes <= (self.cluster.host_memory_bytes or math.inf)
 
     @property
@@ -168,7 +168,7 @@ class Plan:
         return self.model_flops / self.time.estimate_s / self.cluster.peak_flops_per_s
 
     def can_compute(self, precision: str) -> bool:
-        """Whether the device is not known to lack arithmetic in this precision."""
+        """Return True unless the device is known to lack arithmetic in this precision."""
         return self.cluster.device is None or precision in named_device(self.cluster.device).peak_flops
 
     def by_category(self) -> dict[str, int]:
@@ -208,7 +208,7 @@ class Plan:
 def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
     """The plan of `subject` on `cluster`, for devices beside a host, whose collectives need no copies.
 
-    Raises ValueError where the ranks do not go with the settings.
+    Raises ValueError if the ranks do not go with the settings.
     """
     settings.check_world_size(cluster.world_size)
     subject.check(settings.batch, settings.precision, settings.activation_checkpointing)

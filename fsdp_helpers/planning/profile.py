@@ -1,4 +1,4 @@
-"""What one process does in a step, event by event: the plain record from which every peak is worked out. No torch.
+"""A step of one process, event by event: the record from which every peak is computed. No torch.
 
 It is measured once, on one process with one rank's images (`measuring.step_profile`), or put together from the bytes of
 a block (`planning.transformer`). Nothing in it depends on the strategy.

@@ -1,4 +1,4 @@
-"""What a rank keeps between two steps, from arithmetic alone: fp32 parameters and Adam.
+"""Bytes that a rank keeps between two steps, from arithmetic alone: fp32 parameters and Adam.
 
 P parameters cost 4P bytes; so do their gradients, and each of Adam's two moments. N is the number of ranks. The state
 and its division follow Rajbhandari et al. 2020, arXiv:1910.02054. Padding is left aside.

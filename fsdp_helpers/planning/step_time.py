@@ -1,4 +1,4 @@
-"""How long a step takes: its arithmetic and its collectives in queues, then the optimiser. No torch.
+"""The seconds of a step: its arithmetic and its collectives in queues, then the optimiser. No torch.
 
 What a rank does in a step, and in which order, is known from the walk (`planning.peak`). Here each thing gets its
 seconds, and the queues of `planning.streams` say what hides behind what. A step is one estimate with a range. If the
@@ -32,13 +32,13 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """How long the arithmetic waits for collectives, or for the host."""
+        """Return the seconds that the arithmetic waits for collectives, or for the host."""
         return self.estimate_s - self.arithmetic_s - self.optimizer_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What decides the seconds, for one rank."""
+    """The rates that decide one rank's seconds."""
 
     flops_per_s: float
     network: Network

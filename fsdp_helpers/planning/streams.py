@@ -1,4 +1,4 @@
-"""When a GPU communicates and when it computes, for given seconds: queues side by side. No torch import.
+"""A GPU's communication and its arithmetic on a time line, for given seconds: queues side by side. No torch import.
 
 Arithmetic runs in one queue, collectives in another, and both can be busy at once if a gather was asked for in time.
 Hybrid sharding has a third: sums over the copies of the state travel in a ring of their own. What else costs time on a
@@ -26,7 +26,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """What one queue does with one unit, from when to when."""
+    """One unit's time on one stream: what is done, from when to when."""
 
     queue: str
     what: str  # "all_gather", "reduce_scatter", "all_reduce", "forward" or "backward"

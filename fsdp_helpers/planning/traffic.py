@@ -1,10 +1,10 @@
-"""What a rank sends, from arithmetic alone: for one collective, and in a step by strategy. No torch import.
+"""Bytes that a rank sends, from arithmetic alone: for one collective, and in a step by strategy. No torch import.
 
 N ranks in a ring cut a tensor into N parts, and each rank passes one part on at a time: N - 1 times until the sums are
 complete (a reduce-scatter), N - 1 times until everyone has all parts (an all-gather), both for an all-reduce. No way of
 doing these operations lets every rank send less: P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for
-clusters of workstations*, 2009. A library may send more: gloo's reduce-scatter is an all-reduce, of which each rank
-then keeps its part.
+clusters of workstations*, 2009. A library may send more: gloo's reduce-scatter is an all-reduce, after which
+each rank keeps its part.
 """
 
 from collections.abc import Sequence

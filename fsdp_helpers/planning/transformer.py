@@ -1,4 +1,4 @@
-"""What a transformer block needs in a step, and a model of equal blocks, from arithmetic alone: no torch import."""
+"""The memory of a transformer block and of a stack of equal blocks in a step, from arithmetic alone: no torch import."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from fsdp_helpers.planning.state import FP32_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class BlockBytes:
-    """What one block needs in a step, for the images of one micro-batch of one rank."""
+    """One block's bytes in a step, for one micro-batch of one rank."""
 
     kept_bytes: int  # what autograd keeps from forward to backward, the block's input included
     input_bytes: int  # of those, the input: all that activation checkpointing keeps
@@ -17,7 +17,7 @@ class BlockBytes:
     working_bytes: int  # the most that backward has in flight within the block, on top of what is kept
 
     def waiting_bytes(self, activation_checkpointing: str) -> int:
-        """What is kept of the block while it waits for its turn in backward."""
+        """Return the bytes kept of the block until backward reaches it."""
         if activation_checkpointing == "units":
             return self.input_bytes
         return self.kept_bytes if activation_checkpointing == "none" else self.input_bytes + self.products_bytes
@@ -50,7 +50,7 @@ def transformer_block_bytes(
 
 
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
-    """What backward has in flight at the highest point of such a block, where it enters the hidden layer from behind.
+    """Return the bytes in flight at the highest point of such a block's backward, where it enters the hidden layer.
 
     In values a token: the gradient that came in, h; the same behind the last mask, h, when that mask, h, is freed; and
     the hidden layer's, 4 h. Beside them the gradient of the second weight, 4 h x h.
@@ -60,7 +60,7 @@ def transformer_working_bytes(*, images: int, tokens: int, width: int, value_byt
 
 @dataclass(frozen=True, kw_only=True)
 class HeadBytes:
-    """What comes behind the blocks: the last norm, the head, the loss."""
+    """The layers after the blocks: the last norm, the head, the loss."""
 
     kept_bytes: int = 0  # from forward to backward
     forward_bytes: int = 0  # in flight in the head's forward, on top of what is kept

@@ -41,7 +41,7 @@ class FlatParameters:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Gather, where it is not there, and the unit that comes next."""
+        """Gather the unit, unless it is there, and prefetch the next one."""
         self._backward_runs = True
         if name in self._in_backward:
             return

@@ -59,7 +59,7 @@ class FullyShard:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Gather, where it is not there, and fill the buffer of the unit that comes next."""
+        """Gather the unit, unless it is there, and fill the buffer of the next one."""
         self._backward_runs = True
         if name in self._in_backward:
             return

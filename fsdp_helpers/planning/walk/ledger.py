@@ -51,7 +51,7 @@ class Peak:
 
 
 class Ledger:
-    """What a rank holds now, the highest sum so far, and the collectives so far."""
+    """A rank's bytes now, the highest sum so far, and the collectives so far."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str, str], Term] = {}  # owner, kind, name -> what is there
@@ -122,5 +122,5 @@ class Ledger:
 
     @property
     def collectives(self) -> tuple[CollectiveCount, ...]:
-        """What was communicated, by kind, in the order of their first appearance."""
+        """Count the collectives by kind, in order of first appearance."""
         return tuple(self._collectives.values())

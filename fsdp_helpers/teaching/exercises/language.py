@@ -168,7 +168,7 @@ def peak_of(loss: object = summed_loss) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByReader:
-    """What is in the reader's file, and what came of loading it, on one rank."""
+    """The content of the reader's file, and the result of loading it, on one rank."""
 
     problem: str | None  # with the file
     names: tuple[str, ...] = ()  # in the file

@@ -37,7 +37,7 @@ Parts = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class MovedByReader:
-    """What came of a reader's move, on one rank."""
+    """The result of a reader's move, on one rank."""
 
     whole: list[str]  # parameters that are not sharded
     units: list[str]

@@ -1,4 +1,4 @@
-"""What the ranks of notebook 04's last build run: blocks whose flat tensors a reader's hooks fill and empty."""
+"""Rank functions of notebook 04's last build: blocks whose flat tensors a reader's hooks fill and empty."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ GATHERS = 2 * HOOKED_BLOCKS  # in a step: before each block's forward, and befor
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedHooks:
-    """What came of training with a reader's hooks, on one rank."""
+    """The result of training with a reader's hooks, on one rank."""
 
     losses: list[float]
     right: list[float]  # those of one process

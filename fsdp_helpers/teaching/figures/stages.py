@@ -1,4 +1,4 @@
-"""What every rank has at each stage of a step, for the drawings of DDP and FSDP."""
+"""The stages of a step and what every rank has at each, for the drawings of DDP and FSDP."""
 
 from dataclasses import dataclass
 

@@ -22,7 +22,7 @@ OTHER = {0: 1, 1: 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """Where a part is at one moment, and whether it can be seen; in between it moves at a steady pace."""
+    """A part's position at one moment, and whether it is visible; in between it moves at a steady pace."""
 
     time_s: float
     y: float = 0.0
@@ -38,7 +38,7 @@ class Part:
     keys: tuple[Key, ...] = (Key(time_s=0.0),)
 
     def at(self, time_s: float) -> Key:
-        """Where it is at that time."""
+        """Return its position at that time."""
         place = bisect_right([key.time_s for key in self.keys], time_s)
         if place in (0, len(self.keys)):
             return self.keys[min(place, len(self.keys) - 1)]
@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a unit lies from left to right, with its halves: the slices of rank 0 and of rank 1."""
+    """A unit's place from left to right, with its halves: the slices of rank 0 and of rank 1."""
 
     left: float
     width: float
@@ -146,7 +146,7 @@ def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUn
 
 
 def _made(unit: str, place: Place, seen: RankUnits) -> Iterator[tuple[Place, float]]:
-    """Where in the unit each gradient lies, and when it is there; the last in forward is the first in backward."""
+    """Yield each gradient's place in the unit, and when it is there; the last in forward is the first in backward."""
     made = [one for one in seen.gradients if one.unit == unit]
     whole = sum(one.bytes for one in made)
     group_bytes, end = whole / MANY, 1.0

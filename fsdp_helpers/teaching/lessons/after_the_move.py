@@ -95,7 +95,7 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     lengths = [0] * dist.get_world_size()
     dist.all_gather_object(lengths, num_batches)
     if len(set(lengths)) > 1:
-        findings.append(f"the ranks have {lengths} batches: those with more will wait for ever")
+        findings.append(f"the ranks have {lengths} batches: those with more will wait forever")
     counted = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     if counted != {steps_done}:
         findings.append(f"Adam has counted {sorted(counted)} steps instead of {steps_done}: was its state loaded?")

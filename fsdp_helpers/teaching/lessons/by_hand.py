@@ -40,7 +40,7 @@ def train_ddp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[f
 
 
 def all_reduce_in_two_halves(rank: int, world_size: int) -> tuple[bool, tuple[CollectiveCount, ...]]:
-    """Is an all-reduce a reduce-scatter followed by an all-gather? And what did the three of them move?"""
+    """Compare an all-reduce with a reduce-scatter followed by an all-gather; count what the three move."""
     values = torch.arange(1200.0, device=rank_device()) * (rank + 1)
     with trace_collectives() as seen:
         whole = values.clone()
@@ -54,7 +54,7 @@ def all_reduce_in_two_halves(rank: int, world_size: int) -> tuple[bool, tuple[Co
 
 
 class FlatUnit:
-    """FSDP's core idea: the parameters of a module as one flat tensor, of which each rank keeps a slice.
+    """FSDP's core idea: the parameters of a module as one flat tensor; each rank keeps a slice of it.
 
     With P parameters and N ranks a slice has ceil(P / N) values; the last one is padded with zeros.
     """

@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class Record:
-    """What a job reports: a loss and a gradient norm per step, and the average's loss on images held out."""
+    """The report of a job: a loss and a gradient norm per step, and the average's loss on images held out."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -44,7 +44,7 @@ def start_plain(folder: str) -> Llama:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """What one rank found after a start."""
+    """One rank's findings after a start."""
 
     own_bytes: int  # of the parameters that the rank keeps
     is_tied: bool

@@ -160,7 +160,7 @@ def merge_adapters(model: nn.Module, path: str) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapted:
-    """What a rank held while it trained adapters, and what came of it."""
+    """The bytes that a rank held while it trained adapters, and the result."""
 
     state: StateBytes
     losses: list[float]

@@ -109,7 +109,7 @@ def add_detours(model: ViT, rank: int) -> ViT:
 def train_frozen(
     rank: int, world_size: int, shape: ViTShape, detour: int, api: str
 ) -> tuple[StateBytes, tuple[CollectiveCount, ...]]:
-    """What this rank keeps, and the collectives of a step, with all parameters trained (`detour` 0) or detours only."""
+    """Return the bytes this rank keeps and a step's collectives, training all parameters (`detour` 0) or detours only."""
     torch.manual_seed(0)
     model = ViT(shape)
     model = (add_detours(model, detour) if detour else model).to(rank_device())

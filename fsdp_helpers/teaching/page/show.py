@@ -30,7 +30,7 @@ def source(*objects: Callable | type) -> Listing:
 
 
 def _places(objects: Sequence[Callable | type]) -> str:
-    """Where `objects` stand: "fsdp_helpers/training/loop.py, lines 44, 78"."""
+    """Return where `objects` are defined: "fsdp_helpers/training/loop.py, lines 44, 78"."""
     lines: dict[str, list[str]] = {}
     for shown in map(inspect.unwrap, objects):  # what a decorator wraps is what is shown
         lines.setdefault(_short_path(shown), []).append(str(inspect.getsourcelines(shown)[1]))

@@ -47,7 +47,7 @@ GALLERY = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run showed: the numbers of each rank, or the error in which it ended."""
+    """The outcome of a run: the numbers of each rank, or the error in which it ended."""
 
     numbers: tuple[Numbers, ...] = ()
     error: str = ""

@@ -1,4 +1,4 @@
-"""What the failures have in common: a small model, its units, and a few images."""
+"""The common parts of the failures: a small model, its units, and a few images."""
 
 import torch
 import torch.distributed as dist
