@@ -79,7 +79,7 @@ def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
 
 
 def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
-    """One or two sentences: which data are in use and, for the digits, how to get MNIST."""
+    """Say which data are in use and, for the digits, how to get MNIST."""
     if source.startswith("text "):
         return f"Data: a {source} (the beginning of its SHA-256), as bytes."
     if source == "mnist":

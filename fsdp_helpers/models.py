@@ -28,7 +28,7 @@ class ConvFeatures(nn.Sequential):
 
 
 class ShallowNet(nn.Module):
-    """Two convolutions and two fully connected layers: 1,199,882 parameters. Returns log-probabilities."""
+    """Two convolutions and two fully connected layers, 1,199,882 parameters; returns log-probabilities."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -247,7 +247,7 @@ def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str,
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """`tree`, nested dicts, with what was found under the paths of its leaves; without the others."""
+    """Return `tree`, nested dicts, each leaf replaced by what was found under its path; drop the others."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

@@ -90,7 +90,7 @@ class RunCheckpoints:
             )
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Bring back parameters, optimiser state and each rank's random state, see `load`."""
+        """Bring back parameters, optimiser state and each rank's random state; see `load`."""
         if self._start is not None:
             load(self._start[0], model, optimizer)
 

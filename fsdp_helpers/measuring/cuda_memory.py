@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 
 def start_history(device: torch.device) -> None:
-    """Have the allocator note each request and each free from now on; what it gave out before is not looked at."""
+    """Have the allocator note each request and each free from now on; earlier ones are ignored."""
     take_work_spaces(device)
     torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)  # without stacks: cheap
 

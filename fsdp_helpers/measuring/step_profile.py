@@ -67,7 +67,7 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
 
 
 def units_of(config: TrainConfig) -> list[str]:
-    """The names of the units below the root that a run of `config` has."""
+    """Return the names of the units below the root in a run of `config`."""
     if config.strategy not in CUT_BY_SIZE:
         return []
     with torch.device("meta"):  # shapes are enough

@@ -73,7 +73,7 @@ def process_group(
     """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device per rank, on CUDA.
 
     The default `init_method` reads the meeting point from the variables that torchrun sets. A collective gives up
-    somewhat earlier than after `timeout_s` (half an hour where it is None): the rest is for `silent_ranks_named`.
+    somewhat earlier than after `timeout_s` (half an hour if it is None): the rest is for `silent_ranks_named`.
     Ranks that `launch` started know that all of them are on one host, and end with the block: nobody asks for hosts,
     and gloo's connections end with the process, since taking them down one by one costs 10 ms each.
     """

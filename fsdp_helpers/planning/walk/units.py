@@ -202,7 +202,7 @@ class Shards:
     def all_reduce(self, unit: Unit, values: int) -> None:
         """Add the slice of a gradient up over the copies of the state, if there are several.
 
-        If each rank has a copy of its own, FSDP1's flat gradient is filled up until all ranks divide it.
+        If each rank has a copy of its own, FSDP1's flat gradient is padded until all ranks divide it.
         """
         slice_values = values // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
         full_bytes = self.sizes.reduced * slice_values

@@ -1,6 +1,7 @@
 """Exercises of notebook 13: a loss that counts tokens, logits in chunks, and adapters that are saved alone."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,8 +153,8 @@ def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
     }
 
 
-def peak_of(loss: object = summed_loss) -> int:
-    """Bytes of a loss and its head at the peak, above weights and hidden states."""
+def peak_of(loss: Callable[..., Tensor] = summed_loss) -> int:
+    """Return the peak bytes of a loss and its head, above weights and hidden states."""
     torch.manual_seed(0)
     head, hidden = nn.Linear(SHAPE.width, WORDS, bias=False), torch.randn(1, NUM_TOKENS, SHAPE.width)
     hidden.requires_grad_()

@@ -16,7 +16,7 @@ BAND = "the planner: from all of it overlapped to nothing"
 
 
 def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
-    """Measured step times over the bandwidth, in front of what the planner says: from the shortest to the longest step.
+    """Plot measured step times against bandwidth, over the planner's range from the shortest to the longest step.
 
     Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as the kept record holds them.
     """

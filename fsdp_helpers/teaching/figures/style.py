@@ -1,6 +1,6 @@
 """The look of all figures: one colour per strategy through the series, one per kind of state.
 
-A colour never stands alone: a label, a hatch, a line's pattern or a fixed order says the same.
+A colour never stands alone: a label, a hatch, a line's pattern or a fixed order repeats what it says.
 """
 
 import sys

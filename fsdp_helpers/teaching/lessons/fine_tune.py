@@ -72,7 +72,7 @@ def learning_rate_at(run: FineTune, step: int) -> float:
 
 
 def recompute(layer: nn.Module) -> nn.Module:
-    """Let a layer keep its input only, and compute the rest again in backward."""
+    """Let a layer keep only its input, and recompute the rest in backward."""
     forward = layer.forward
     layer.forward = lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
     return layer

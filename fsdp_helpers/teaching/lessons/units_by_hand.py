@@ -39,7 +39,7 @@ class HookedUnit:
         self.free()
 
     def start_gather(self) -> None:
-        """Begin the all-gather, unless it was begun already."""
+        """Begin the all-gather, unless it has begun already."""
         if self.gathering is None:
             self.whole.untyped_storage().resize_(self.num_bytes)
             self.gathering = dist.all_gather_into_tensor(self.whole, self.shard.data, async_op=True)
