@@ -326,7 +326,7 @@ def test_an_exercise_by_typing_wrong_and_right(lab):
     lab.run("notebook:run-cell")
     assert wait_until(lambda: lab.cells()[set_up].get("execution_count") and is_idle(lab), CELL_S)
     lab.type_into(exercise, "checks.check_parameter_count(204_800)")
-    shown = lab.wait_for_output(exercise, "Not yet: ")
+    shown = lab.wait_for_output(exercise, r"Not yet:\S* ")
     assert len(shown.splitlines()) == 1 and "204,928" not in shown
     lab.type_into(exercise, "checks.check_parameter_count(128 * (64 * 5 * 5) + 128)")
     assert lab.wait_for_output(exercise, "Right: ") == "✓ Right: 204,928 parameters. (1 of 3 solved)"

@@ -218,7 +218,7 @@ def test_a_checker_names_what_it_runs(kernel):
     code = "from fsdp_helpers.teaching.exercises import ddp\nddp.check_average_gradients('my_ddp')"
     line, verdict = kernel.run(code)
     assert text_of(line).startswith("my_ddp.py, 2 ranks on cpu: ended after ")  # and from the start on: "starting"
-    assert text_of(verdict).startswith("Not yet: on 2 ranks, ")
+    assert "Not yet:\x1b[0m on 2 ranks, " in text_of(verdict)
 
 
 # ---------------------------------------------------------------- how launches end

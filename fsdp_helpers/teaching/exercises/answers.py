@@ -10,10 +10,18 @@ BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not 
 
 
 class NotYet(AssertionError):
-    """The answer is missing or wrong; a notebook shows the message alone, without a traceback."""
+    """The answer is missing or wrong; a notebook shows the message alone, behind an amber label, without a traceback."""
+
+    look = "\x1b[30;43m"  # black on amber
 
     def _render_traceback_(self) -> list[str]:
-        return [f"Not yet: {self}"]
+        return [f"{self.look}Not yet:\x1b[0m {self}"]
+
+
+class Crash(NotYet):
+    """The answer could not be run to its end; the label is red."""
+
+    look = "\x1b[97;41m"  # white on red
 
 
 class Solved(str):
@@ -49,7 +57,7 @@ def exercise(notebook: str) -> Callable:
             except NotYet:
                 raise
             except Exception as error:
-                raise NotYet(f"this answer cannot be checked: {error_line(error)}") from None
+                raise Crash(f"this answer cannot be checked: {error_line(error)}") from None
             _solved.add(checker.__name__)
             all_of_them = _exercises[notebook]
             verdict.count = f"{len(_solved & all_of_them)} of {len(all_of_them)} solved"
@@ -99,7 +107,7 @@ def call_or_none(function: Callable | None, *arguments: object, **named: object)
         given = function(*arguments, **named)
     except Exception as error:
         shown = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in named.items())])
-        raise NotYet(f"called with ({shown}), your function fails: {error_line(error)}") from None
+        raise Crash(f"called with ({shown}), your function fails: {error_line(error)}") from None
     expect(given is not ..., "replace the ... with your answer")
     return given
 

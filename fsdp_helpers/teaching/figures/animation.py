@@ -16,7 +16,15 @@ from pathlib import Path
 from fsdp_helpers.measuring.unit_trace import UnitTrace
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.teaching.figures.step_parts import LEFT, RIGHT, Key, Part, in_progress, parts, places
-from fsdp_helpers.teaching.figures.style import FRAME_COLOUR, IN_WORDS, OP_COLOURS, PEAK_COLOUR, STATE_COLOURS
+from fsdp_helpers.teaching.figures.style import (
+    FONT,
+    FRAME_COLOUR,
+    IN_WORDS,
+    OP_COLOURS,
+    PEAK_COLOUR,
+    STATE_COLOURS,
+    TEXT_COLOUR,
+)
 from fsdp_helpers.teaching.figures.words import step_of_units_in_words
 
 WIDTH, HEIGHT = 960, 590
@@ -24,14 +32,12 @@ LANES, LANE = (340, 358), 12  # the time line of each rank
 TOP, BOTTOM = 396, 532  # of the memory curve
 PLAY_S, REST_S = 14.0, 2.0  # in which a step is shown, and how long its end stays
 CURVE_POINTS, READINGS = 400, 80
-INK = "#7a7a7a"  # legible on white and on black, so that the picture needs no background
 CAPTIONS = {
     "forward": "Forward: slices flow together, and whole parameters are used",
     "backward": "Backward: whole gradients (hatched); then each rank keeps its slice of their mean",
     "step": "Optimiser's step: each rank updates its own slices",
 }
-FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
-STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{INK}}}"
+STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{TEXT_COLOUR}}}"
 RUNS = f"g{{animation:{PLAY_S + REST_S:g}s linear infinite}}"
 HATCHES = (
     '<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -219,7 +225,7 @@ def _curve(step: UnitTrace) -> Iterator[str]:
     below = 0.0
     levels = ((curve.peak_bytes, "peak"), (ddp_bytes(step), "DDP holds"), (curve.held_bytes, "held"))
     for size, text in sorted(levels, reverse=True):
-        yield f'<path d="M{LEFT} {y(size):.1f}H{RIGHT}" stroke="{INK}" stroke-dasharray="2 4"/>'
+        yield f'<path d="M{LEFT} {y(size):.1f}H{RIGHT}" stroke="{TEXT_COLOUR}" stroke-dasharray="2 4"/>'
         below = max(y(size) + 4, below + 15)  # no text upon another
         yield _text(LEFT - 8, below, f"{text} {size / MB:.1f}", 'text-anchor="end"')
     yield f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FRAME_COLOUR}"/>'

@@ -165,7 +165,7 @@ def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Fi
                 owner = _owner(leaf, units)
                 colour = "#e5e7eb" if owner == "root" else plt.get_cmap("Set2")(list(units).index(owner) % 8)
                 ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colour))
-                ax.text(column, row, owner, ha="center", va="center")
+                ax.text(column, row, owner, ha="center", va="center", color="black")
         sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
         labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
         ax.set_yticks(range(len(leaves)), labels, family="monospace")
@@ -237,4 +237,4 @@ def _draw_slice(
     ax.barh(middle, width, left=left, color=colour, edgecolor="white", height=height)
     text = f"rank {part.rank}: {num_rows:,}" if entry.shape else f"rank {part.rank}"
     text = text if width > 0.12 else f"{num_rows:,}"
-    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7)
+    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7, color="black")

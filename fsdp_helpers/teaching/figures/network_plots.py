@@ -29,7 +29,7 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
     colour = STRATEGY_COLOURS["ddp"]
     with figure_style():
         fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-        ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color="black", label="measured")
+        ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color=TEXT_COLOUR, label="measured")
         ax.fill_between(between, milli(shortest_s), milli(longest_s), color=colour, alpha=0.15, label=BAND)
         ax.plot(between, milli(network_s), "--", color=colour, label="sent bytes / bandwidth")
         ax.axhline(1000 * unlimited_s, linestyle=":", color=TEXT_COLOUR, label="measured, unlimited")

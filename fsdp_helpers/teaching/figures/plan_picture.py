@@ -4,17 +4,16 @@ from collections.abc import Sequence
 
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.teaching.figures.animation import FONT, INK
 from fsdp_helpers.teaching.figures.plans import CATEGORY_COLOURS
-from fsdp_helpers.teaching.figures.style import FRAME_COLOUR
+from fsdp_helpers.teaching.figures.style import FONT, FRAME_COLOUR, TEXT_COLOUR
 
 WIDTH, HEIGHT = 960, 370
-LEFT, RIGHT, TOP, BOTTOM = 60, 640, 36, 320
-KEY = 766
+LEFT, RIGHT, TOP, BOTTOM = 60, 610, 36, 320
+KEY = 740
 BAR = 0.7  # of the room for one number of ranks
 NOT_CHOSEN = 0.3  # opacity
 LIMIT_COLOUR = "#dc2626"
-STYLE = f"text{{font-family:{FONT};font-size:15px;fill:{INK}}}"
+STYLE = f"text{{font-family:{FONT};font-size:15px;fill:{TEXT_COLOUR}}}"
 
 
 def waterfall_svg(plans: Sequence[Plan], chosen: int, highest_bytes: float) -> str:
@@ -24,7 +23,7 @@ def waterfall_svg(plans: Sequence[Plan], chosen: int, highest_bytes: float) -> s
     y = _y(device_bytes, highest_bytes)
     limit = (
         f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{LIMIT_COLOUR}" stroke-width="2" stroke-dasharray="8 5"/>'
-        f'<text x="{RIGHT + 8}" y="{y + 5:.1f}" style="fill:{LIMIT_COLOUR}">{device_bytes / GB:.0f} GB, a device</text>'
+        f'<text x="{RIGHT + 8}" y="{y + 5:.1f}" style="fill:{LIMIT_COLOUR}">device: {device_bytes / GB:.0f} GB</text>'
     )
     ends = (_y(0, highest_bytes), _y(highest_bytes, highest_bytes))
     axis = (

@@ -19,7 +19,6 @@ CATEGORY_COLOURS = {
     "activations": "#059669",
     "communication buffers": "#fcd34d",
 }
-CATEGORY_HATCHES = {"gathered units": "////", "communication buffers": "....", "activations": "xx"}
 FITS, FITS_NOT = "#bbf7d0", "#fecaca"
 
 
@@ -38,11 +37,11 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
     below = [0.0] * len(plans)
     for category in CATEGORIES.values():
         sizes = [plan.by_category()[category] / GB for plan in plans]
-        look = {"color": CATEGORY_COLOURS[category], "hatch": CATEGORY_HATCHES.get(category), "edgecolor": "white"}
+        look = {"color": CATEGORY_COLOURS[category]}
         ax.bar(places, sizes, bottom=below, width=0.7, label=category, linewidth=0, **look)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
     outside = [plan.cluster.allowance_bytes / GB for plan in plans]
-    ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="white", edgecolor=FRAME_COLOUR)
+    ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="none", edgecolor=FRAME_COLOUR)
     memory = plans[0].cluster.device_memory_bytes / GB
     ax.axhline(memory, color="#b91c1c", linestyle="--", label=f"{memory:.0f} GB")
     for place, plan in enumerate(plans):
@@ -64,7 +63,7 @@ def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figur
                     colour = FITS if plan.fits else FITS_NOT
                     ax.add_patch(plt.Rectangle((across - 0.5, down - 0.5), 1, 1, color=colour, linewidth=0))
                     text = f"{plan.needed_bytes / GB:,.0f}" + ("" if plan.fits else " ✗")
-                    ax.text(across, down, text, ha="center", va="center", fontsize=8)
+                    ax.text(across, down, text, ha="center", va="center", fontsize=8, color="black")
             ax.set_xticks(range(len(rows[0])), [f"{plan.cluster.world_size:,}" for plan in rows[0]])
             memory = [f"{row[0].cluster.device_memory_bytes / GB:.0f}" for row in rows]
             ax.set_yticks(range(len(rows)), memory)
@@ -83,10 +82,10 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
             for real in (True, False):
                 chosen = [row for row in rows if (row.model, row.real) == (model, real)]
                 places = [variants.index(row.variant) + 0.2 * (shift - 1) + (0.0 if real else 0.08) for row in chosen]
-                look = {"facecolor": f"C{shift}" if real else "white", "edgecolor": f"C{shift}", "marker": marker}
+                look = {"facecolor": f"C{shift}" if real else "none", "edgecolor": f"C{shift}", "marker": marker}
                 label = f"{model}, {'real ranks' if real else 'a rank of N'}"
                 ax.scatter(places, [100 * row.error for row in chosen], s=22, label=label, **look)
-        ax.axhspan(-1, 1, color="#f3f4f6", zorder=0)
+        ax.axhspan(-1, 1, color=FRAME_COLOUR, alpha=0.2, zorder=0)
         ax.axhline(0, color=FRAME_COLOUR, linewidth=0.8, zorder=0)
         ax.set_xticks(range(len(variants)), variants)
         ax.set(ylabel="predicted / measured - 1 (%)", title="Peaks: error of the prediction; grey: 1 %")

@@ -25,9 +25,12 @@ from fsdp_helpers.teaching.figures.style import (
     PEAK_COLOUR,
     STATE_COLOURS,
     STRATEGY_COLOURS,
+    TEXT_COLOUR,
     figure_style,
 )
 from fsdp_helpers.teaching.figures.timelines import draw_collectives, draw_copies, draw_memory_curve, draw_notes
+
+SAME = 1e-4  # nats; what other orders of the same fp32 sums leave is far less
 
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
@@ -38,10 +41,18 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
             above = len(runs) - 1 - depth
             look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.4 if depth == 0 and above else 1}
             ax.plot(range(1, len(losses) + 1), losses, label=name, **look)
-        ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title="Loss, step by step")
+        ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title=_how_equal(list(runs.values())))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
         ax.legend(handlelength=5)
     return fig, ax
+
+
+def _how_equal(runs: Sequence[Sequence[float]]) -> str:
+    """Return what a figure of losses shows, if it is that they are the same."""
+    if len(runs) < 2 or len({len(losses) for losses in runs}) > 1:
+        return ""
+    gap = max(max(losses) - min(losses) for losses in zip(*runs, strict=True))
+    return f"Same losses: at most {gap:.0e} apart" if gap < SAME else ""
 
 
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
@@ -163,7 +174,7 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
         for place, rung in enumerate(rungs):
             predicted = rung.predicted_bytes / MB
             label = "predicted" if place == 0 else None
-            memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color="#111827", linewidth=2, label=label)
+            memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color=TEXT_COLOUR, linewidth=2, label=label)
             change = f" ({peaks[place] - peaks[place - 1]:+,.1f})" if place else ""
             right = max(peaks[place], predicted)
             memory_ax.text(right, place, f"  {peaks[place]:,.1f}{change}", va="center", color="#4b5563")

@@ -16,12 +16,12 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
         for row, order in enumerate(orders.values()):
             for place, entry in enumerate(order):
                 gathers = entry.startswith("gather")
-                colour, hatch = (OP_COLOURS["all_gather"], "////") if gathers else (TEXT_COLOUR, None)
-                ax.barh(row, 0.9, left=place, height=0.6, color=colour, hatch=hatch, edgecolor="white")
+                colour = OP_COLOURS["all_gather"] if gathers else TEXT_COLOUR
+                ax.barh(row, 0.9, left=place, height=0.6, color=colour)
                 box = {"facecolor": colour, "edgecolor": "none", "pad": 1}
                 ax.text(place + 0.45, row, entry, ha="center", va="center", color="white", bbox=box)
         ax.set_yticks(range(len(orders)), list(orders))
         ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward; the numbers are the blocks'")
         ax.margins(x=0.01)
-        ax.set_title("all-gathers (green, hatched) and arithmetic (grey)")
+        ax.set_title("all-gathers (green) and arithmetic (grey)")
     return fig, ax

@@ -23,19 +23,23 @@ STRATEGY_COLOURS = {
     "fsdp-auto-wrap": GREEN,
     "fsdp-offload": PURPLE,
 }
-PHASE_COLOURS = {"forward": "#e0f2fe", "backward": "#fdecd2", "step": "#ececf1"}
+PHASE_COLOURS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # sheer: the page shows through
 # Darker, since numbers are written on them in white.
 OP_COLOURS = {"all_gather": "#00735c", "reduce_scatter": "#b34700", "all_reduce": BLUE, "broadcast": "#7b4b94"}
-OP_HATCHES = {"reduce_scatter": "////", "all_reduce": "....", "broadcast": "xxxx"}
-PEAK_COLOUR = "#a03c00"
+# Hatched, in every figure: gradients of a rank's own images, until they are averaged; and what averages them.
+OP_HATCHES = dict.fromkeys(("reduce_scatter", "all_reduce"), "////")
+PEAK_COLOUR = "#c2500a"
 LINE_PATTERNS = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 IN_WORDS = "font-size:0.85em;opacity:0.8;max-width:60em"
-TEXT_COLOUR, FRAME_COLOUR = "#4b5563", "#9ca3af"
+# Legible on white and on black: figures have no background of their own.
+TEXT_COLOUR, FRAME_COLOUR = "#767676", "#9ca3af"
+FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"  # of what is drawn as SVG
 STYLE = {
-    "figure.facecolor": "white",  # on a dark page, too
-    "axes.facecolor": "white",
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "black"),
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), TEXT_COLOUR),
     "figure.dpi": 110,
     "font.size": 9,
     "axes.spines.top": False,

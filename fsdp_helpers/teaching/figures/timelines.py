@@ -22,7 +22,7 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
         ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
         middle_ms = 500 * (phase.start_s + phase.end_s)
         ax.text(middle_ms, 0.02, phase.name, transform=ax.get_xaxis_transform(), ha="center", color=TEXT_COLOUR)
-    ax.step(times_ms, sizes_mb, where="post", color="#111827", linewidth=1.2)
+    ax.step(times_ms, sizes_mb, where="post", color=TEXT_COLOUR, linewidth=1.2)
     peak_mb = curve.peak_bytes / MB
     ax.axhline(peak_mb, color=FRAME_COLOUR, linestyle=":", linewidth=1)
     place = {"transform": ax.get_yaxis_transform(), "va": "center"}
@@ -77,7 +77,7 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
         ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, height=0.5, linewidth=0, **_look(seen.op))
     for unit, way, start_s in unit_copies(copies, units):
         line, time_ms = lines.index(way), 1e3 * (start_s - trace.began_s)
-        ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color="black", markersize=5)
+        ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color=TEXT_COLOUR, markersize=5)
         ax.text(time_ms, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top", fontsize=8)
     ops = dict.fromkeys(seen.op for seen in trace.collectives)
     handles = [Patch(label=op, **_look(op)) for op in ops]

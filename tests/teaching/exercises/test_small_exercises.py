@@ -16,7 +16,17 @@ from traitlets.config import Config
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.records import CollectiveCount
-from fsdp_helpers.teaching.exercises import auto_wrap, checkpointing, ddp, fsdp, levers, memory, offload, real_model
+from fsdp_helpers.teaching.exercises import (
+    answers,
+    auto_wrap,
+    checkpointing,
+    ddp,
+    fsdp,
+    levers,
+    memory,
+    offload,
+    real_model,
+)
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
 CHAPTERS = (memory, ddp, fsdp, auto_wrap, offload, checkpointing, levers, real_model)
@@ -390,7 +400,7 @@ def test_a_notebook_shows_one_line(tmp_path, monkeypatch, capsys):
     shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
     shell.run_cell("from fsdp_helpers.teaching.exercises.memory import check_parameter_count as check; check(...)")
     said = capsys.readouterr()
-    assert (said.out + said.err).strip() == "Not yet: replace the ... with your answer"
+    assert re.sub(r"\x1b\[[\d;]*m", "", said.out + said.err).strip() == "Not yet: replace the ... with your answer"
 
 
 # ---------------------------------------------------------------- verdicts
@@ -428,3 +438,16 @@ def test_an_answer_that_the_checker_did_not_expect_does_not_show_it():
     with pytest.raises(NotYet, match="this answer cannot be checked: TypeError: no") as refused:
         memory.check_parameter_count(Awkward(7))
     assert refused.value.__suppress_context__
+
+
+def test_not_yet_is_amber_and_a_crash_is_red():
+    def fails():
+        raise KeyError("no such name")
+
+    with pytest.raises(answers.NotYet) as missing:
+        answers.expect_answered(...)
+    with pytest.raises(answers.Crash) as crashed:
+        answers.call(fails)
+    told = [caught.value._render_traceback_()[0] for caught in (missing, crashed)]
+    assert [line.partition("Not yet:\x1b[0m ")[0] for line in told] == ["\x1b[30;43m", "\x1b[97;41m"]
+    assert "KeyError" in told[1] and len(told) == 2

@@ -3,6 +3,7 @@
 import base64
 import html
 import inspect
+import io
 import re
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from fsdp_helpers.records import (
 )
 from fsdp_helpers.teaching.figures import plots
 from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
-from fsdp_helpers.teaching.figures.style import STATE_COLOURS, STRATEGY_COLOURS, described_png
+from fsdp_helpers.teaching.figures.style import STATE_COLOURS, STRATEGY_COLOURS, TEXT_COLOUR, described_png
 
 MB = 10**6
 COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit
@@ -256,11 +257,24 @@ def test_wrong_predictions_say_what_would_be_right():
     assert [ax.title.get_weight() for ax in axes] == ["normal", "bold", "normal"]
 
 
-def test_figures_are_white_on_a_dark_page():
+def test_figures_let_the_page_show_through_and_are_legible_on_white_and_on_black():
     with plt.style.context("dark_background"):
         fig, ax = plots.plot_memory_curve(step_trace().curve, "One step")
-    assert fig.get_facecolor() == ax.get_facecolor() == (1, 1, 1, 1)
-    assert ax.xaxis.label.get_color() == ax.title.get_color() == "black"
+    assert fig.get_facecolor()[3] == ax.get_facecolor()[3] == 0
+    assert ax.xaxis.label.get_color() == ax.title.get_color() == TEXT_COLOUR
+    picture, _ = described_png(fig)
+    corner = plt.imread(io.BytesIO(base64.b64decode(picture)))[0, 0]
+    assert corner[3] == 0
+    # Contrast as in WCAG 2.2: (lighter + 0.05) / (darker + 0.05), in relative luminance
+    grey = ((int(TEXT_COLOUR[1:3], 16) / 255 + 0.055) / 1.055) ** 2.4
+    assert 1.05 / (grey + 0.05) >= 4.5 and (grey + 0.05) / 0.05 >= 4.5
+
+
+def test_a_title_states_what_was_found_or_there_is_none():
+    same = plots.plot_step_losses({"one": [2.3, 2.0], "two": [2.3, 2.0 + 6e-8]})[1]
+    assert same.get_title("left") == "Same losses: at most 6e-08 apart"
+    for runs in ({"one": [2.3, 2.0], "two": [2.3, 1.9]}, {"one": [2.3, 2.0], "two": [2.3]}, {"one": [2.3]}):
+        assert plots.plot_step_losses(runs)[1].get_title("left") == ""
 
 
 def test_the_style_stays_within_the_figure():
@@ -285,7 +299,7 @@ def test_every_figure_is_described_with_its_numbers(name):
 
 def test_lines_say_where_they_begin_and_end():
     text = of("plot_step_losses", {"ddp": [2.3, 2.0, 1.8, 1.9, 1.2], "fsdp": [2.3, 2.0]})
-    assert "Figure: Loss, step by step; loss over the global batch (nats) against step." in text
+    assert "Figure: loss over the global batch (nats) against step." in text
     assert "ddp: from 2.3 at 1 to 1.2 at 5, lowest 1.2, highest 2.3." in text
     assert "fsdp: 2.3 at 1, 2 at 2." in text
 
@@ -331,20 +345,25 @@ def test_figures_that_are_shown_have_both(shell):
     assert html.unescape(re.sub(r"<.*?>", "", folded.data["text/html"])) == f"In words{describe(fig)}"
 
 
-def seen_without_red(colour: str) -> tuple[float, float]:
-    """Roughly what is left of a colour for whoever lacks the cones for long waves: one yellow-blue axis, and lightness.
+# The share of red and of green in what is left of both: the first two columns of the matrices in the paper below.
+YELLOW = {"protanope": (0.11238, 0.88762), "deuteranope": (0.29275, 0.70725)}
+
+
+def seen_by(who: str, colour: str) -> tuple[float, float]:
+    """Roughly what is left of a colour without the cones for long or for middle waves: a yellow and a blue.
 
     After F. Viénot, H. Brettel and J. Mollon, "Digital video colourmaps for checking the legibility of displays by
     dichromats", 1999, in linear RGB.
     """
     red, green, blue = ((int(colour[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
-    yellow = 0.11238 * red + 0.88762 * green
+    yellow = YELLOW[who][0] * red + YELLOW[who][1] * green
     return yellow, blue
 
 
 @pytest.mark.parametrize("colours", [STRATEGY_COLOURS, STATE_COLOURS], ids=["strategies", "states"])
-def test_colours_differ_for_whoever_does_not_see_red(colours):
-    seen = [seen_without_red(colour) for colour in colours.values()]
+@pytest.mark.parametrize("who", YELLOW)
+def test_colours_differ_for_whoever_does_not_tell_red_from_green(who, colours):
+    seen = [seen_by(who, colour) for colour in colours.values()]
     distances = [
         max(abs(a - b) for a, b in zip(one, other, strict=True))
         for place, one in enumerate(seen)
