@@ -6,6 +6,7 @@ from runs import check_json, tiny_record
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.records import (
+    CollectiveCount,
     MemoryCurve,
     StateBytes,
 )
@@ -53,3 +54,11 @@ def test_state_total():
 def test_held_is_the_end_and_peak_the_highest():
     curve = MemoryCurve(times_s=(0.0, 1.0, 2.0), allocated_bytes=(10, 30, 20))
     assert (curve.held_bytes, curve.peak_bytes) == (20, 30)
+
+
+def test_a_rank_adds_up_its_collectives():
+    gathers = CollectiveCount(op="all_gather", count=9, bytes=800, sent_bytes=400)
+    reduces = CollectiveCount(op="reduce_scatter", count=5, bytes=500, sent_bytes=250)
+    rank = replace(tiny_record().ranks[0], collectives=(gathers, reduces))
+    assert rank.sent_bytes == 650
+    assert (rank.count("all_gather"), rank.count("all_reduce"), rank.count()) == (9, 0, 14)
