@@ -254,6 +254,28 @@ def test_every_cell_runs(lab, name):
     lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
 
 
+def test_a_notebook_never_run_here_has_coloured_listings_and_descriptions(lab):
+    """JupyterLab cleans the outputs of a notebook that it does not trust: what is left is what a reader sees first."""
+    lab.open("03_fsdp.ipynb")
+    cells = lab.cells()
+    listing = next(place for place, cell in enumerate(cells) if cell["source"].startswith("show.source("))
+    lab.go_to(listing)
+    page_colour, colours = lab.shown(f'[data-windowed-list-index="{listing}"] .jp-OutputArea pre').evaluate(
+        "pre => [getComputedStyle(pre).color,"
+        " [...pre.querySelectorAll('span')].map(span => getComputedStyle(span).color)]"
+    )
+    assert len({*colours} - {page_colour}) >= 3
+    motion = next(place for place, cell in enumerate(cells) if cell["source"].endswith("animation.animated(step)"))
+    drawn = next(place for place, cell in enumerate(cells) if num_pictures(cell))
+    lab.go_to(motion)
+    alt = lab.shown(f'[data-windowed-list-index="{motion}"] .jp-OutputArea img').get_attribute("alt")
+    assert alt.startswith("One step of FSDP on two ranks")
+    for place in (motion, drawn):
+        lab.go_to(place)
+        folded = lab.shown(f'[data-windowed-list-index="{place}"] .jp-OutputArea details')
+        assert folded.locator("summary").text_content() == "In words" and len(folded.text_content()) > 60
+
+
 def is_idle(lab: Lab) -> bool:
     return lab.evaluate("app.shell.currentWidget.sessionContext.session?.kernel?.status") == "idle"
 
