@@ -10,6 +10,7 @@
 # make run          install, then run every notebook and keep its outputs   (NOTEBOOKS="03 09" for some of them)
 # make handouts     the notebooks on paper, without solutions, in handouts/   (NOTEBOOKS="03 09", HANDOUT_ARGS=--solutions)
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
+# make book         the executed notebooks as a small site, in book/
 # make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE_ARGS="--to DIR")
 # make lint         check the style of the code and the types of the package; `make format` mends what a program can mend
 # make relock       take the newest versions that the registry serves into requirements.lock
@@ -43,7 +44,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab student reset handouts slides offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest xla xla-all lint format relock outdated run clean
+.PHONY: lab student reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -92,6 +93,9 @@ handouts: $(INSTALLED)
 
 slides: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.lab.slides $(NOTEBOOKS)
+
+book: $(INSTALLED)
+	$(BIN)/python -m fsdp_helpers.lab.book $(NOTEBOOKS)
 
 offline: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.lab.offline $(OFFLINE_ARGS)

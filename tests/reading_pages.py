@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 from bs4 import BeautifulSoup
 
@@ -27,7 +28,7 @@ def loaded_files(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    return {tag["id"] for tag in BeautifulSoup(page, "html.parser").find_all(id=True)}
+    return {unquote(tag["id"]) for tag in BeautifulSoup(page, "html.parser").find_all(id=True)}
 
 
 def broken_links(folder: Path) -> list[str]:
@@ -41,6 +42,6 @@ def broken_links(folder: Path) -> list[str]:
             target = (path.parent / address).resolve() if address else path
             if re.match(r"[a-z]+:", address):
                 continue  # a website, which nobody needs for reading
-            if not target.exists() or (anchor and anchor not in ids.get(target, {anchor})):
+            if not target.exists() or (anchor and unquote(anchor) not in ids.get(target, {unquote(anchor)})):
                 broken.append(f"{path.name}: {tag['href']}")
     return broken

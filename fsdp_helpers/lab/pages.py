@@ -83,14 +83,18 @@ def code_colours() -> str:
     return HtmlFormatter(style="default").get_style_defs(".highlight")
 
 
-def link_to_pages(body: str, names: Collection[str]) -> str:
-    """Let links to notebooks and Markdown files lead to their pages, which are `names`; other files are not linked."""
+def link_to_pages(body: str, names: Collection[str], folders: Collection[str] = ()) -> str:
+    """Let links to notebooks and Markdown files lead to their pages, which are `names`.
+
+    Files of the `folders`, which lie beside the pages, are linked as they are, and other files are not linked.
+    """
 
     def linked(found: re.Match) -> str:
-        address, anchor = found["address"], found["anchor"]
-        if ":" in address or not address:
-            return found[0]  # a website, or a place on this page
-        stem = Path(address).stem
-        return f'<a href="{stem}.html{anchor}"' if stem in names and "/" not in address else "<a"
+        path, anchor = Path(found["address"]), found["anchor"]
+        if ":" in found["address"] or not found["address"] or path.parts[0] in folders:
+            return found[0]  # a website, a place on this page, or a file that is there
+        return (
+            f'{found["before"]}href="{path.stem}.html{anchor}"' if path.stem in names and len(path.parts) == 1 else "<a"
+        )
 
-    return re.sub(r'<a href="(?P<address>[^"#]*)(?P<anchor>[^"]*)"', linked, body)
+    return re.sub(r'(?P<before><a (?:class="[^"]*" )?)href="(?P<address>[^"#]*)(?P<anchor>[^"]*)"', linked, body)
