@@ -14,7 +14,8 @@ class FlatParameters:
     """A unit's parameters are views of one flat tensor. On one rank it is not sharded, and always there."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
-        self.units = {name: unit for name, unit in shards.units.items() if unit.parameters}  # an empty one does nothing
+        # an empty unit does nothing; an empty root computes
+        self.units = {name: unit for name, unit in shards.units.items() if unit.parameters or name == ROOT}
         self._shards, self._ranks = shards, shards.ranks
         self._prefetch = config.backward_prefetch
         self._frees_after_forward = config.sharding != "grad-op"
@@ -35,7 +36,7 @@ class FlatParameters:
             return
         if not self._backward_runs:
             self._shards.compute("forward", unit)
-        if unit not in self._forwards:
+        if unit.parameters and unit not in self._forwards:
             self._forwards.append(unit)
         if name != ROOT and self._frees_after_forward:
             self._shards.free_gathered(unit)
@@ -48,7 +49,7 @@ class FlatParameters:
         self._in_backward.add(name)
         self._gather(self.units[name])
         self._shards.compute("backward", self.units[name])
-        if self._prefetch == "pre":
+        if self._prefetch == "pre" and self.units[name] in self._forwards:
             self._gather_next(self.units[name])
 
     def gradient(self, name: str) -> None:
@@ -87,7 +88,7 @@ class FlatParameters:
         self._in_backward.clear()
 
     def _gather(self, unit: Unit) -> None:
-        if self._ranks == 1 or self._shards.is_gathered(unit):
+        if self._ranks == 1 or self._shards.is_gathered(unit) or not unit.parameters:
             return
         sizes = self._shards.sizes
         if sizes.gathered < sizes.kept:

@@ -8,14 +8,15 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.walk.units import Shards, Unit
 
-GATHER, REDUCE = "all-gather", "reduce-scatter"
+GATHER, LAST_GATHER, REDUCE = "all-gather", "all-gather of the last use", "reduce-scatter"
 
 
 class FullyShard:
     """Parameters in slices by rows; a gathered one is copied out of its buffer, a gradient is copied into one."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
-        self.units = {name: unit for name, unit in shards.units.items() if unit.parameters}  # an empty one does nothing
+        # an empty unit does nothing; an empty root computes
+        self.units = {name: unit for name, unit in shards.units.items() if unit.parameters or name == ROOT}
         self._shards, self._ranks = shards, shards.ranks
         self._frees_after_forward = config.reshard_after_forward and config.sharding != "grad-op"
         self._reshards_after_backward = config.reshard_after_backward
@@ -34,9 +35,13 @@ class FullyShard:
     def enter_forward(self, name: str) -> None:
         """Gather; the buffer stays until the next unit's is filled. What is recomputed is there, or is gathered."""
         unit = self.units[name]
-        if self._shards.is_gathered(unit):
+        if self._shards.is_gathered(unit) or not unit.parameters:
             return
+        if self._copied is unit:  # used twice in a row: the buffer of its last use is there until the new one is filled
+            self._shards.take_buffer(LAST_GATHER, unit, unit.padded, self._shards.sizes.gathered)
+            self._free_copied()
         self._fill_buffer(unit)
+        self._shards.free_buffer(LAST_GATHER, unit)
         if name not in self._in_backward:
             self._free_copied()
         self._shards.gather(unit)
@@ -51,8 +56,9 @@ class FullyShard:
             return
         unit = self.units[name]
         self._shards.compute("forward", unit)
-        self._uses.setdefault(name, []).append(len(self._order))
-        self._order.append(unit)
+        if unit.parameters:
+            self._uses.setdefault(name, []).append(len(self._order))
+            self._order.append(unit)
         if name == ROOT:
             self._free_copied()
         elif self._frees_after_forward:
@@ -66,7 +72,7 @@ class FullyShard:
         unit = self.units[name]
         self._in_backward.add(name)
         self._done.discard(name)
-        if not self._shards.is_gathered(unit):
+        if unit.parameters and not self._shards.is_gathered(unit):
             self._fill_buffer(unit)
             self._shards.gather(unit)
             self._shards.free_buffer(GATHER, unit)
