@@ -133,6 +133,8 @@ def read_config(folder: Path) -> dict:
 def read_documents(folder: Path, text: Path) -> list[Tensor]:
     """Return the documents of the text as token numbers: of the folder's tokenizer, or bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
+    if not documents:
+        sys.exit(f"{text}: there is nothing to learn in it; documents are separated by blank lines")
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
