@@ -49,10 +49,11 @@ def test_first_values():
 
 
 def test_a_rotation_worked_by_hand():
-    # one pair of values, a wavelength of 2 pi: position 1 turns (1, 0) by one radian
+    # one pair of values, a wavelength of 2 pi: position 1 turns (1, 2) by one radian,
+    # to (cos 1 - 2 sin 1, 2 cos 1 + sin 1), with cos 1 = 0.5403023 and sin 1 = 0.8414710
     rotary = Rotary(replace(SMALL, width=2, num_heads=1, num_kv_heads=1))
-    turned = rotate(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), *rotary(2, torch.float32))
-    right = torch.tensor([[1.0, 0.0], [0.5403023, 0.8414710]])  # cos 1, sin 1
+    turned = rotate(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), *rotary(2, torch.float32))
+    right = torch.tensor([[1.0, 2.0], [-1.1426397, 1.9220756]])
     assert torch.allclose(turned, right, atol=1e-6)
 
 
