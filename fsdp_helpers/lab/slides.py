@@ -24,7 +24,7 @@ FEW_WORDS = 12  # fewer do not stand alone
 LEFT_OUT = re.compile(r"Set-up|Check|Exercise|Build it|Take it home|If a step fails|As a command")
 CLOSING = "What you can now say"
 FIGURE, CODE, TABLE = "figure", "code", "table"
-MAX_ROWS, MAX_COLUMNS = 9, 7  # of a table that can be read from the last row
+MAX_ROWS, MAX_COLUMNS, MAX_CHARACTERS = 9, 7, 800  # of a table that can be read from the last row
 CODE_WIDTH, CODE_HEIGHT, MAX_CODE_PX, MIN_CODE_PX = 1_140, 500, 24, 14  # in pixels of a slide of 1,280 x 720
 START = "Reveal.initialize({width: 1280, height: 720, margin: 0, center: false, hash: true, slideNumber: 'c/t', transition: 'none'});"
 
@@ -108,13 +108,16 @@ def shown_by(cell: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
         elif CODE_TAG in tags and "text/html" in data:
             yield CODE, _fitted(data["text/html"], data["text/plain"])
         elif fits_on_a_slide(table := data.get("text/markdown", "")):
-            yield TABLE, pages.markdown_body(table)
+            yield TABLE, _without_links(pages.markdown_body(table))
 
 
 def fits_on_a_slide(table: str) -> bool:
     lines = table.strip().splitlines()
     is_table = len(lines) > 2 and all(line.startswith("|") for line in lines)
-    return is_table and len(lines) - 2 <= MAX_ROWS and lines[0].count("|") - 1 <= MAX_COLUMNS
+    if not is_table:
+        return False
+    words = re.sub(r"\]\([^)]*\)", "]", table)  # without the addresses of links
+    return len(lines) - 2 <= MAX_ROWS and lines[0].count("|") - 1 <= MAX_COLUMNS and len(words) <= MAX_CHARACTERS
 
 
 def _fitted(listing: str, text: str) -> str:

@@ -26,8 +26,8 @@ def listing(text: str, **metadata) -> nbformat.NotebookNode:
     return nbformat.v4.new_code_cell("show.source(x)", outputs=[shown], metadata=metadata)
 
 
-def table(num_rows: int) -> nbformat.NotebookNode:
-    text = "| a | b |\n| :-- | --: |\n" + "| 1 | 2 |\n" * num_rows
+def table(num_rows: int, cell: str = "[1](x.ipynb)") -> nbformat.NotebookNode:
+    text = "| a | b |\n| :-- | --: |\n" + f"| {cell} | 2 |\n" * num_rows
     return nbformat.v4.new_code_cell("t", outputs=[nbformat.v4.new_output("display_data", {"text/markdown": text})])
 
 
@@ -51,6 +51,7 @@ def test_what_is_not_taught_from_a_slide_is_left_out():
             markdown("## Idea\n\nOne sentence of some length stands here, and it stands alone on its slide."),
             listing("x = 1"),  # no tag
             table(num_rows=30),  # too long
+            table(num_rows=3, cell="many words " * 40),  # too full
             markdown("## Check\n\nNothing."),
             figure(),
             markdown("## Exercises\n\n### Exercise 1 · Cut\n\nDo it."),
@@ -59,6 +60,11 @@ def test_what_is_not_taught_from_a_slide_is_left_out():
     )
     assert [(slide.title, slide.kind) for slide in done] == [("Idea", ""), ("What you can now say", "")]
     assert done[1].sentence == "- This.\n- That."
+
+
+def test_a_small_table_is_shown_without_its_links():
+    (one,) = slides.outline(notebook(markdown("## Idea\n\nSome words."), table(num_rows=3)))
+    assert one.kind == "table" and "<td" in one.content and "<a" not in one.content
 
 
 def test_code_is_shown_where_a_cell_has_the_tag_and_fits():
