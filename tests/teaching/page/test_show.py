@@ -24,8 +24,8 @@ from fsdp_helpers.training import loop, worker
 
 def test_source_of_functions_and_methods():
     shown = show.source(size_policy, FlatUnit.gather, show_all_reduce)
-    assert shown.code.startswith("from functools import partial\n\nimport torch\n")
-    assert "\n\n\ndef size_policy(min_num_params: int) -> Policy:\n" in shown.code
+    assert shown.code.startswith("from collections.abc import Set\nfrom functools import partial\n\nimport torch\n")
+    assert "\n\n\ndef size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:\n" in shown.code
     assert "\n\n\ndef gather(self) -> None:\n    " in shown.code  # a method starts at the left margin too
     assert shown.code.endswith("return before, values.tolist()\n")
 
