@@ -116,6 +116,7 @@ PATIENCE = timedelta(seconds=2)
 
 
 def wait_without_a_name(rank: int, world_size: int) -> Numbers:
+    dist.barrier()  # both have started
     impatient = dist.new_group(timeout=PATIENCE)
     if rank == 1:
         time.sleep(8)  # it is busy: writing a checkpoint, reading a slow disk
@@ -127,9 +128,9 @@ def wait_without_a_name(rank: int, world_size: int) -> Numbers:
 
 
 def wait_with_a_name(rank: int, world_size: int) -> Numbers:
-    dist.new_group(timeout=PATIENCE)
+    dist.barrier()  # both have started
     if rank == 1:
-        time.sleep(3)
+        time.sleep(4)
         return {"missing rank": 1}
     try:
         dist.monitored_barrier(timeout=PATIENCE)
