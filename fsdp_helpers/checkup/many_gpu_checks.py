@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,13 @@ from fsdp_helpers.planning.peak import walk_step
 from fsdp_helpers.quantities import format_bytes
 
 TAKE_HOME = Path(fsdp_helpers.__file__).resolve().parent.parent / "notebooks" / "take_home"
-SCRIPTS = ("ddp.py", "fsdp1.py", "fsdp2.py", "offload.py", "checkpoint.py", "levers.py", "vit.py")
+ALONE = ("ddp.py", "fsdp1.py", "fsdp2.py", "offload.py", "checkpoint.py", "levers.py", "vit.py")
+LANGUAGE, TEXT = TAKE_HOME.parent / "reference" / "language", TAKE_HOME.parent / "GLOSSARY.md"
+# Each script with its runs, one after another; FOLDER is a temporary one.
+SCRIPTS = {name: [[name]] for name in ALONE} | {
+    "from_ddp.py": [["ddp.py", "FOLDER/ddp.pt", "3"], ["from_ddp.py", "FOLDER/ddp.pt"]],
+    "finetune.py": [["finetune.py", str(LANGUAGE), str(TEXT), "FOLDER/run", "2"]],
+}
 NEAR = 0.1  # a predicted peak; work spaces of CUDA's libraries are not predicted
 
 
@@ -51,20 +58,28 @@ def blame(way: str, num_gpus: int) -> Outcome:
 
 
 def take_home(script: str) -> Callable[[int], Outcome]:
-    """A check that runs the script under torchrun, on two GPUs."""
+    """Return a check that runs the script under torchrun, on two GPUs."""
 
     def check(num_gpus: int) -> Outcome:
         if not (TAKE_HOME / script).exists():
             raise Unfit("the scripts lie beside the notebooks, which are not here")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        variables = {**os.environ, "PET_LOG_DIR": os.devnull}
-        done = subprocess.run(
-            [*torchrun, str(TAKE_HOME / script)], env=variables, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            print(done.stderr)
-            errors = [line for line in done.stderr.splitlines() if "Error: " in line] or ["no error was printed"]
-            return Outcome(False, f"exit status {done.returncode}; {errors[0]}")
+        with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
+            for name, *arguments in SCRIPTS[script]:
+                done = run_script(name, [argument.replace("FOLDER", folder) for argument in arguments])
+                if done.returncode:
+                    print(done.stderr)
+                    errors = [line for line in done.stderr.splitlines() if "Error: " in line] or [
+                        "no error was printed"
+                    ]
+                    return Outcome(False, f"{name}: exit status {done.returncode}; {errors[0]}")
         return Outcome(True, f"exit status 0; {(done.stdout.splitlines() or ['no output'])[-1]}")
 
     return check
+
+
+def run_script(name: str, arguments: list[str]) -> subprocess.CompletedProcess:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    variables = {**os.environ, "PET_LOG_DIR": os.devnull}
+    return subprocess.run(
+        [*torchrun, str(TAKE_HOME / name), *arguments], env=variables, capture_output=True, text=True, check=False
+    )

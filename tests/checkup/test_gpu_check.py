@@ -199,6 +199,8 @@ RIGHT = {
     "two dimensions": (training_checks.two_dimensions, 4),
     "compiled": (training_checks.compiled_block, 2),
     "take-home": (many_gpu_checks.take_home("fsdp2.py"), 2),
+    "moved": (many_gpu_checks.take_home("from_ddp.py"), 2),
+    "fine-tuned": (many_gpu_checks.take_home("finetune.py"), 2),
 }
 
 
