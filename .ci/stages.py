@@ -39,8 +39,8 @@ class Stage:
 
 
 # Without DeepNet's runs in the grid of peaks and six notebooks at once, which take the most memory, and without the
-# table of errors measured anew, which takes longest: `make test-all` has them.
-SHORTENED = "LONG_ARGS=-k 'not whole_grid and not all_of_it and not [deep- and not notebooks_at_once'"
+# table of errors measured anew and the whole zoo, which take longest: `make test-all` has them.
+SHORTENED = "LONG_ARGS=-k 'not whole_grid and not all_of_it and not [deep- and not notebooks_at_once and not whole_zoo'"
 ALWAYS = (Stage("lint", 8), Stage("test", 16, offline=True))
 GROUPS = (
     (Stage("test-imagined", 18), Stage("test-long", 22, (SHORTENED,), offline=True), Stage("test-mnist", 10)),
