@@ -36,6 +36,7 @@ class Failure:
     says: str = ""  # a regular expression
     tolerance: float = 1e-5
     group_timeout_s: float | None = None  # of the broken run's collectives
+    stall_s: float = 2.0  # a broken run whose ranks have not moved for this long is taken to wait forever
     source: str = ""  # of a failure that is not run here
 
     def __post_init__(self) -> None:

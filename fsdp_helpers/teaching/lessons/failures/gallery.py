@@ -26,7 +26,6 @@ from fsdp_helpers.teaching.lessons.failures.wrong_data import WRONG_DATA
 from fsdp_helpers.teaching.lessons.failures.wrong_start import WRONG_START
 
 NUM_RANKS = 2
-STALL_S = 2.0  # ranks that have not moved for so long wait for each other
 LIMIT_S = 60.0
 RUN = (*HANGS, *CRASHES_AT_THE_ENDS, *CRASHES, *MEMORY, *WRONG_START, *WRONG, *WRONG_DATA, *SLOW, *SAVING)
 # These raise on every rank before any of them waits, so that several fit into one launch.
@@ -61,9 +60,9 @@ def find(name: str) -> Failure:
     return GALLERY[name]
 
 
-def run(worker: RankFunction, group_timeout_s: float | None = None) -> Seen:
+def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: float | None = None) -> Seen:
     """Run one rank function on two CPU ranks, and return what it showed."""
-    limits = {"timeout_s": LIMIT_S, "stall_s": STALL_S, "group_timeout_s": group_timeout_s}
+    limits = {"timeout_s": LIMIT_S, "stall_s": stall_s, "group_timeout_s": group_timeout_s}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
         try:
@@ -90,7 +89,7 @@ def last_words(path: Path) -> str:
 
 
 def run_broken(failure: Failure) -> Seen:
-    return run(failure.broken, failure.group_timeout_s)
+    return run(failure.broken, failure.group_timeout_s, failure.stall_s)
 
 
 def run_mended(failure: Failure) -> Seen:
@@ -127,8 +126,9 @@ def trace_broken(name: str) -> list[list[Collective]]:
     """Run a broken run with its collectives written down, and return those of each rank, the unfinished one included."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
+        stall_s = find(name).stall_s
         with suppress(RankError, RankTimeout):  # it is broken on purpose
-            launch(run_logged, name, paths, world_size=NUM_RANKS, device="cpu", progress=False, stall_s=STALL_S)
+            launch(run_logged, name, paths, world_size=NUM_RANKS, device="cpu", progress=False, stall_s=stall_s)
         return [read_log(path) for path in paths]
 
 

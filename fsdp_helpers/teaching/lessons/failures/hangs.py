@@ -119,7 +119,7 @@ def wait_without_a_name(rank: int, world_size: int) -> Numbers:
     dist.barrier()  # both have started
     impatient = dist.new_group(timeout=PATIENCE)
     if rank == 1:
-        time.sleep(8)  # it is busy: writing a checkpoint, reading a slow disk
+        time.sleep(6)  # it is busy: writing a checkpoint, reading a slow disk
     try:
         dist.all_reduce(torch.ones(1), group=impatient)
     except RuntimeError as error:
@@ -130,7 +130,7 @@ def wait_without_a_name(rank: int, world_size: int) -> Numbers:
 def wait_with_a_name(rank: int, world_size: int) -> Numbers:
     dist.barrier()  # both have started
     if rank == 1:
-        time.sleep(4)
+        time.sleep(6)
         return {"missing rank": 1}
     try:
         dist.monitored_barrier(timeout=PATIENCE)
@@ -207,5 +207,6 @@ HANGS = (
         mended=wait_with_a_name,
         right=rank_1_is_missing,
         says=r"Timed out waiting 2000ms",
+        stall_s=30.0,  # far above the two seconds in which nothing moves here
     ),
 )
