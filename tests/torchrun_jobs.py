@@ -76,13 +76,6 @@ def torchrun_job(
         job.end_machine()
 
 
-def run_job(options: list[str], arguments: list, folder: Path, **settings) -> str:
-    """The output of a job that ends well."""
-    with torchrun_job(options, arguments, folder, **settings) as job:
-        assert job.wait() == 0, job.output
-        return job.output
-
-
 def one_agent(num_ranks: int, *options: str) -> list[str]:
     return ["--standalone", "--nproc-per-node", str(num_ranks), "--monitor-interval", "0.1", *options]
 

@@ -17,7 +17,6 @@ from torchrun_jobs import (
     free_port,
     one_agent,
     read_losses,
-    run_job,
     torchrun_job,
     wait_for_output,
     wait_for_step,
@@ -52,22 +51,20 @@ def undisturbed(digits_dir):
 # ---------------------------------------------------------------- who started it does not matter
 
 
-def test_one_agent_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
+def test_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
     """Twenty steps, to the last bit: each rank has as many threads as any other, half of this host's cores."""
-    arguments = [*SHARDED, "--max-steps", 20, "--json"]
-    output = run_job(one_agent(2), [*arguments, tmp_path / "one.json"], tmp_path, name="one")
-    assert output.count("epoch 1:") == output.count("Data: ") == 1  # rank 0 alone speaks
-
+    arguments = [*SHARDED, "--max-steps", 20, "--json", tmp_path / "two.json"]
     options = agents("2", free_port())
     with (
-        torchrun_job(options, [*arguments, tmp_path / "two.json"], tmp_path, name="first") as first,
-        torchrun_job(options, [*arguments, tmp_path / "two.json"], tmp_path, name="second") as second,
+        torchrun_job(options, arguments, tmp_path, name="first") as first,
+        torchrun_job(options, arguments, tmp_path, name="second") as second,
     ):
         assert [first.wait(), second.wait()] == [0, 0], first.output + second.output
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
-    check_json(one)
-    assert one["step_losses"] == two["step_losses"] == undisturbed(20)
-    assert one["ranks"] == two["ranks"] and one["world_size"] == two["world_size"] == 2
+    output = first.output + second.output
+    assert output.count("epoch 1:") == output.count("Data: ") == 1  # rank 0 alone speaks
+    found = json.loads((tmp_path / "two.json").read_text())
+    check_json(found)
+    assert found["step_losses"] == undisturbed(20) and found["world_size"] == len(found["ranks"]) == 2
 
 
 # ---------------------------------------------------------------- asked to end, killed, stopped
