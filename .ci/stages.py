@@ -1,9 +1,9 @@
 """Run on every push, within 75 minutes on two cores: the style, `make test`, and the stages that take turns.
 
-All stages together take thrice that time, so each push begins with one of three groups, and goes on with the others for
-as long as time is left. The number of commits says which group is first: it only grows, and everybody can count it. A
-push brings one commit or forty, so its group is as good as drawn by lot; only pushes that keep bringing three, six or
-nine commits would begin with the same group each time.
+All stages together take several times that long, so each push begins with one of five groups, and goes on with the
+others for as long as time is left. The number of commits says which group is first: it only grows, and everybody can
+count it. A push brings one commit or forty, so its group is as good as drawn by lot; only pushes that keep bringing
+five, ten or fifteen commits would begin with the same group each time.
 
 The last lines of the output list what ran, what did not and why, and the next turn of what was left out.
 """
@@ -36,16 +36,24 @@ class Stage:
     minutes: float  # what it takes on two idle cores with its installation, and a third more
     arguments: tuple[str, ...] = ()
     offline: bool = False  # as a newcomer without a network has it
+    part: str = ""  # which part of the target's tests the arguments choose
+
+    @property
+    def name(self) -> str:
+        return f"{self.target} ({self.part})" if self.part else self.target
 
 
 # Without DeepNet's runs in the grid of peaks and six notebooks at once, which take the most memory, and without the
 # table of errors measured anew and the whole zoo, which take longest: `make test-all` has them.
 SHORTENED = "LONG_ARGS=-k 'not whole_grid and not all_of_it and not [deep- and not notebooks_at_once and not whole_zoo'"
-ALWAYS = (Stage("lint", 8), Stage("test", 16, offline=True))
+IN_LAB, OTHER_PAGES = "BROWSER_ARGS=-k every_cell_runs", "BROWSER_ARGS=-k 'not every_cell_runs'"
+ALWAYS = (Stage("lint", 4), Stage("test", 32, offline=True))
 GROUPS = (
-    (Stage("test-imagined", 18), Stage("test-long", 22, (SHORTENED,), offline=True), Stage("test-mnist", 10)),
-    (Stage("test-browser", 40), Stage("test-network", 5)),
-    (Stage("test-oldest", 26), Stage("test-slurm", 10), Stage("xla", 12)),
+    (Stage("test-imagined", 18), Stage("test-mnist", 16)),
+    (Stage("test-long", 30, (SHORTENED,), offline=True), Stage("test-network", 7)),
+    (Stage("test-browser", 36, (IN_LAB,), part="every cell"),),
+    (Stage("test-oldest", 38),),
+    (Stage("test-browser", 14, (OTHER_PAGES,), part="the rest"), Stage("test-slurm", 10), Stage("xla", 15)),
 )
 
 
@@ -159,13 +167,13 @@ def run_all(stages: Sequence[Stage], before: Sequence[Outcome], minutes_used: Ca
 
 def told(outcome: Outcome) -> list[str]:
     """Return the lines of the closing list about one stage."""
-    target = outcome.stage.target
+    name = outcome.stage.name
     if not outcome.is_possible:
-        return [f"  not possible here  {target}: {outcome.left_out}"]
+        return [f"  not possible here  {name}: {outcome.left_out}"]
     if outcome.left_out:
-        return [f"  not run            {target}: {outcome.left_out}"]
+        return [f"  not run            {name}: {outcome.left_out}"]
     verdict = "FAILED" if outcome.failed else "ran   "
-    lines = [f"  {verdict}             {target}, {outcome.minutes:.0f} min: {'; '.join(outcome.tallies) or 'no tests'}"]
+    lines = [f"  {verdict}             {name}, {outcome.minutes:.0f} min: {'; '.join(outcome.tallies) or 'no tests'}"]
     return lines + [f"{'':21}{count} skipped: {reason}" for reason, count in sorted(outcome.skips.items())]
 
 
@@ -176,7 +184,7 @@ def told_turns(outcomes: Sequence[Outcome], num_commits: int, minutes_left: floa
     lines = []
     for stage in waiting:
         more = next_turn(stage, possible, num_commits, minutes_left)
-        lines.append(f"  next turn          {stage.target}: at {num_commits + more} commits, {more} from here")
+        lines.append(f"  next turn          {stage.name}: at {num_commits + more} commits, {more} from here")
     return lines
 
 

@@ -52,11 +52,18 @@ def test_a_group_fits_when_it_is_first():
     ] == []
 
 
-@pytest.mark.parametrize("stride", [1, 2, 4, 5, 7, 8, 10, 40])
-def test_three_pushes_reach_every_stage(stride):
-    """Each `stride` commits after the one before; pushes of three, six or nine would each have the same group."""
-    ran = {stage for push in range(3) for stage in ci.fitting(ci.in_turn(push * stride), LEFT_MIN)}
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 6, 7, 8, 9, 41])
+def test_five_pushes_reach_every_stage(stride):
+    """Each `stride` commits after the one before; pushes of five, ten or fifteen would each have the same group."""
+    ran = {stage for push in range(5) for stage in ci.fitting(ci.in_turn(push * stride), LEFT_MIN)}
     assert ran == {stage for group in ci.GROUPS for stage in group}
+
+
+def test_two_parts_of_a_target_have_two_names():
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+    assert ci.told(ci.Outcome(ci.Stage("a", 10, part="half"), left_out="no time")) == [
+        "  not run            a (half): no time"
+    ]
 
 
 def test_the_next_turn_hand_worked(monkeypatch):
