@@ -3,13 +3,14 @@
 Touvron et al. 2023, arXiv:2302.13971; grouped keys and values: Ainslie et al. 2023, arXiv:2305.13245.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_helpers.shapes import LlamaShape
+from fsdp_helpers.shapes import LlamaShape, RopeScaling
 
 INITIAL_STD = 0.02  # of a new model's tables and matrices
 IGNORED = -100  # a target that counts for no loss: padding
@@ -24,19 +25,28 @@ class Rotary(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.base = shape.rope_base
+        self.base, self.scaling = shape.rope_base, shape.rope_scaling
         self.register_buffer("inv_freq", torch.empty(shape.head_width // 2), persistent=False)
         self.fill_buffers()
 
     def fill_buffers(self) -> None:
         exponents = torch.arange(len(self.inv_freq), device=self.inv_freq.device) / len(self.inv_freq)
-        self.inv_freq.copy_(1 / self.base**exponents)
+        frequencies = 1 / self.base**exponents
+        self.inv_freq.copy_(scale_frequencies(frequencies, self.scaling) if self.scaling else frequencies)
 
     def forward(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (length, head_width) each, computed in fp32."""
         positions = torch.arange(length, device=self.inv_freq.device)
         angles = torch.outer(positions, self.inv_freq.float()).repeat(1, 2)  # (length, head_width)
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return the frequencies of Llama 3.1 for longer contexts: those below a few turns in its first context fall."""
+    turns = frequencies * scaling.original_context / (2 * math.pi)  # within the context it first learned from
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -45,6 +45,20 @@ VIT_SHAPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary positions stretched as Llama 3.1 does, for contexts longer than those it first learned from.
+
+    A pair of values that turns less than `low_freq_factor` times within `original_context` turns `factor` times slower,
+    one that turns more than `high_freq_factor` times stays as it is, and between the two the change is gradual.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
 class LlamaShape:
     """A Llama-like language model: grouped keys and values, rotary positions, SwiGLU, RMSNorm."""
 
@@ -57,6 +71,7 @@ class LlamaShape:
     context: int = 8192  # tokens of a sequence
     tied: bool = False  # the head's table is the embedding's
     rope_base: float = 500_000.0  # of the rotary positions' wavelengths
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     # Relatives of Llama, which are planned only
     head_size: int | None = None  # of one head, if it is not width / num_heads
@@ -94,19 +109,21 @@ BYTE_LLAMA = LlamaShape(
 def llama_from_config(config: dict) -> LlamaShape:
     """Return the shape that a Hugging Face `config.json` of a Llama describes.
 
-    Raises ValueError, naming the key, for what this model does not have: biases, other activations, scaled positions.
+    Raises ValueError, naming the key, for what this model does not have: biases, other activations, positions that
+    are scaled in a different way than Llama 3.1's.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     refused = {
         "model_type": config.get("model_type") != "llama",
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
-        "rope_type": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "rope_type": rope_type not in ("default", "llama3"),
     }
     for key, is_refused in refused.items():
         if is_refused:
-            found = rope.get(key, config.get(key))
+            found = rope_type if key == "rope_type" else config.get(key)
             raise ValueError(f"this config.json has {key} {found!r}, which a plain Llama does not have")
     num_heads = config["num_attention_heads"]
     head_width = config.get("head_dim") or config["hidden_size"] // num_heads
@@ -122,8 +139,31 @@ def llama_from_config(config: dict) -> LlamaShape:
         context=config.get("max_position_embeddings", 2048),
         tied=config.get("tie_word_embeddings", False),
         rope_base=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        rope_scaling=_read_scaling(rope) if rope_type == "llama3" else None,
         norm_eps=config.get("rms_norm_eps", 1e-6),
     )
+
+
+def _read_scaling(rope: dict) -> RopeScaling:
+    return RopeScaling(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_context=rope["original_max_position_embeddings"],
+    )
+
+
+def _scaling_of(shape: LlamaShape) -> dict:
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
 
 
 def config_of_llama(shape: LlamaShape) -> dict:
@@ -142,7 +182,7 @@ def config_of_llama(shape: LlamaShape) -> dict:
         "max_position_embeddings": shape.context,
         "tie_word_embeddings": shape.tied,
         "rope_theta": shape.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base},
+        "rope_parameters": {"rope_theta": shape.rope_base} | _scaling_of(shape),
         "rms_norm_eps": shape.norm_eps,
         "bos_token_id": None,
         "eos_token_id": None,

@@ -10,11 +10,16 @@ from torch import nn
 
 from fsdp_helpers.llama import IGNORED, INITIAL_STD, Llama, Rotary, generate, rotate, summed_loss
 from fsdp_helpers.models import build_model, count_params
-from fsdp_helpers.shapes import BYTE_LLAMA, LLAMA_SHAPES, LlamaShape, config_of_llama, llama_from_config
+from fsdp_helpers.shapes import BYTE_LLAMA, LLAMA_SHAPES, LlamaShape, RopeScaling, config_of_llama, llama_from_config
 
 SMALL = LlamaShape(
     width=16, depth=2, num_heads=4, num_kv_heads=2, mlp_width=24, vocabulary=50, context=12, rope_base=100.0
 )
+# 8 frequencies in heads 16 wide: with a context of 64 the first turn 10 times, the last not once
+LONG = LlamaShape(
+    width=32, depth=1, num_heads=2, num_kv_heads=1, mlp_width=24, vocabulary=50, context=128, rope_base=1000.0,
+    rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64),
+)  # fmt: skip
 
 
 def small_llama(**changes) -> Llama:
@@ -55,6 +60,17 @@ def test_a_rotation_worked_by_hand():
     turned = rotate(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), *rotary(2, torch.float32))
     right = torch.tensor([[1.0, 2.0], [-1.1426397, 1.9220756]])
     assert torch.allclose(turned, right, atol=1e-6)
+
+
+def test_stretched_positions_worked_by_hand():
+    # LONG's frequencies are 1000^(-k/8), so in 64 tokens a pair turns 64 / (2 pi) * 1000^(-k/8) times:
+    # 10.186, 4.295: more than 4, kept as 1 and 0.4216965
+    # 1.811: between 1 and 4, of 0.1778279 the part (1.8113 - 1) / 3 = 0.2704468 is kept, the rest divided by 8:
+    #   0.1778279 * (0.2704468 + 0.7295532 / 8) = 0.0643099
+    # 0.764 and less: below 1, divided by 8: 0.0749894 / 8 = 0.0093737, 0.0316228 / 8 = 0.00395285 ...
+    frequencies = Rotary(LONG).inv_freq
+    assert frequencies[:5].tolist() == pytest.approx([1, 0.4216965, 0.0643099, 0.0093737, 0.00395285], rel=1e-5)
+    assert torch.allclose(frequencies[5:] * 8, Rotary(replace(LONG, rope_scaling=None)).inv_freq[5:])
 
 
 def test_no_token_sees_a_later_one():
@@ -111,7 +127,7 @@ def test_generated_text():
 # ---------------------------------------------------------------- config.json
 
 
-@pytest.mark.parametrize("shape", [SMALL, BYTE_LLAMA, LLAMA_SHAPES["llama-8b"]])
+@pytest.mark.parametrize("shape", [SMALL, LONG, BYTE_LLAMA, LLAMA_SHAPES["llama-8b"]])
 def test_a_shape_survives_its_config(shape):
     assert llama_from_config(json.loads(json.dumps(config_of_llama(shape)))) == shape
 
@@ -122,7 +138,8 @@ def test_a_shape_survives_its_config(shape):
         ({"model_type": "qwen3"}, "model_type 'qwen3'"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type 'llama3'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rope_type 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({"head_dim": 8}, "head_dim 8 x 4 heads is not the hidden_size 16"),
     ],
 )
@@ -131,13 +148,23 @@ def test_what_a_plain_llama_does_not_have_is_refused(change, complaint):
         llama_from_config(config_of_llama(SMALL) | change)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_of_transformers(tied):
+def test_llama_31_says_its_scaling_beside_its_base():
+    """As its `config.json` has it, written before `rope_parameters` were."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    config = config_of_llama(LONG) | {"rope_scaling": scaling | {"original_max_position_embeddings": 64}}
+    del config["rope_parameters"]
+    assert llama_from_config(config) == LONG
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize("shape", [SMALL, replace(SMALL, tied=True), LONG], ids=["plain", "tied", "stretched"])
+def test_logits_of_transformers(shape):
     """Both ways: their model with our values, and ours with theirs."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[tools]'")
-    shape = replace(SMALL, tied=tied)
     config = transformers.LlamaConfig(**config_of_llama(shape))
-    numbers, ours = some_numbers(3, 12), small_llama(tied=tied)
+    numbers = some_numbers(3, shape.context)
+    torch.manual_seed(0)
+    ours = Llama(shape)
     torch.manual_seed(5)
     theirs = transformers.LlamaForCausalLM(config).eval()
     ours_of_theirs = Llama(llama_from_config(config.to_dict()))

@@ -8,6 +8,7 @@ ranks.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -121,13 +122,30 @@ class Llama(nn.Module):
 
 
 def read_config(folder: Path) -> dict:
-    """Return the model's config.json; refuse what this model does not have."""
+    """Return the model's config.json with what it leaves out; refuse what this model does not have."""
     config = json.loads((folder / "config.json").read_text())
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
-        sys.exit(f"{folder}: a Llama with plain rotary positions is needed; change the model in this file")
-    config["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "default"}
+    if config["model_type"] != "llama" or rope["rope_type"] not in ("default", "llama3"):
+        sys.exit(f"{folder}: this file knows Llamas with plain positions or those of Llama 3.1; change its model")
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        sys.exit(f"{folder}: its layers have biases, which the model in this file does not have; add them")
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("tie_word_embeddings", False)
+    config["rope"] = {"rope_theta": config.get("rope_theta", 10_000.0)} | rope
     return config
+
+
+def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Tensor:
+    """Return by which angle each pair of values turns from one token to the next."""
+    rope = config["rope"]
+    frequencies = 1 / rope["rope_theta"] ** (torch.arange(num_pairs, device=device) / num_pairs)
+    if rope["rope_type"] == "default":
+        return frequencies
+    # Llama 3.1: a pair that turns but a few times in the first, shorter context turns `factor` times slower.
+    turns = frequencies * rope["original_max_position_embeddings"] / (2 * math.pi)
+    kept = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rope["factor"])
 
 
 def read_documents(folder: Path, text: Path) -> list[Tensor]:
@@ -171,8 +189,7 @@ def start(config: dict, folder: Path, device: torch.device) -> Llama:
     model.to_empty(device=device)
     dcp.load(tensors_in_files(model), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     buffer = model.model.inv_freq
-    exponents = torch.arange(len(buffer), device=device) / len(buffer)
-    buffer.copy_(1 / config["rope_theta"] ** exponents)
+    buffer.copy_(rotary_frequencies(config, len(buffer), device))
     return model
 
 

@@ -96,6 +96,7 @@ def test_names_without_wrappers():
     assert plain_name("_fsdp_wrapped_module.model.norm.weight") == "model.norm.weight"
 
 
+@pytest.mark.tools
 def test_transformers_reads_the_folder(exported):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[tools]'")
     _, folder = exported[2]

@@ -1,6 +1,7 @@
 """finetune.py: a model of a different shape, a text of one's own, two ranks, then three; read back by the package."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed import TCPStore
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.llama import IGNORED, Llama
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.shapes import LlamaShape, config_of_llama, llama_from_config
+from fsdp_helpers.shapes import LlamaShape, RopeScaling, config_of_llama, llama_from_config
 
 SHAPE = LlamaShape(
     width=24, depth=3, num_heads=6, num_kv_heads=2, mlp_width=40, vocabulary=256, context=64, rope_base=500.0
@@ -25,10 +26,16 @@ def run(world_size: int, *arguments) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", found[0], re.MULTILINE)}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_two_ranks_then_three(tied, tmp_path):
+LIKE_LLAMA_32 = replace(
+    SHAPE,
+    tied=True,
+    rope_scaling=RopeScaling(factor=32.0, low_freq_factor=0.1, high_freq_factor=4.0, original_context=64),
+)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LIKE_LLAMA_32], ids=["plain", "tied and stretched"])
+def test_two_ranks_then_three(shape, tmp_path):
     torch.manual_seed(0)
-    shape = LlamaShape(**SHAPE.__dict__ | {"tied": tied})
     model = Llama(shape)
     save_hugging_face(model, tmp_path / "model", config_of_llama(shape), num_files=2)
     text = tmp_path / "text.txt"

@@ -104,7 +104,7 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
 
 def visit(rank: int, world_size: int) -> dict[str, list[str]]:
     """Return what `look_at` finds in small jobs with one fault each, and in one without."""
-    return {case: visit_one(rank, world_size, case) for _, case, _ in SYMPTOMS}
+    return {case: visit_one(rank, world_size, case) for _, case, *_ in SYMPTOMS}
 
 
 def visit_one(rank: int, world_size: int, case: str) -> list[str]:
@@ -136,13 +136,55 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
     return look_at(model, optimizer, num_batches, STEPS_DONE)
 
 
-# The symptom, the case in `visit_one` that has it, and what to do.
+# The symptom, the case in `visit_one` that has it, what to do, and the entries of 11 that show it.
 SYMPTOMS = [
-    ("nothing: all is well", "no fault", ""),
-    ("the loss stands still", "optimiser built before", "build the optimiser after `fully_shard`"),
-    ("memory did not fall", "one unit", "a unit per block; then the levers of [07](07_memory_levers.ipynb)"),
-    ("slower than DDP", "every layer a unit", "fewer, larger units; a larger batch"),
-    ("hangs in evaluation", "uneven data", "the same number of batches, some of them empty"),
-    ("the loss jumps after a restart", "Adam's state not loaded", "`set_optimizer_state_dict`, by name"),
-    ("an average or a new head has no effect", "evaluated, not resharded", "`model.reshard()` after evaluation"),
+    ("nothing: all is well", "no fault", "", ()),
+    (
+        "the loss stands still",
+        "optimiser built before",
+        "build the optimiser after `fully_shard`",
+        ("wrong-optimizer-first",),
+    ),
+    (
+        "memory did not fall",
+        "one unit",
+        "a unit per block; then the levers of [07](07_memory_levers.ipynb)",
+        ("memory-root-only", "memory-default-threshold"),
+    ),
+    (
+        "slower than DDP",
+        "every layer a unit",
+        "fewer, larger units; a larger batch",
+        ("slow-many-units", "slow-gather-every-micro-batch"),
+    ),
+    (
+        "hangs in evaluation",
+        "uneven data",
+        "the same number of batches, some of them empty",
+        ("hang-uneven-batches", "hang-gather-on-rank-0"),
+    ),
+    (
+        "cannot resume, or the loss jumps",
+        "Adam's state not loaded",
+        "`set_optimizer_state_dict`, by name",
+        ("save-module-prefix", "save-plain-optimizer-state"),
+    ),
+    (
+        "mixed Tensor and DTensor, or an average that has no effect",
+        "evaluated, not resharded",
+        "`model.reshard()` after evaluation",
+        ("crash-mixed-tensor-dtensor",),
+    ),
 ]
+
+
+def checklist(found: dict[str, list[str]]) -> list[list[str]]:
+    """Return the checklist's rows: symptom, case, what `look_at` found in it, what to do, and links into 11."""
+    return [
+        [symptom, case, "; ".join(found[case]) or "nothing", remedy, " ".join(map(link_to, entries))]
+        for symptom, case, remedy, entries in SYMPTOMS
+    ]
+
+
+def link_to(entry: str) -> str:
+    return f"[{entry}](11_when_it_breaks.ipynb#{entry})"

@@ -1,11 +1,15 @@
 """The checklist names each fault and lets the healthy job pass; a rank knows who it is, whoever started it."""
 
+import json
 import os
+import re
 
 import pytest
+from leftovers import PROJECT
 
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons import after_the_move
+from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY
 
 SAYS = {
     "no fault": None,
@@ -20,11 +24,25 @@ SAYS = {
 
 
 def test_each_fault_is_named_on_every_rank():
-    assert SAYS.keys() == {case for _, case, _ in after_the_move.SYMPTOMS}
+    assert SAYS.keys() == {case for _, case, *_ in after_the_move.SYMPTOMS}
     for found in launch(after_the_move.visit, world_size=2, device="cpu", timeout_s=120, progress=False):
         assert found.keys() == SAYS.keys()
         for case, says in SAYS.items():
             assert found[case] == [] if says is None else found[case][0].startswith(says), case
+
+
+def test_each_symptom_leads_to_its_own_entries_of_11():
+    """Links to headings of 11 that are there, and whose names begin with the kind of thing that the reader sees."""
+    rows = after_the_move.checklist(dict.fromkeys(SAYS, []))
+    entries = {row[1]: re.findall(r"\[(\S+)\]\(11_when_it_breaks\.ipynb#(\S+)\)", row[-1]) for row in rows}
+    notebook = json.loads((PROJECT / "notebooks" / "11_when_it_breaks.ipynb").read_text())
+    headings = {"".join(cell["source"]).partition("\n")[0] for cell in notebook["cells"]}
+    for case, links in entries.items():
+        assert bool(links) == (case != "no fault")
+        for shown, anchor in links:
+            assert shown == anchor and anchor in GALLERY and f"### {anchor}" in headings, case
+    kinds = {case: links[0][0].partition("-")[0] for case, links in entries.items() if links}
+    assert list(kinds.values()) == ["wrong", "memory", "slow", "hang", "save", "crash"]
 
 
 def test_srun_and_torchrun_tell_a_rank_the_same(monkeypatch, tmp_path):

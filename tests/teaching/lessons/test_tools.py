@@ -33,6 +33,7 @@ def test_the_record_has_the_losses_of_plain_torch():
     assert record["parameter_bytes"] == 4 * 204_938 and plain["parameter_bytes"] == 416_148
 
 
+@pytest.mark.tools
 def test_with_accelerate_it_says_the_same():
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[tools]'")
     answer = tools.ask_accelerate(KEPT)
