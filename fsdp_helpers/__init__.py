@@ -1,9 +1,9 @@
-"""Sharded training, learned by running it: what the notebooks call, and what a person's own script may.
+"""Sharded training, learned by running it: what the notebooks call, and what your own script may call.
 
     from fsdp_helpers import TrainConfig, train
     train(TrainConfig(model="shallow"), strategy="fsdp", world_size=2)
 
-Importing the package imports nothing else: it is instant and starts nothing. A name is loaded when it is first used.
+Importing the package is instant, imports nothing else and starts nothing. A name is loaded when it is first used.
 """
 
 import importlib

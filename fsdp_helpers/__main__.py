@@ -1,4 +1,4 @@
-"""The command line, which is also what torchrun starts: `python -m fsdp_helpers train --help`."""
+"""The command line, which torchrun can start too: `python -m fsdp_helpers train --help`."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ CALL_FLAGS = (
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line long."""
+    """An argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def train_flags() -> list[Flag]:
-    """Every flag of `train`: the settings of a run, and what belongs to this one call of the command."""
+    """Add every flag of `train`: the settings of a run, and those of this one call of the command."""
     return [*flags(), *CALL_FLAGS]
 
 
@@ -101,7 +101,7 @@ def _argument(flag: Flag) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 for a failed rank or check, 2 for bad input, 130 for an interrupt."""
+    """Run one command; return 0, or 1 for a failed rank or check, 2 for bad input, 130 for an interrupt."""
     parser = build_parser()
     options, others = parser.parse_known_args(arguments)
     if options.command == "lab":
@@ -129,10 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """`main`, as a process of its own, which leaves with its status.
+    """Run `main` as a process of its own, and exit with its status.
 
-    A rank of torchrun leaves without Python's clean-up, as those of `launch` do: gloo's threads outlive their group,
-    and one that lets go of a tensor while Python is ending aborts the process.
+    A rank of torchrun exits without Python's clean-up, as those of `launch` do: gloo's threads outlive their group,
+    and one that releases a tensor while Python is shutting down aborts the process.
     """
     end_with_agent()  # before torch is loaded, which takes seconds
     try:

@@ -19,7 +19,7 @@ ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
 
 def is_sharded(strategy: str) -> bool:
-    """True if each rank keeps a slice of the model. Raises ValueError for a strategy that does not exist."""
+    """Return True if each rank keeps a slice of the model. Raises ValueError for an unknown strategy."""
     _require_choice("strategy", strategy, STRATEGIES)
     return strategy.startswith("fsdp")
 
@@ -33,7 +33,7 @@ def _setting(
     changes_losses: bool = False,
     placeholder: str | None = None,
 ) -> Any:
-    """A field of `TrainConfig`. `changes_losses`: a resumed run must have the same; the others are free to change."""
+    """Make a field of `TrainConfig`; one that `changes_losses` must be the same in a resumed run."""
     metadata = {
         "meaning": meaning,
         "choices": choices,
@@ -238,7 +238,7 @@ class TrainConfig:
             )
 
     def _batch_sizes_nearby(self, world_size: int) -> str:
-        """The next larger and smaller global batch that ranks and micro-batches divide and the images fill."""
+        """Return the next smaller and larger global batch that ranks and micro-batches divide and the images fill."""
         fewest, most = (self.train_images or known for known in FEWEST_AND_MOST_TRAIN_IMAGES)
         together = world_size * self.micro_batches
         larger = (self.global_batch_size // together + 1) * together
@@ -267,7 +267,7 @@ LOSS_SETTINGS = {setting.name: setting.default for setting in fields(TrainConfig
 
 
 def _check_by_itself(setting: Field, value: object) -> None:
-    """One value, whatever the others are; None stands where none is needed."""
+    """Check one value by itself; None stands for no value where none is needed."""
     if setting.metadata["choices"] is not None:
         _require_choice(setting.name, value, setting.metadata["choices"])
     if setting.metadata["at_least_one"] and not (value is None and setting.default is None):

@@ -1,4 +1,4 @@
-"""Real MNIST where it can be had, the bundled digits otherwise; one tensor, cut into rank batches."""
+"""MNIST if it is available, else the bundled digits; one tensor, cut into rank batches."""
 
 import os
 from collections.abc import Iterator
@@ -50,21 +50,21 @@ class Dataset:
 
 
 def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
-    """`data_dir`, else the variable FSDP_DATA_DIR, else data/ at the project's root."""
+    """Return `data_dir`, else the variable FSDP_DATA_DIR, else data/ at the project's root."""
     chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
     return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "data"
 
 
 def offline() -> bool:
-    """Return True if the variable FSDP_OFFLINE asks for the bundled digits: nothing is downloaded, MNIST is ignored."""
+    """Return True if FSDP_OFFLINE asks for the bundled digits: nothing is downloaded, and MNIST is ignored."""
     return os.environ.get("FSDP_OFFLINE", "") not in ("", "0")
 
 
 def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
-    """Make sure that workers find their data, and say which: "mnist" or "digits".
+    """Make sure that workers find their data; return the source, "mnist" or "digits".
 
-    Called by one process before the workers start: MNIST is downloaded at most once, also when two notebooks
-    start together, and its checksums are computed here only. A download that failed is not tried again for an hour.
+    One process calls this before the workers start: MNIST is downloaded at most once, even if two notebooks start
+    together, and its checksums are computed only here. A failed download is not tried again for an hour.
     Raises DataError for a damaged file, a damaged download, or a folder that cannot be written.
     """
     if offline():
@@ -91,7 +91,7 @@ def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> s
 
 
 def source_at_hand(data_dir: str | os.PathLike | None = None) -> str:
-    """Say which data the folder holds now: "mnist" or "digits"; nothing is downloaded."""
+    """Return the source that the folder holds now, "mnist" or "digits"; nothing is downloaded."""
     return "mnist" if not offline() and mnist_is_there(find_data_dir(data_dir)) else "digits"
 
 
@@ -108,10 +108,10 @@ def num_test_images(source: str | None = None) -> int:
 def load_data(
     data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
 ) -> Dataset:
-    """MNIST where the data folder holds it, else the bundled digits; all images, or only the first N of each part.
+    """Load MNIST if the data folder holds it, else the bundled digits; all images, or the first N of each part.
 
-    Reads only: any number of ranks may call it at the same time. Sizes of files are checked, their contents were
-    by `prepare_data`.
+    It only reads, so any number of ranks may call it at the same time. It checks the sizes of the files; `prepare_data`
+    has checked their contents.
     """
     folder = find_data_dir(data_dir)
     source = source_at_hand(data_dir)
@@ -120,17 +120,17 @@ def load_data(
 
 
 def epoch_order(num_images: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The order of the images in one epoch, shape (num_images,). It knows nothing of ranks."""
+    """Return the order of the images in one epoch, shape (num_images,), whatever the number of ranks."""
     return np.random.default_rng([seed, epoch]).permutation(num_images)
 
 
 def rank_batches(
     split: Split, *, rank: int, world_size: int, global_batch_size: int, seed: int, epoch: int, first_step: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's part of every global batch: images (B / world_size, 1, 28, 28) and labels (B / world_size,).
+    """Yield this rank's part of every global batch: images (B / world_size, 1, 28, 28), labels (B / world_size,).
 
-    The ranks' parts of a step, one after the other, are the batch that one process would draw. An incomplete
-    last batch is dropped. `first_step` skips the steps that a resumed run has behind it.
+    Together, in rank order, the ranks' parts of a step are the batch that one process would draw. An incomplete last
+    batch is dropped. `first_step` skips the steps that a resumed run has already taken.
     """
     order = epoch_order(len(split), seed=seed, epoch=epoch)
     images_per_rank = global_batch_size // world_size
@@ -143,7 +143,7 @@ def rank_batches(
 def evaluation_batches(
     split: Split, *, rank: int, world_size: int, batch_size: int = 1000
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of every test image, each image on exactly one rank.
+    """Yield this rank's share of the test images, each image on exactly one rank.
 
     Every rank gets the same number of batches, some possibly empty: a sharded model gathers its parameters in
     each forward, so a rank that stopped early would leave the others waiting.
@@ -155,7 +155,7 @@ def evaluation_batches(
 
 
 def normalise(pixels: Tensor) -> Tensor:
-    """Pixels (N, 28, 28) from 0 to 255 as model input (N, 1, 28, 28): (x / 255 - 0.1307) / 0.3081."""
+    """Turn pixels (N, 28, 28) from 0 to 255 into model input (N, 1, 28, 28): (x / 255 - 0.1307) / 0.3081."""
     return ((pixels.float() / 255 - PIXEL_MEAN) / PIXEL_STD).unsqueeze(1)
 
 
@@ -164,7 +164,7 @@ def _split(pixels: Tensor, labels: Tensor, count: int | None) -> Split:
 
 
 def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Pixels (N, 28, 28) and labels (N,) for training and for testing."""
+    """Return pixels (N, 28, 28) and labels (N,) for training and for testing."""
     from torchvision.datasets import MNIST
 
     parts = [MNIST(folder, train=train) for train in (True, False)]
@@ -172,7 +172,7 @@ def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def _read_digits() -> list[tuple[Tensor, Tensor]]:
-    """Pixels (N, 28, 28) and labels (N,) for training and for testing, from 8 x 8 pixels with values 0 to 16."""
+    """Return pixels (N, 28, 28) and labels (N,) for training and testing, from 8 x 8 pixels with values 0 to 16."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -24,7 +24,7 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """A switch that is on by default is turned off."""
+        """Return the flag's name; a switch that is on by default gets a flag that turns it off."""
         return ("--no-" if self.default is True else "--") + self.setting.replace("_", "-")
 
     @property
@@ -34,7 +34,7 @@ class Flag:
 
 
 def flags() -> Iterator[Flag]:
-    """One flag a setting, in the order of the settings."""
+    """Return one flag per setting, in the order of the settings."""
     for setting in fields(TrainConfig):
         (kind,) = [one for one in get_args(setting.type) or (setting.type,) if one is not NoneType]
         yield Flag(

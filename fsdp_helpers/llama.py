@@ -18,7 +18,7 @@ Loss = Callable[[Tensor, nn.Module, Tensor], Tensor]  # of hidden states, the he
 
 
 class Rotary(nn.Module):
-    """Turns pairs of values by an angle that grows with the position (Su et al. 2021, arXiv:2104.09864).
+    """Rotary positions: turns pairs of values by an angle that grows with position (Su et al. 2021, arXiv:2104.09864).
 
     The frequencies are a buffer that is in no file: `fill_buffers` computes them after a start on the meta device.
     """

@@ -31,7 +31,7 @@ class DataError(Exception):
 
 
 def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
-    """True if all four files are whole, False if any is absent; DataError if one is damaged."""
+    """Return True if all four files are whole, False if any is absent. Raises DataError if one is damaged."""
     paths = [folder / "MNIST" / "raw" / name for name in MNIST_FILES]
     present = [path for path in paths if path.exists()]
     for path in present:
@@ -72,7 +72,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def download_mnist(folder: Path) -> bool:
-    """Download MNIST into `folder`; False if no mirror can be reached, or none could within the last hour.
+    """Download MNIST into `folder`; return False if no mirror can be reached, or none could within the last hour.
 
     The files arrive in a private folder beside their place and are moved when all four are whole, so an
     interrupted download leaves nothing behind. Packed files that are in place already are used, not fetched.
@@ -110,7 +110,7 @@ def _failed_lately(folder: Path) -> bool:
 
 
 def _fetched(folder: str) -> bool:
-    """Fetch into `folder` what is not there yet, and unpack; False if no mirror can be reached."""
+    """Fetch into `folder` what is not there yet, and unpack it; return False if no mirror can be reached."""
     from torchvision.datasets import MNIST
 
     try:
@@ -130,7 +130,7 @@ def _fetched(folder: str) -> bool:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Torchvision's download sets no time-out of its own; without one a dead mirror can hang for minutes."""
+    """Set a time-out, which torchvision's download lacks: without one a dead mirror can hang for minutes."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -127,7 +127,7 @@ MODEL_CLASSES: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_model(name: str, *, dropout: bool = True) -> nn.Module:
-    """The named model, freshly initialised.
+    """Build the named model, freshly initialised.
 
     `dropout=False` sets every dropout probability to zero, for comparing one process with many:
     each rank draws its own dropout mask, so with dropout on the two cannot agree.
@@ -145,5 +145,5 @@ def build_model(name: str, *, dropout: bool = True) -> nn.Module:
 
 
 def count_params(model: nn.Module) -> int:
-    """The number of parameters in `model`, whole ones, before any sharding."""
+    """Count the parameters of `model`, before any sharding."""
     return sum(parameter.numel() for parameter in model.parameters())

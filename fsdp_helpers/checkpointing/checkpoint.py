@@ -100,9 +100,9 @@ def save(
 def _content(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Collect what this rank writes: tensors by name, and everything else as JSON.
+    """Collect what this rank writes: tensors by name, everything else as JSON.
 
-    Under FSDP1, torch gathers the state to cut it by rows, so a save allocates more than the whole state meanwhile.
+    Under FSDP1, torch gathers the state to cut it by rows, so a save temporarily allocates more than the whole state.
     """
     is_new = optimizer is not None and all(gather_over_ranks(not optimizer.state))
     state = read_state(model, optimizer)
@@ -133,7 +133,7 @@ def _finish(
     description: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait until every rank has written; rank 0 gives the folder its name, and every rank hears whether it could."""
+    """Wait until every rank has written; rank 0 renames the folder, and every rank learns whether that worked."""
     failure = None
     try:
         with failures_named(unfinished, "write its part"):
@@ -157,7 +157,7 @@ def _finish(
 
 
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Bring back what `save` saved, under any strategy and on any number of ranks; returns its `extra`.
+    """Load what `save` saved, under any strategy and on any number of ranks; return its `extra`.
 
     Every rank has to call this, with the model and the optimiser as they are before the first step, and reads what
     it keeps. `folder` is a checkpoint, or holds several that are called step-00000020 and so on: then the newest.
@@ -226,7 +226,7 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
 
 
 def _read_plain(path: Path, stored: Iterable[str]) -> dict[str, Any]:
-    """The content of `state.json`; nothing if an earlier version saved, which wrote none."""
+    """Return the content of `state.json`; nothing for a checkpoint of an earlier version, which wrote none."""
     nothing = {"optimizer": None, "values": {}, "extra": None}
     if not (path / STATE).exists():
         return nothing
@@ -241,13 +241,13 @@ def _read_plain(path: Path, stored: Iterable[str]) -> dict[str, Any]:
 
 
 def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, Tensor]:
-    """Room in host memory for those tensors of `names` that are stored."""
+    """Allocate, in host memory, those tensors of `names` that are stored."""
     entries = [stored[name] for name in names if name in stored]
     return {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return `tree`, nested dicts, each leaf replaced by what was found under its path; drop the others."""
+    """Return `tree`, nested dicts, with each leaf replaced by what was found under its path; drop the others."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

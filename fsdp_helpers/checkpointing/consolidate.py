@@ -78,7 +78,7 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
 
 
 def _write_safetensors(checkpoint: Path, tensors: dict[str, TensorEntry], file: IO[bytes]) -> None:
-    """A length, a description in JSON, and all tensors one after the other: the whole format."""
+    """Write a length, a description in JSON, and all tensors one after the other: that is the whole format."""
     for entry in tensors.values():
         if entry.dtype not in SAFETENSORS_TYPES:
             raise CheckpointError(
@@ -115,11 +115,11 @@ WRITERS: dict[str, Callable] = {".safetensors": _write_safetensors, ".pt": _writ
 
 
 def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
-    """Fill `tensor`. Its slices are read straight into their places, and a damaged one is found out.
+    """Fill `tensor`, reading its slices straight into their places and checking each for damage.
 
-    Each slice is stored as `torch.save` stores a tensor: in a zip archive, whose member data/0 is the values. Nothing
-    else in it is looked at, so nothing in it is run. (`dcp.load` would fill a tensor too, and faster. But torch reads
-    an archive without comparing its checksum, so a changed byte would become a weight.)
+    Each slice is stored as `torch.save` stores a tensor: in a zip archive, whose member data/0 holds the values.
+    Nothing else in it is read, so nothing in it is run. (`dcp.load` would fill a tensor too, and faster. But torch
+    reads an archive without comparing its checksum, so a changed byte would become a weight.)
     """
     for part in entry.slices:
         try:

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: each is there whole, or not at all. No torch import.
+"""The folder of a run's checkpoints: each is complete, or not there at all. No torch import.
 
 `DIR/step-00000020/` holds the files of one checkpoint and `checkpoint.json`, which says what they are. It is written
-under another name and gets its own when every byte is on the disk, so whatever bears the name is whole, whenever a
-process was killed. The run that writes holds a lock, which the system takes back when the process ends, in any way.
+under a temporary name and renamed when every byte is on the disk, so whatever has the final name is complete, even if
+a process was killed. The run that writes holds a lock, which the system releases however the process ends.
 """
 
 import json
@@ -43,7 +43,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says; 0 if it has a name of another kind."""
+    """Return the step in a checkpoint's name; 0 if it has a different kind of name."""
     found = re.fullmatch(r"step-(\d{8,})", path.name)
     return int(found[1]) if found else 0
 
@@ -55,13 +55,13 @@ def find_steps(folder: Path) -> list[int]:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder`; None if there is none yet."""
+    """Return the newest checkpoint in `folder`; None if there is none yet."""
     steps = find_steps(folder)
     return folder / checkpoint_name(steps[-1]) if steps else None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The description of the checkpoint at `path`, with every file in its place and of its size.
+    """Return the description of the checkpoint at `path`, once every file is found to be there with its size.
 
     Raises CheckpointError if `path` is not a checkpoint, is from a newer format, or lacks (part of) a file.
     """
@@ -109,7 +109,7 @@ def _way_out(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make `folder` this process's own for the length of the block, and clear away what a killed one left in it.
+    """Lock `folder` for this process within the block, and clear away what a killed one left in it.
 
     Raises CheckpointError if another run has it, or if it cannot be written.
     """
@@ -143,7 +143,7 @@ def begin(path: Path) -> Path:
 
 
 def commit(unfinished: Path, **description: object) -> Path:
-    """Every rank has written: describe the files, see everything safely on the disk, and give the folder its name."""
+    """Describe the files that all ranks have written, flush everything to disk, and give the folder its name."""
     files = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
     checkpoint = Checkpoint(format=FORMAT, files=files, **description)
     with open(unfinished / DESCRIPTION, "w") as file:
@@ -158,7 +158,7 @@ def commit(unfinished: Path, **description: object) -> Path:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Remove all checkpoints but the newest `count`. One loses its name first: it is never half there."""
+    """Remove all checkpoints but the newest `count`. Each is renamed first, so that none is ever half there."""
     for step in find_steps(folder)[:-count]:
         doomed = folder / f"{REMOVED}{checkpoint_name(step)}"
         os.rename(folder / checkpoint_name(step), doomed)
@@ -167,9 +167,9 @@ def keep_newest(folder: Path, count: int) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
-    """A file to write that becomes `path` at the end of the block: a reader sees all of it or nothing.
+    """Open a file to write that becomes `path` at the end of the block: a reader sees all of it or nothing.
 
-    Where the block fails, or the disk is full, what was at `path` before is still there, and nothing else is.
+    If the block fails, or the disk is full, what was at `path` before is still there, and nothing else is.
     """
     path = Path(path)
     file = tempfile.NamedTemporaryFile(mode, dir=path.parent, prefix=f".{path.name}-", delete=False)
@@ -187,7 +187,7 @@ def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """A name is on the disk when its folder is."""
+    """Flush `folder` to disk, and with it the names in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -79,7 +79,7 @@ class SliceEntry:
 
 
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
-    """Every tensor of a sharded checkpoint, from its index alone: parameters, optimiser state, random state.
+    """Return every tensor of a sharded checkpoint, from its index alone: parameters, optimiser state, random state.
 
     Raises CheckpointError for an index that is damaged, names files elsewhere, or lists anything but tensors.
     """
@@ -87,7 +87,7 @@ def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
 
 
 def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntry], list[str]]:
-    """As `read_index`, for any folder of torch.distributed.checkpoint: its tensors, and the names of all else in it.
+    """Read any folder of torch.distributed.checkpoint: return its tensors, and the names of everything else in it.
 
     Everything except tensors is stored as a pickle, and stays unread.
     """
@@ -131,7 +131,7 @@ def _no_tensors(metadata: Metadata) -> list[str]:
 
 @contextmanager
 def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which no `except Exception` catches, into a CheckpointError of one line."""
+    """Turn torch's CheckpointException, which no `except Exception` catches, into a one-line CheckpointError."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -143,7 +143,7 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a sharded checkpoint without running what is in it: an index of known records, and tensors, nothing else.
+    """A reader of sharded checkpoints that runs nothing in them: an index of known records, tensors, nothing else.
 
     Raises CheckpointError for any other content. (The tensors are read with `weights_only=True` by torch itself.)
     """
@@ -159,7 +159,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The content of the index `path`: known records only, and no file but those beside it.
+    """Return the content of the index `path`: known records only, and no files except those beside it.
 
     Raises CheckpointError for anything else.
     """
@@ -184,14 +184,14 @@ PythonUnpickler: Any = pickle._Unpickler  # the one written in Python, whose ste
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """In the place of `getattr`, by which Python before 3.11.4 pickles a member of an enumeration."""
+    """Stand in for `getattr`, with which Python before 3.11.4 pickles a member of an enumeration."""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which has no place in an index")
     return enumeration[name]
 
 
 class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
-    """Finds the known classes and no others, and changes nothing but the records that it makes itself."""
+    """An unpickler that finds known classes only, and changes nothing except the records that it makes itself."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -202,7 +202,7 @@ class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
 
     def load_build(self) -> None:
-        """The step BUILD gives an object its attributes. The object could be a class, and would stay changed."""
+        """Allow the opcode BUILD, which sets attributes, on records only: a class would stay changed."""
         state, record = self.stack[-1], self.stack[-2]
         if type(record) not in RECORDS or not isinstance(
             state, dict if type(record) is not TensorProperties else tuple

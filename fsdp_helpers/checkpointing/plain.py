@@ -1,7 +1,7 @@
-"""Plain values as JSON, their tensors apart: what schedules, counters and an optimiser's settings consist of.
+"""Plain values as JSON, with their tensors apart: what schedules, counters and an optimiser's settings consist of.
 
-Numbers, text, lists and dicts with keys of text are JSON as they are. What JSON has no word for is an object with one
-key that begins with "!": {"!tuple": [...]}, {"!dict": [[key, value], ...]} for other keys, {"!tensor": name}.
+Numbers, text, lists and dicts with text keys are JSON as they are. Anything that JSON cannot express is an object with
+one key that begins with "!": {"!tuple": [...]}, {"!dict": [[key, value], ...]} for other keys, {"!tensor": name}.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; each tensor in it is put into `tensors`, under its path: "extra.schedule.base".
+    """Return `value` as JSON; put each tensor in it into `tensors`, under its path: "extra.schedule.base".
 
     Raises ValueError, with the path, for what is neither plain nor a tensor.
     """
@@ -35,7 +35,7 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def put_together(content: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `take_apart` took apart."""
+    """Return the value that `take_apart` took apart."""
     if isinstance(content, list):
         return [put_together(kept, tensors) for kept in content]
     if not isinstance(content, dict):

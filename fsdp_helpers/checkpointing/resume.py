@@ -1,4 +1,4 @@
-"""A run that saves itself and comes back: when, what besides the tensors, and what has to fit."""
+"""A run that saves and resumes: when it saves, what besides the tensors, and which settings must match."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from fsdp_helpers.ranks.stopping import Stopped, asked_to_stop
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:
-    """Raise CheckpointError, before any process starts, where this run cannot save, or not go on from what is there."""
+    """Raise CheckpointError, before any process starts, if this run cannot save or cannot resume."""
     if config.checkpoint_dir is None:
         return
     folder = Path(config.checkpoint_dir)
@@ -35,10 +35,10 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
 
 
 def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint] | None:
-    """The checkpoint from which a run goes on; None if it begins at the start.
+    """Return the checkpoint from which a run resumes; None if it starts afresh.
 
-    Raises CheckpointError for a checkpoint that is damaged or belongs to another run, and for a folder that holds
-    checkpoints which the run, not being resumed, would mix with its own.
+    Raises CheckpointError for a checkpoint that is damaged or belongs to a different run, and for a folder whose
+    checkpoints a run without --resume would mix with its own.
     """
     newest = checkpoint_folder.find_newest(Path(config.checkpoint_dir)) if config.checkpoint_dir else None
     if newest is None:
@@ -68,14 +68,14 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
 
 
 def tidy_up(config: TrainConfig) -> None:
-    """After the ranks have ended: remove what an interrupted one was writing, unless the next run is there already."""
+    """Remove what an interrupted rank was writing, unless the next run has the folder already."""
     if config.checkpoint_dir is not None and Path(config.checkpoint_dir).is_dir():
         with suppress(CheckpointError):
             checkpoint_folder.clear_unfinished(Path(config.checkpoint_dir))
 
 
 class RunCheckpoints:
-    """Saves a run's whole state as it trains, and brings it back; does nothing if the run has no folder."""
+    """The checkpoints of a run: saves its whole state as it trains, and loads it; does nothing without a folder."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank
@@ -90,7 +90,7 @@ class RunCheckpoints:
             )
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Bring back parameters, optimiser state and each rank's random state; see `load`."""
+        """Load parameters, optimiser state and each rank's random state; see `load`."""
         if self._start is not None:
             load(self._start[0], model, optimizer)
 
@@ -124,7 +124,7 @@ class RunCheckpoints:
 
 @contextmanager
 def run_checkpoints(config: TrainConfig, rank: int, data_source: str) -> Iterator[RunCheckpoints]:
-    """The checkpoints of this run; its folder is locked by rank 0 for the length of the block."""
+    """Yield the checkpoints of this run; rank 0 keeps its folder locked within the block."""
     locks = config.checkpoint_dir is not None and rank == 0
     with checkpoint_folder.locked(Path(config.checkpoint_dir)) if locks else nullcontext():
         gather_over_ranks(None)  # nobody looks before rank 0 has the folder

@@ -1,7 +1,6 @@
-"""A training state in memory: its tensors by name, and what else an optimiser keeps; and as one file of rank 0.
+"""A training state in memory: its tensors by name, and what else an optimiser keeps; and as one file from rank 0.
 
-Tensors have the names that they have in the plain model. So what one strategy saved, another loads, on any number of
-ranks.
+Tensors have their names in the plain model. So what one strategy saved, a different one loads, on any number of ranks.
 """
 
 import os
@@ -52,7 +51,7 @@ class TrainingState:
 
 
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
-    """The state of `model` and `optimizer`; every rank has to call this. (FSDP1 hands out copies, not its own.)
+    """Return the state of `model` and `optimizer`; every rank has to call this. (FSDP1 returns copies.)
 
     A new optimiser gets its state, zeros, which torch makes with a step that changes no parameter.
     """
@@ -71,7 +70,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
-    """Give `model` and `optimizer` the tensors of `state`; a parameter that has none there loses its moments."""
+    """Give `model` and `optimizer` the tensors of `state`; a parameter without any there loses its moments."""
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)
@@ -88,14 +87,14 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: T
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """The name that a parameter or buffer of the wrapped `model` has in the plain one."""
+    """Return the name that a parameter or buffer of the wrapped `model` has in the plain one."""
     if isinstance(model, DistributedDataParallel):
         name = name.removeprefix("module.")
     return WRAPPERS.sub("", name)
 
 
 def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
-    """Flatten nested dicts: each leaf under its path."""
+    """Flatten nested dicts: yield each leaf with its path."""
     if not isinstance(tree, Mapping):
         return {name: tree}
     branches = {f"{name}.{key}".removeprefix("."): branch for key, branch in tree.items()}
@@ -106,7 +105,7 @@ def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
 
 @contextmanager
 def ignore_single_process_warnings() -> Iterator[None]:
-    """With one rank FSDP1 keeps whole copies, and torch saves in one process: both say so at each turn."""
+    """Silence two warnings of a run on one rank: FSDP1 keeps whole copies, and torch saves in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -127,9 +126,9 @@ def num_ranks() -> int:
 def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Gather everything on rank 0 and let it write one file. Every rank has to call this: gathering takes all.
 
-    Rank 0 holds the whole state for that while, 12 bytes a parameter with Adam in fp32, in host memory. (torch can
-    gather by itself, with `StateDictOptions(full_state_dict=True)`; on the CPU, under FSDP1, torch 2.15 then
-    returns the second moment in place of the first, since both were gathered into the same buffer.)
+    Meanwhile rank 0 holds the whole state in host memory, 12 bytes per parameter with Adam in fp32. (torch can gather
+    it too, with `StateDictOptions(full_state_dict=True)`; on the CPU, under FSDP1, torch 2.15 then returns the second
+    moment in place of the first, since both were gathered into the same buffer.)
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     whole = tree_map(gather_on_rank_0, {"model": model_state, "optimizer": optimizer_state})
@@ -139,7 +138,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """A slice becomes the whole tensor, on rank 0 and in host memory; on the other ranks it is let go at once."""
+    """Return the whole tensor of a slice, on rank 0 and in host memory; other ranks free theirs at once."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

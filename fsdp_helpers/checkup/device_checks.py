@@ -1,4 +1,4 @@
-"""Checks of the GPU: it is usable, ranks on the CPU leave it alone, and its memory is what a trace says."""
+"""Checks of the GPU: it is usable, CPU ranks leave it alone, and its memory is what a trace says."""
 
 import threading
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ STEPS, BATCH = 3, 64
 
 
 def use_gpu() -> float:
-    """The largest difference between a product on the GPU and the same on the CPU, relative to its largest value."""
+    """Compare a matrix product on the GPU with the CPU's: the largest difference, relative to the largest value."""
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     expected = values @ values
     return float(((values.to(GPU) @ values.to(GPU)).cpu() - expected).abs().max() / expected.abs().max())
@@ -37,7 +37,7 @@ def usable_in_this_process(num_gpus: int) -> Outcome:
 
 
 def usable_through_launch(num_gpus: int) -> Outcome:
-    """In ranks whose parent uses the GPU as well, as a notebook's kernel may."""
+    """Use the GPUs in ranks whose parent uses one as well, as a notebook's kernel may."""
     use_gpu()
     found = launch(collectives_on_device, world_size=num_gpus, device="cuda", progress=False)
     everything = [float(rank + 1) for rank in range(num_gpus)]
@@ -47,7 +47,7 @@ def usable_through_launch(num_gpus: int) -> Outcome:
 
 
 def cpu_ranks_leave_it_alone(num_gpus: int) -> Outcome:
-    """Neither does torch say that a rank initialised CUDA, nor is less of the GPU free while they run."""
+    """Check that no CPU rank initialised CUDA, and that the GPU's free memory does not shrink while they run."""
     config = TrainConfig(strategy="fsdp-auto-wrap", **SMALL)
     with least_free_memory() as free:
         found = launch(train_and_look_at_cuda, config, world_size=CPU_RANKS, device="cpu", progress=False)
@@ -60,7 +60,7 @@ def cpu_ranks_leave_it_alone(num_gpus: int) -> Outcome:
 
 @contextmanager
 def least_free_memory() -> Iterator[list[int]]:
-    """Within the block, note again and again how many bytes of the first GPU are free; the first is before it."""
+    """Within the block, keep noting how many bytes of the first GPU are free; the first note is from before it."""
     free, ended = [torch.cuda.mem_get_info(GPU)[0]], threading.Event()
 
     def watch() -> None:
@@ -81,7 +81,7 @@ def stopped_cpu_rank_is_named(num_gpus: int) -> Outcome:
 
 
 def who_is_blamed(way: str, world_size: int, device: str) -> Outcome:
-    """Lose rank 1, and read whom the error names."""
+    """Lose rank 1, and see which rank the error names."""
     try:
         launch(lose_rank_1, way, world_size=world_size, device=device, progress=False, group_timeout_s=WAIT_S)
     except RankError as error:
@@ -92,7 +92,7 @@ def who_is_blamed(way: str, world_size: int, device: str) -> Outcome:
 
 
 def memory_is_what_a_trace_says(num_gpus: int) -> Outcome:
-    """A trace counts what tensors asked for, as the allocator does; blocks and segments are larger."""
+    """Compare a trace with the allocator's counts: the same bytes requested; blocks and segments are larger."""
     torch.cuda.set_device(GPU)
     with trace_memory(GPU) as trace:
         torch.cuda.reset_peak_memory_stats(GPU)
@@ -110,7 +110,7 @@ def memory_is_what_a_trace_says(num_gpus: int) -> Outcome:
 
 
 def train_a_little() -> None:
-    """A few steps of a small network on the first GPU."""
+    """Train a small network for a few steps on the first GPU."""
     model = build_model("shallow", dropout=False).to(GPU)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     images, labels = torch.randn(BATCH, 1, 28, 28, device=GPU), torch.zeros(BATCH, dtype=torch.long, device=GPU)

@@ -13,7 +13,7 @@ WORDS = {PASS: "ok", FAIL: "WRONG", SKIP: "-"}
 
 @dataclass(frozen=True)
 class Look:
-    """One line: `run` looks and says what it found, with what to do about it if that is wrong."""
+    """One line of the report: `run` looks, and says what it found and, if that is wrong, what to do about it."""
 
     title: str
     run: Callable[[], Outcome]
@@ -37,7 +37,7 @@ LOOKS = (
 
 
 def look_at(look: Look) -> Row:
-    """Return the row of one look; whatever it raises is what is wrong."""
+    """Return the row of one look; an error that it raises is what is wrong."""
     began_s = time.monotonic()
     try:
         outcome = look.run()
@@ -50,7 +50,7 @@ def look_at(look: Look) -> Row:
 
 
 def examine(on_row: Callable[[Row], None]) -> list[Row]:
-    """Look at everything, one after the other, and hand each row to `on_row` as soon as it is there."""
+    """Look at everything in turn, and hand each row to `on_row` as soon as it is there."""
     rows = []
     for look in LOOKS:
         rows.append(look_at(look))
@@ -64,7 +64,7 @@ def line(row: Row) -> str:
 
 
 def verdict(rows: list[Row]) -> str:
-    """Return the last line: is this machine right?"""
+    """Return the last line: is this machine ready?"""
     wrong = [row.check for row in rows if row.result == FAIL]
     if not wrong:
         return "This machine is right for all notebooks on CPU ranks. For its GPUs: python -m fsdp_helpers gpu-check"

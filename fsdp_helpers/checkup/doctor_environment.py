@@ -98,7 +98,7 @@ def version_or_none(name: str) -> str | None:
 
 
 def differs(installed: str | None, locked: str) -> bool:
-    """Compare without a local part such as +cpu; what is not installed is `versions_fit`'s business."""
+    """Compare versions without a local part such as +cpu; `versions_fit` deals with what is not installed."""
     return installed is not None and installed.partition("+")[0] != locked.partition("+")[0]
 
 
@@ -117,6 +117,6 @@ def jupyter_finds_this_environment() -> Outcome:
 
 
 def starts_this_python(command: str) -> bool:
-    """A bare name is replaced by the running interpreter; a path has to lie in this environment."""
+    """Return whether a kernel's command starts this Python: a bare name does, a path must lie in this environment."""
     path = Path(command)
     return not path.is_absolute() or path.parent == Path(sys.executable).parent

@@ -78,7 +78,7 @@ def ports_answer() -> Outcome:
 
 
 def data_can_be_used() -> Outcome:
-    """Check MNIST's files by their checksums, or that they could be put where they belong; download nothing."""
+    """Check the checksums of MNIST's files or, if there are none, that they could be written; download nothing."""
     from fsdp_helpers.data import find_data_dir, offline
     from fsdp_helpers.mnist import DataError, mnist_is_there
 
@@ -97,7 +97,7 @@ def data_can_be_used() -> Outcome:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why a file could not be put into `folder`, or ""; a folder that is absent is not made."""
+    """Return why a file cannot be written to `folder`, or ""; a missing folder is not made."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=existing).close()
@@ -107,7 +107,7 @@ def why_not_writable(folder: Path) -> str:
 
 
 def nothing_left_over() -> Outcome:
-    """Look for servers and ranks whose notebook or torchrun has ended."""
+    """Look for fork servers and ranks whose notebook or torchrun has ended."""
     left = list(orphans())
     if not left:
         return Outcome(True, "no process of an earlier run")
@@ -117,7 +117,7 @@ def nothing_left_over() -> Outcome:
 
 
 def orphans() -> Iterator[tuple[int, str]]:
-    """Yield number and kind of each process that an earlier run left."""
+    """Yield the number and kind of each process that an earlier run left behind."""
     import psutil
 
     for process in psutil.process_iter():
@@ -129,7 +129,7 @@ def orphans() -> Iterator[tuple[int, str]]:
 
 
 def is_orphan(process: Any) -> bool:
-    """Return True if the process has lost its parent: it belongs to the first process, or to one that is not Python."""
+    """Return True if the process has lost its parent: its parent is the first process, or one that is not Python."""
     parent = process.parent()
     return parent is None or parent.pid == 1 or "python" not in " ".join(parent.cmdline()[:1])
 

@@ -8,7 +8,7 @@ ASK_S = 20.0
 
 
 def describe_gpus() -> dict:
-    """Versions and flags, and each GPU's name, size and free bytes. It takes a context on every GPU: ask a child."""
+    """Return versions and flags, and each GPU's name, size and free bytes; this takes a context on every GPU."""
     import torch
 
     from fsdp_helpers.training.worker import versions
@@ -34,7 +34,7 @@ def describe_gpu(index: int) -> dict:
 
 
 def driver_version() -> str:
-    """NVIDIA's driver, as nvidia-smi says; "unknown" if there is none."""
+    """Return the version of NVIDIA's driver, from nvidia-smi; "unknown" if there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
@@ -44,7 +44,7 @@ def driver_version() -> str:
 
 
 def fact_lines(facts: Mapping) -> list[str]:
-    """One line for all versions and flags, one for each GPU."""
+    """Return one line for all versions and flags, and one for each GPU."""
     from fsdp_helpers.quantities import format_bytes
 
     lines = [", ".join(f"{name} {value}" for name, value in facts.items() if name != "gpus")]

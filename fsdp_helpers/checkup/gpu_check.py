@@ -21,7 +21,7 @@ LEFT_BEHIND, NOTHING = "nothing is left behind", "no process, no memory of a GPU
 
 @dataclass(frozen=True)
 class Report:
-    """All rows, and what the machine is made of."""
+    """All rows, and a description of the machine."""
 
     rows: list[Row]
     facts: dict
@@ -48,13 +48,13 @@ def check_limit(limit_s: float) -> None:
 
 
 def say_row(number: int, total: int, row: Row) -> None:
-    """One line on standard error as soon as a check has ended, unless it did not run."""
+    """Print a line on standard error as soon as a check has ended, unless it did not run."""
     if row.result != SKIP:
         print(f"{number}/{total} {row.check}: {row.result}, {row.seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def check_gpus(checks: Iterable[Check], limit_s: float, on_row: Callable[[int, int, Row], None]) -> Report:
-    """Run all checks that this machine has GPUs for, one after the other, and look for what they left behind."""
+    """Run all checks that this machine has GPUs for, one by one, and look for what they left behind."""
     checks, mark = list(checks), uuid.uuid4().hex
     gpus = find_gpus(1)  # and try the first
     if gpus.count == 0:
@@ -72,7 +72,7 @@ def check_gpus(checks: Iterable[Check], limit_s: float, on_row: Callable[[int, i
 
 @contextmanager
 def sigterm_raised() -> Iterator[None]:
-    """Within the block SIGTERM raises SystemExit, so that the running check is ended and its files are removed."""
+    """Within the block, SIGTERM raises SystemExit, so that the running check is ended and its files are removed."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
@@ -99,13 +99,13 @@ def _why_none() -> str:
 
 
 def _describe(gpus: Gpus, limit_s: float, mark: str) -> dict:
-    """Let a child describe the GPUs; if it gives no answer, return how it ended."""
+    """Have a child process describe the GPUs; if it gives no answer, return how it ended."""
     answer = ask_child(DESCRIBE, gpus, limit_s, mark)
     return answer.content or {"the GPUs cannot be described:": answer.ended}
 
 
 def _look_for_leftovers(before: dict, gpus: Gpus, limit_s: float, mark: str) -> Row:
-    """Processes of the checks that still run, which are ended, and memory of the GPUs that was free before."""
+    """Look for processes of the checks that still run, and end them; and for GPU memory that was free before."""
     began_s = time.monotonic()
     left = marked_processes(mark)
     commands = tuple(describe_process(process) for process in left)
@@ -126,7 +126,7 @@ def _look_for_leftovers(before: dict, gpus: Gpus, limit_s: float, mark: str) -> 
 
 
 def _taken_bytes(before: dict, after: dict) -> int | None:
-    """The most that any GPU has less free than before; None if that is unknown."""
+    """Return the largest drop in any GPU's free memory since before; None if that is unknown."""
     if not before.get("gpus") or not after.get("gpus"):
         return None
     pairs = zip(before["gpus"], after["gpus"], strict=True)

@@ -18,7 +18,7 @@ from fsdp_helpers.training.worker import config_batches, load_rank_data, set_up,
 
 
 def collectives_on_device(rank: int, world_size: int) -> tuple[str, float, list[float], list[float]]:
-    """This rank's device, and what an all-reduce, an all-gather and a reduce-scatter of known numbers give there."""
+    """Return this rank's device, and what three collectives of known numbers give there."""
     device = rank_device()
     own = torch.tensor([float(rank + 1)], device=device)
     total, every = own.clone(), torch.empty(world_size, device=device)
@@ -39,13 +39,13 @@ def train_each(rank: int, world_size: int, configs: Sequence[TrainConfig]) -> li
 
 
 def train_and_look_at_cuda(rank: int, world_size: int, config: TrainConfig) -> tuple[str, bool]:
-    """Train; then this rank's device, and whether CUDA was initialised in its process."""
+    """Train; then return this rank's device, and whether CUDA was initialised in its process."""
     train_worker(rank, world_size, config)
     return str(rank_device()), torch.cuda.is_initialized()
 
 
 def where_slices_live(rank: int, world_size: int, config: TrainConfig) -> tuple[list[str], bool]:
-    """After one step: the devices of this rank's slices, and whether all that lie on the host are pinned there."""
+    """Take one step; return the devices of this rank's slices, and whether all those on the host are pinned."""
     model, optimizer = set_up(rank, config)
     dataset = load_rank_data(config, rank_device())
     images, labels = next(iter(config_batches(dataset, config, rank, world_size, epoch=0)))
@@ -59,7 +59,7 @@ def _own_part(parameter: Tensor) -> Tensor:
 
 
 def lose_rank_1(rank: int, world_size: int, way: str) -> None:
-    """Rank 1 is stopped, or dies, while the others wait for it in a collective on their devices."""
+    """Stop or kill rank 1 while the others wait for it in a collective on their devices."""
     ones = torch.ones(1, device=rank_device())
     dist.all_reduce(ones)  # all are there, and connected
     ones.item()

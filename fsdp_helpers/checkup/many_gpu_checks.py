@@ -28,12 +28,12 @@ NEAR = 0.1  # a predicted peak; work spaces of CUDA's libraries are not predicte
 
 
 def a_run(api: str) -> TrainConfig:
-    """One whose memory is mostly that of tensors: a transformer without convolutions' work spaces."""
+    """Return a run whose memory is mostly that of tensors: a transformer, which needs no convolutions' work spaces."""
     return settings(model="vit", min_num_params=20_000, api=api)
 
 
 def sent_bytes(api: str, num_gpus: int) -> Outcome:
-    """A rank sends what the formula says, to the byte."""
+    """Check that a rank sends what the formula says, to the byte."""
     config, ranks = a_run(api), ranks_of(num_gpus)
     (run,) = runs([config], num_gpus)
     step = walk_step(measure_run(config, ranks, "cuda"), config, ranks, units_of(config), backend="nccl")

@@ -1,4 +1,4 @@
-"""One check in a process of its own, with a limit: what hangs or crashes there becomes a row of the table.
+"""One check in a process of its own, with a time limit: a hang or a crash there becomes a row of the table.
 
 `python -m fsdp_helpers.checkup.one_check TITLE NUM_GPUS PROBLEM FILE` is that process, which writes what it found to
 FILE. It is told how many GPUs there are, and what torch said if it could not use them.
@@ -29,7 +29,7 @@ END_S = 10.0  # processes that were killed have this long to go
 
 
 def run_check(check: Check, gpus: Gpus, limit_s: float, mark: str) -> Row:
-    """The row of `check`: its outcome, or why there is none."""
+    """Return the row of `check`: its outcome, or why there is none."""
     if gpus.count < check.gpus:
         return Row(check.title, SKIP, f"needs {check.gpus} GPUs, this machine has {gpus.count}", check.expected, 0.0)
     began_s = time.monotonic()
@@ -42,7 +42,7 @@ def run_check(check: Check, gpus: Gpus, limit_s: float, mark: str) -> Row:
 
 @dataclass(frozen=True)
 class Answer:
-    """A child's result (None if it failed), everything it printed, and how it ended, in words."""
+    """A child's result (None if it failed), everything that it printed, and how it ended, in words."""
 
     content: dict | None
     printed: str
@@ -50,7 +50,7 @@ class Answer:
 
 
 def ask_child(title: str, gpus: Gpus, limit_s: float, mark: str) -> Answer:
-    """Run a check, or the description of the machine, in a child; no later than `limit_s` seconds on it is gone."""
+    """Run a check, or the description of the machine, in a child, which is ended after `limit_s` seconds."""
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         answer, output = Path(folder, "answer.json"), Path(folder, "output.txt")
         command = [sys.executable, "-m", __name__, title, str(gpus.count), gpus.problem, str(answer)]
@@ -65,7 +65,7 @@ def ask_child(title: str, gpus: Gpus, limit_s: float, mark: str) -> Answer:
 
 
 def how_it_ended(status: int | None, printed: str, limit_s: float) -> str:
-    """The error that a child printed last, else its exit status; None for one that was still running."""
+    """Return the error that a child printed last, else its exit status; `status` None means it was still running."""
     if status is None:
         return f"still running after {limit_s:g} s"
     return last_error(printed) or f"ended with exit status {status}"
@@ -73,7 +73,7 @@ def how_it_ended(status: int | None, printed: str, limit_s: float) -> str:
 
 @contextmanager
 def running(command: list[str], folder: str, mark: str, output: object) -> Iterator[subprocess.Popen]:
-    """A child in a session of its own, with its temporary files in `folder`; killed with all that it started."""
+    """Run a child in its own session, with temporary files in `folder`; kill it with all that it started."""
     paths = os.pathsep.join(filter(None, [str(PACKAGE_HOME), os.environ.get("PYTHONPATH")]))
     # The bundled digits: no download, and the same data on every machine.
     variables = {**os.environ, "PYTHONPATH": paths, "TMPDIR": folder, MARK: mark, "FSDP_OFFLINE": "1"}
@@ -86,7 +86,7 @@ def running(command: list[str], folder: str, mark: str, output: object) -> Itera
 
 
 def kill_with_children(process: subprocess.Popen) -> None:
-    """End a child that still runs, and then those that it had started; ranks also end by themselves without it."""
+    """End a child that still runs, and then everything that it started; ranks also end by themselves without it."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)
@@ -99,7 +99,7 @@ def kill_with_children(process: subprocess.Popen) -> None:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Processes that the checks of this run started and that still exist."""
+    """Return the processes that the checks of this run started and that still exist."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it ended, or belongs to somebody else
@@ -109,27 +109,27 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def describe_process(process: psutil.Process) -> str:
-    """A process's number and the start of its command."""
+    """Return a process's number and the start of its command."""
     with suppress(psutil.Error):
         return f"{process.pid} {' '.join(process.cmdline())[:200]}"
     return f"{process.pid}, gone by now"
 
 
 def last_error(printed: str) -> str:
-    """The beginning of the line in which the last traceback ended, or ""."""
+    """Return the beginning of the line in which the last traceback ended, or ""."""
     lines = [line for line in printed.splitlines() if not line.startswith(" ")]
     errors = [line for line in lines if "Error" in line.split(":")[0]]
     return textwrap.shorten(errors[-1], MOST_OF_ERROR, placeholder=" ...") if errors else ""
 
 
 def last_lines(printed: str) -> tuple[str, ...]:
-    """The end of what a check printed; people paste it, so their home folder has no name in it."""
+    """Return the end of what a check printed, without the name of the home folder: people paste it."""
     text = printed.replace(str(Path.home()), "~") if Path.home() != Path("/") else printed
     return tuple(text.rstrip().splitlines()[-NUM_DETAILS:])
 
 
 def main(title: str, num_gpus: str, problem: str, answer: str) -> None:
-    """The child: run one check, or describe the machine."""
+    """Run one check, or describe the machine, in the child."""
     from fsdp_helpers.checkup.facts import DESCRIBE, describe_gpus
     from fsdp_helpers.checkup.gpu_checks import CHECKS
 

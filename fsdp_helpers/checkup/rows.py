@@ -1,4 +1,4 @@
-"""A check of this machine, what came of it, and the table that people paste. No torch import."""
+"""A check of this machine, its outcome, and the table that people paste. No torch import."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class Row:
 
 
 def markdown_table(rows: Sequence[Row]) -> list[str]:
-    """The lines of the table, in Markdown; no cell breaks it."""
+    """Return the lines of the table, in Markdown; no cell breaks it."""
     lines = [HEADERS, ("---",) * len(HEADERS)]
     lines += [(row.check, row.result, row.measured, row.expected, f"{row.seconds:.1f}") for row in rows]
     return [f"| {' | '.join(map(_one_cell, line))} |" for line in lines]

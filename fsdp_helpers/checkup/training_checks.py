@@ -1,4 +1,4 @@
-"""Do all strategies train alike on GPUs: against DDP, in bf16, from the host, resumed, compiled, in two dimensions?"""
+"""Do all strategies train alike on GPUs: as DDP, in bf16, from the host, resumed, compiled, in two dimensions?"""
 
 import importlib.util
 import tempfile
@@ -23,12 +23,12 @@ def settings(**changes: object) -> TrainConfig:
 
 
 def ranks_of(num_gpus: int) -> int:
-    """The most ranks, one per GPU, that divide the batch and make pairs: 1, 2, 4 or 8."""
+    """Return the largest number of ranks, one per GPU, that divides the batch and makes pairs: 1, 2, 4 or 8."""
     return max(ranks for ranks in (1, 2, 4, 8) if ranks <= num_gpus)
 
 
 def runs(configs: Sequence[TrainConfig], num_gpus: int) -> list[RunRecord]:
-    """The records of `configs`, all trained by the same ranks."""
+    """Return the records of `configs`, all trained by the same ranks."""
     return launch(train_each, configs, world_size=ranks_of(num_gpus), device="cuda", progress=False)[0]
 
 
@@ -37,7 +37,7 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def against_ddp(strategy: str, api: str, **changes: object) -> Callable[[int], Outcome]:
-    """A check that trains under DDP, then twice under a strategy."""
+    """Return a check that trains under DDP, then twice under a strategy."""
 
     def check(num_gpus: int) -> Outcome:
         config = settings(strategy=strategy, api=api, **changes)
@@ -58,7 +58,7 @@ def bf16(api: str, num_gpus: int) -> Outcome:
 
 
 def offload(api: str, num_gpus: int) -> Outcome:
-    """The state lies on the host, in pinned memory, and the GPU holds that much less."""
+    """Check that the state lies on the host, in pinned memory, and that the GPU holds that much less."""
     config = settings(strategy="fsdp-offload", api=api)
     kept, moved = (run.ranks[0] for run in runs([settings(api=api), config], num_gpus))
     devices, pinned = launch(where_slices_live, config, world_size=ranks_of(num_gpus), device="cuda", progress=False)[0]
@@ -71,7 +71,7 @@ def offload(api: str, num_gpus: int) -> Outcome:
 
 
 def resume(api: str, num_gpus: int) -> Outcome:
-    """Five steps, saved, and five more: as ten, with dropout, which draws from the GPU's own random numbers."""
+    """Compare five steps, a save and five more with ten; dropout draws from the GPU's own random numbers."""
     config = settings(api=api, dropout=True, max_steps=10)
     with tempfile.TemporaryDirectory() as folder:
         first = replace(config, max_steps=5, checkpoint_dir=folder)
@@ -95,7 +95,7 @@ def compiled_block(num_gpus: int) -> Outcome:
 
 
 def two_dimensions(num_gpus: int) -> Outcome:
-    """Tensor parallelism within pairs, FSDP across them: as one process."""
+    """Compare tensor parallelism within pairs and FSDP across them with one process."""
     config = settings(model="vit-mnist", max_steps=4)
     ranks = launch(real_model.train_in_two_dimensions, config, world_size=4, device="cuda", progress=False)
     alone = launch(real_model.losses_unsharded, config, world_size=1, device="cuda", progress=False)

@@ -9,14 +9,14 @@ from fsdp_helpers.config import TrainConfig
 
 
 def print_data_source(source: str, config: TrainConfig) -> None:
-    """Say on standard error which data a run uses."""
+    """Print to standard error which data a run uses."""
     from fsdp_helpers.data import describe_source
 
     print(describe_source(source, config.data_dir), file=sys.stderr)
 
 
 def check_output_path(path: Path | None) -> None:
-    """Raise ValueError if no file can be written there, before anything is computed for it."""
+    """Raise ValueError if no file can be written to `path`, before anything is computed for it."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
     if path is not None and path.is_dir():

@@ -1,4 +1,4 @@
-"""Printing a page with Chromium, if it is at hand."""
+"""Printing a page with Chromium, if it is installed."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ def find_chromium() -> str | None:
 
 
 def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
-    """Print a page of this machine to a PDF; its own style sheet says how. Raises RuntimeError if Chromium does not."""
+    """Print a local page to a PDF, as its own style sheet says. Raises RuntimeError if Chromium fails."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-print-") as profile:
         command = [chromium, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
         command += ["--no-sandbox"] * (hasattr(os, "getuid") and os.getuid() == 0)  # Chromium wants it of root

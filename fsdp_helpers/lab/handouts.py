@@ -36,7 +36,7 @@ def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collect
 
 
 def take_folded(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str, str]]:
-    """Take what is folded out of the text; yields exercise, title and text of each hint and solution."""
+    """Remove the folded parts from the text; yield exercise, title and text of each hint and solution."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             for found in FOLDED.finditer(cell.source):
@@ -50,7 +50,7 @@ def _section(title: str, texts: list[str]) -> list[nbformat.NotebookNode]:
 
 
 def write_handouts(notebooks: list[Path], folder: Path, *, solutions: bool) -> Iterator[Path]:
-    """Write a page for each notebook, and one for the glossary that they link to; yields their paths."""
+    """Write a page for each notebook, and one for the glossary that they link to; yield their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {path.stem for path in (*notebooks, GLOSSARY)}
     for path in notebooks:

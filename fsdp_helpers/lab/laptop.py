@@ -1,4 +1,4 @@
-"""Set a laptop up from the folder that `make offline` has prepared, with no network but the one that serves it.
+"""Set up a laptop from the folder that `make offline` has prepared, with no network except the one that serves it.
 
 python3 laptop.py http://ADDRESS:8000         # a machine that serves the folder
 python3 laptop.py /path/to/the/stick/offline  # the folder itself
@@ -31,7 +31,7 @@ def fetch(address: str, to: Path) -> None:
 
 
 def refuse_what_cannot_work(contents: dict) -> None:
-    """Raise SystemExit with one line if this machine lacks a program, or if the packages are for a different kind."""
+    """Raise SystemExit with one line if this machine lacks a program or the packages are for a different kind."""
     missing = [name for name in ("git", "make") if shutil.which(name) is None]
     if missing:
         raise SystemExit(f"{' and '.join(missing)} must be installed first")

@@ -1,4 +1,4 @@
-"""One folder with all that laptops without a network need: `make offline`.
+"""One folder with everything that laptops without a network need: `make offline`.
 
 It has the packages of requirements.lock as wheels, for machines like this one; the last commit; MNIST if it is here; and
 laptop.py, which sets a laptop up from the folder or from a machine that serves it.
@@ -20,7 +20,7 @@ MNIST = Path("MNIST", "raw")
 
 
 def collect_packages(lock: Path, folder: Path) -> None:
-    """Put a wheel of each package of the lock into `folder`; what is there already stays."""
+    """Put a wheel of each package of the lock into `folder`; wheels that are there already stay."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--find-links", str(folder), "--requirement", str(lock), "--wheel-dir", str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,14 +33,14 @@ def bundle_repository(project: Path, bundle: Path) -> None:
 
 
 def copy_data(data: Path, folder: Path) -> list[str]:
-    """Copy MNIST's packed files, if they are there; returns their names."""
+    """Copy MNIST's packed files, if they are there; return their names."""
     files = sorted((data / MNIST).glob("*-ubyte.gz"))
     folder.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copy2(path, folder)).name for path in files]
 
 
 def prepare(project: Path, folder: Path, data: Path) -> dict:
-    """Fill the folder; returns what contents.json says, which is what laptop.py reads first."""
+    """Fill the folder; return the content of contents.json, which laptop.py reads first."""
     collect_packages(project / "requirements.lock", folder / "packages")
     bundle_repository(project, folder / "fsdp.bundle")
     shutil.copy2(SCRIPT, folder)

@@ -1,4 +1,4 @@
-"""A notebook as one page of HTML, with pictures and styles inside, so that showing it asks no other machine."""
+"""A notebook as one page of HTML, with pictures and styles inside, so that showing it needs no network."""
 
 import re
 from base64 import b64encode
@@ -60,7 +60,7 @@ def markdown_body(text: str) -> str:
 
 
 def keep_what_a_page_shows(notebook: nbformat.NotebookNode) -> None:
-    """Remove the outputs that need a kernel, and those of exercises that nobody has solved yet."""
+    """Remove the outputs that need a kernel, and those of unsolved exercises."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             solved_by_the_reader = "exercise" in cell.metadata.get("tags", [])

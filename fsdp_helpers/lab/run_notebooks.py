@@ -1,7 +1,7 @@
 """Execute notebooks from top to bottom and keep their outputs, one after another: `make run NOTEBOOKS="03 09"`.
 
-Only a run that reaches the end writes the file, together with digests of the code that the outputs come from (see
-sources.py). `make test` compares them with the code as it is.
+The file is written only if the run reaches the end, together with digests of the code that the outputs come from (see
+sources.py). `make test` compares them with the current code.
 """
 
 import argparse
@@ -20,7 +20,7 @@ CELL_S = 180  # for one cell, on a busy machine
 
 
 def chosen(names: list[str]) -> list[Path]:
-    """Return the notebooks whose names begin so, or all; each name must be one of them."""
+    """Return the notebooks whose names begin with one of `names`, or all; each of `names` must match."""
     paths = sorted(FOLDER.glob("*.ipynb"))
     for name in names:
         if not any(path.name.startswith(name) for path in paths):

@@ -14,7 +14,7 @@ FIRST = "00_start_here.ipynb"
 
 
 def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
-    """Start JupyterLab on the notebooks, or on copies of them in `copies`; returns when it has ended.
+    """Start JupyterLab on the notebooks, or on copies of them in `copies`; return when it has ended.
 
     Raises ValueError if `copies` lies outside the project, which is the folder that JupyterLab shows.
     """
@@ -29,7 +29,7 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that kernels and terminals need, beside those that are `given`."""
+    """Return the `given` variables, and those that kernels and terminals need."""
     variables = {
         "JUPYTER_PATH": _joined(HERE, given.get("JUPYTER_PATH")),  # the kernel's name
         "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),

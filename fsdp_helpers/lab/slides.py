@@ -50,9 +50,9 @@ def outline(notebook: nbformat.NotebookNode) -> list[Slide]:
 
 
 def all_slides(notebook: nbformat.NotebookNode) -> Iterator[Slide]:
-    """Yield a slide for each heading below the title, and more for what is shown in its section.
+    """Yield a slide for each heading below the title, and further ones for what its section shows.
 
-    Prose announces a listing, and reads a figure or a table: so what comes before or after gives the sentence.
+    A listing takes its sentence from the prose before it, a figure or a table from the prose after it.
     """
     current, unread, announced = None, None, ""  # the section's first slide; a slide that no prose has read yet
     for cell in notebook.cells:
@@ -84,7 +84,7 @@ def _of_section(section: str) -> Slide:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of prose, with the second if it is short; announcements (`:`) only if there is nothing else."""
+    """Return the first sentence of prose, with the second if it is short; one ending in a colon only as a last resort."""
     prose = [block for block in re.split(r"\n\s*\n", text.strip()) if not re.match(r"[|#>]|```|<|- |\d+\. ", block)]
     sentences = [one for block in prose for one in re.split(r"(?<=[.?!])\s+(?=[A-Z`*\"(])", block.replace("\n", " "))]
     whole = [one.strip() for one in sentences if one.strip() and not one.strip().endswith(":")]
@@ -121,7 +121,7 @@ def fits_on_a_slide(table: str) -> bool:
 
 
 def _fitted(listing: str, text: str) -> str:
-    """Return a listing in the largest type with which every line of it is on the slide."""
+    """Return a listing in the largest type in which every line fits on the slide."""
     lines = text.splitlines()
     size_px = min(CODE_WIDTH / (0.61 * max(map(len, lines))), CODE_HEIGHT / (1.4 * len(lines)), MAX_CODE_PX)
     if size_px < MIN_CODE_PX:
@@ -133,7 +133,7 @@ def _fitted(listing: str, text: str) -> str:
 
 
 def shortened(slides: list[Slide]) -> list[Slide]:
-    """Leave out what a chapter misses least until the slides are few enough: tables, sub-sections, second figures."""
+    """Leave out what a chapter needs least until few enough slides are left: tables, sub-sections, second figures."""
     first_of = {slide.title: slide for slide in reversed(slides)}
 
     def importance(slide: Slide) -> int:
@@ -163,7 +163,7 @@ def deck(notebook: nbformat.NotebookNode) -> str:
 
 
 def title_slide(notebook: nbformat.NotebookNode) -> str:
-    """Return the title, the question and the objectives; a picture with its caption stands in the notebook only."""
+    """Return the title, the question and the objectives, without the notebook's opening picture and its caption."""
     text = re.split(r"^\*Builds on|^## ", notebook.cells[0].source, flags=re.MULTILINE)[0]
     text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n+(\*.*\*\n)?", "", text, flags=re.MULTILINE)
     return f'<section class="title">{_without_links(pages.markdown_body(text))}</section>\n'

@@ -1,8 +1,8 @@
 """The code behind a notebook's kept outputs, as two digests: of its code cells, and of all that they call.
 
 The second covers every module of the package that the cells import, and the modules behind those; the text of what the
-notebook shows (`show.source`); and each file of the project that a cell names. Comments and docstrings count only where
-they are shown, and layout counts nowhere, so mending a sentence outdates nothing.
+notebook shows (`show.source`); and each file of the project that a cell names. Comments and docstrings count only if
+they are shown, and layout never counts, so editing a sentence makes no output outdated.
 """
 
 import ast
@@ -26,7 +26,7 @@ def digests(notebook, project: Path = PROJECT) -> dict[str, str]:
 
 
 def outdated(notebook, project: Path = PROJECT) -> list[str]:
-    """Return which parts have changed since the kept outputs were made."""
+    """Return the parts that have changed since the kept outputs were made."""
     kept = notebook.metadata.get(KEY, {})
     now = digests(notebook, project)
     names = {"cells": "its code cells", "sources": "the code that they call"}
@@ -95,14 +95,14 @@ def imported(tree: ast.Module, project: Path) -> set[Path]:
 
 
 def runs_package(tree: ast.Module) -> bool:
-    """Say whether a string is a command line of the package, or the name after `-m` in one."""
+    """Return whether a string is a command line of the package, or the name after `-m` in one."""
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return any(text == PACKAGE or f"-m {PACKAGE}" in text for text in texts)
 
 
 @cache
 def handed_out(project: Path) -> dict[str, str]:
-    """Return the modules behind the names that the package itself hands out."""
+    """Return the modules behind the names that the package itself exports."""
     for node in ast.parse((project / PACKAGE / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
             return ast.literal_eval(node.value)
@@ -118,7 +118,7 @@ def shown_names(tree: ast.Module) -> Iterator[str]:
 
 
 def definitions(path: Path, names: set[str]) -> Iterator[str]:
-    """Yield the functions and classes of these names word for word, with the line that the page names."""
+    """Yield the source of the functions and classes of these names, with the line number that the page names."""
     lines = path.read_text().splitlines()
     for node in module_tree(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names:

@@ -1,4 +1,4 @@
-"""Copies of the notebooks to work in: running a copy, and solving its exercises, changes no file of the project.
+"""Copies of the notebooks to work in: running a copy and solving its exercises changes no file of the project.
 
 python -m fsdp_helpers.lab.working_copies work              # copies what is not there yet
 python -m fsdp_helpers.lab.working_copies work --reset 3    # takes 03 anew; what was there stays beside it
@@ -13,7 +13,7 @@ LEFT_OUT = shutil.ignore_patterns("my_*.py", ".*", "__pycache__")  # what workin
 
 
 def copy_missing(work: Path) -> list[Path]:
-    """Copy the notebooks, and what they read, into `work`; returns the files that were not there yet."""
+    """Copy the notebooks, and the files that they read, into `work`; return the files that were not there yet."""
     copied = []
 
     def copy(original: str, to: str) -> None:
@@ -25,7 +25,7 @@ def copy_missing(work: Path) -> list[Path]:
 
 
 def reset(work: Path, number: str) -> Path:
-    """Put the notebook of this number back as it was; what was there stays as `..._before.ipynb`. Returns its path."""
+    """Restore the notebook of this number; keep the old copy as `..._before.ipynb`. Return the notebook's path."""
     found = sorted(ORIGINALS.glob(f"{number.zfill(2)}_*.ipynb")) if number else []
     if not found:
         raise SystemExit(f"there is no notebook {number!r}; give its number, such as 3")

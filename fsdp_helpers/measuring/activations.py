@@ -10,7 +10,7 @@ from fsdp_helpers.sharding.recompute import MATRIX_PRODUCTS
 
 
 def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
-    """Count what one transformer block needs in a step, on `tokens` (images, tokens, width) of its own precision."""
+    """Count the bytes that a transformer block needs in a step, on `tokens` (images, tokens, width) in its type."""
     images, num_tokens, width = tokens.shape
     return BlockBytes(
         kept_bytes=kept_bytes(block, tokens),
@@ -23,7 +23,7 @@ def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes that a forward of `model` keeps for backward, each stretch of memory once; parameters do not count.
+    """Count the bytes that a forward of `model` keeps for backward, each storage once, parameters not included.
 
     Run it on one process, with a plain model: nothing is trained.
     """
@@ -42,14 +42,14 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
 
 
 def products_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes of the outputs of all matrix products in a forward of `model`: what selective checkpointing keeps."""
+    """Count the output bytes of all matrix products in a forward of `model`: what selective checkpointing keeps."""
     with ProductCount() as count, torch.no_grad():
         model(*inputs)
     return count.num_bytes
 
 
 class ProductCount(TorchDispatchMode):
-    """While active, adds up the bytes that matrix products put out."""
+    """A mode that adds up the output bytes of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

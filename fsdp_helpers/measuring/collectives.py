@@ -1,4 +1,4 @@
-"""Every collective of a rank: which, how many bytes, how many of them the rank sends, when."""
+"""Every collective of a rank: its kind, its bytes, how many of them the rank sends, and when."""
 
 import threading
 import time
@@ -43,13 +43,13 @@ SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """While active, notes every collective in `events`, and lets each one finish before the next operation.
+    """A mode that notes every collective in `events`, and lets each one finish before the next operation.
 
-    gloo completes a collective in a thread of its own. If the last reference to a buffer dies there, the profiler,
-    which follows one thread, never hears that the buffer was freed. Waiting makes byte counts exact and
-    repeatable. On a GPU, NCCL's `wait()` only lets later kernels wait, so here the GPU has to catch up before and after
-    each collective, and at both ends of each phase that `record_function` names: else the times would be those of
-    launching. All this means that times under a trace show no overlap of communication with computation.
+    gloo completes a collective in a thread of its own. If the last reference to a buffer is dropped there, the
+    profiler, which follows one thread, never sees that the buffer was freed. Waiting makes byte counts exact and
+    repeatable. On a GPU, NCCL's `wait()` only makes later kernels wait, so here the GPU has to catch up before and
+    after each collective, and at both ends of each phase that `record_function` names; otherwise the times would be
+    those of launching. So times under a trace show no overlap of communication with computation.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
 
 
 def _full_bytes(op: str, arguments: Iterable[object], num_ranks: int) -> int:
-    """The size of the full tensor: what an all-gather puts out, what a reduce-scatter takes in."""
+    """Return the size of the full tensor: an all-gather's output, a reduce-scatter's input."""
     sizes = [sum(tensor.nbytes for tensor in _tensors(argument)) for argument in arguments]
     if op in ("gather", "scatter"):  # the whole is seen on one rank alone, a part on each
         return num_ranks * min(size for size in sizes if size)
@@ -140,7 +140,7 @@ def _another_thread_runs() -> bool:
 
 
 def _let_gpu_catch_up() -> None:
-    """Wait until the GPU, where this process uses one, has done all that it was asked to do."""
+    """Wait until the GPU, if this process uses one, has finished everything that was launched."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""The copies between host and device that FSDP2's offload policy asks for: which, how many bytes, when."""
+"""The copies between host and device that FSDP2's offload policy asks for: of what, how many bytes, when."""
 
 import sys
 import time
@@ -34,9 +34,9 @@ class OffloadCopy:
 def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
     """Note the copies in a step of `model` in the yielded list, which is filled when the block ends.
 
-    Noted is every `tensor.to(device)` that FSDP2's own code calls: so its offload policy copies. Where the tensor is on
-    that device already, `to` returns it as it is. So on the CPU the calls can be seen, with their bytes and their
-    moments, and nothing is copied. The block has to end before the gradients are freed.
+    It notes every `tensor.to(device)` that FSDP2's own code calls, which is how its offload policy copies. If the
+    tensor is on that device already, `to` returns it unchanged. So on the CPU the calls can be seen, with their bytes
+    and times, and nothing is copied. The block has to end before the gradients are freed.
     """
     found: list[OffloadCopy] = []
     seen: list[Seen] = []

@@ -1,4 +1,4 @@
-"""The first collective at which ranks differ: each is written down before it begins, and compared between ranks."""
+"""The first collective at which ranks differ: each is logged before it begins, and compared between ranks."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from fsdp_helpers.records import Collective
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where ranks are in different collectives; None for a rank that has no more of them."""
+    """The first place where ranks are in different collectives; None for a rank that has no more."""
 
     position: int  # how many collectives all ranks had in common before it
     collectives: tuple[Collective | None, ...]  # one per rank
@@ -45,7 +45,7 @@ def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | 
 
 
 class CollectiveLog(TorchDispatchMode):
-    """While active, writes each collective to a file before it begins: one that never ends is there, too."""
+    """A mode that writes each collective to a file before it begins, so that one that never ends is there, too."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -65,5 +65,5 @@ def log_collectives(path: Path) -> Iterator[None]:
 
 
 def read_log(path: Path) -> list[Collective]:
-    """Read what `log_collectives` wrote, also of a rank that was ended."""
+    """Read what `log_collectives` wrote, even for a rank that was killed."""
     return [Collective(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -35,7 +35,7 @@ REAL_RANKS, IMAGINED_RANKS = (1, 2, 4), (8, 64, 1024)
 
 
 class Run(NamedTuple):
-    """One row's question: which model, how, on how many ranks."""
+    """The run behind one row: which model, how, on how many ranks."""
 
     model: str
     variant: str
@@ -76,12 +76,12 @@ class ErrorRow:
 
     @property
     def is_exact(self) -> bool:
-        """State and sent bytes agree to the byte."""
+        """Return whether state and sent bytes agree to the byte."""
         return (self.predicted_state_bytes, self.predicted_sent_bytes) == (self.state_bytes, self.sent_bytes)
 
 
 def variant_config(model: str, variant: str, world_size: int) -> TrainConfig:
-    """A run with IMAGES on each rank."""
+    """Return the configuration of a run with IMAGES on each rank."""
     return TrainConfig(
         model=model,
         min_num_params=THRESHOLDS[model],
@@ -92,7 +92,7 @@ def variant_config(model: str, variant: str, world_size: int) -> TrainConfig:
 
 @cache
 def profile_of(model: str, activation_checkpointing: str, precision: str) -> StepProfile:
-    """One process's step on IMAGES; the same for every strategy and number of ranks."""
+    """Measure one process's step on IMAGES, which is the same for every strategy and number of ranks."""
     settings = {"activation_checkpointing": activation_checkpointing, "precision": precision}
     config = TrainConfig(
         model=model, strategy="fsdp", min_num_params=THRESHOLDS[model], global_batch_size=IMAGES, **settings
@@ -101,7 +101,7 @@ def profile_of(model: str, activation_checkpointing: str, precision: str) -> Ste
 
 
 def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
-    """A row for each run, one after the other; real ranks are fresh processes each time."""
+    """Measure the runs one by one, with fresh processes for real ranks; return a row for each."""
     for run in runs:
         config = variant_config(run.model, run.variant, run.world_size)
         gc.collect()  # what an earlier run left in this process, whose memory the next ranks need
@@ -113,7 +113,7 @@ def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
 
 
 def error_row(config: TrainConfig, run: Run, measured: RankOfN) -> ErrorRow:
-    """The measurement beside its prediction."""
+    """Put a measurement beside its prediction."""
     profile = profile_of(config.model, config.activation_checkpointing, config.precision)
     ranks, units = run.world_size, units_of(config)
     step = walk_step(profile, config, ranks, units, backend="gloo" if run.real else "fake")
@@ -137,7 +137,7 @@ def read_errors(path: str | Path) -> list[ErrorRow]:
 
 
 def write_errors(path: str | Path) -> list[ErrorRow]:
-    """Measure every run of the table that `path` does not have yet, and write it there after each.
+    """Measure each run of the table that `path` does not have yet; write the file after each.
 
     DeepNet's runs take the most time and memory by far. Remove the file to measure all of it anew.
     """

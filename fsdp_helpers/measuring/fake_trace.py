@@ -1,7 +1,7 @@
-"""A step without numbers: the shapes of a model on the meta device, computed with fake tensors, and what they would take.
+"""A step without numbers: a model's shapes, computed with fake tensors, and the memory that they would take.
 
-A fake tensor has a shape, a precision and a device, and no memory. A mode that sees every operation counts the storages
-that it returns, and their end. What an operation takes within itself is not seen; a fused one says that in its outputs.
+A fake tensor has a shape, a precision and a device, but no memory. A mode that sees every operation counts the storages
+that operations return, until they are freed. It does not see what an operation allocates internally.
 """
 
 import weakref
@@ -17,21 +17,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether any parameter has a shape and no values."""
+    """Return whether any parameter has a shape but no values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Within the block tensors are fake; real ones that an operation meets are taken for their shapes."""
+    """Within the block, new tensors are fake; of real ones, operations use the shapes only."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
 def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
-    """Give each parameter and buffer a fake tensor on the CPU, in place, in `dtype` if it is one of real numbers.
+    """Replace each parameter and buffer, in place, by a fake tensor on the CPU; floating-point ones in `dtype`.
 
-    What is tied stays tied.
+    Tied parameters stay tied.
     """
     made: dict[int, Tensor] = {}
 
@@ -53,7 +53,7 @@ def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return the batch in fake tensors on the CPU."""
+    """Return the batch as fake tensors on the CPU."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -65,7 +65,7 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 class FakeTrace(TorchDispatchMode):
-    """While active, a running sum of the storages that operations have returned; `mark` begins a stretch of it."""
+    """A mode that keeps a running sum of the storages that operations return; `mark` begins a stretch of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class FakeTrace(TorchDispatchMode):
         return result
 
     def know(self, model: nn.Module) -> None:
-        """Take what is there already, which does not count."""
+        """Note the tensors that are there already, which do not count."""
         for tensor in [*model.parameters(), *model.buffers()]:
             self._known.add(tensor.untyped_storage())
 
@@ -89,7 +89,7 @@ class FakeTrace(TorchDispatchMode):
         self._stretches.append([self._bytes, self._bytes])
 
     def between_marks(self) -> list[tuple[int, int]]:
-        """For each stretch: the bytes when it began, and the most until the next one."""
+        """Return for each stretch the bytes when it began, and the most until the next one."""
         return [(start, most) for start, most in self._stretches]
 
     def _see(self, storage: torch.UntypedStorage) -> None:

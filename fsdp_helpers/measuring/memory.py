@@ -1,4 +1,4 @@
-"""Every byte of a rank: what it keeps, counted from live tensors, and a curve of all that is allocated."""
+"""Every byte of a rank: what it keeps, counted from live tensors, and a curve of everything allocated."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _CLOCK_MARK = "fsdp_helpers clock"
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Bytes of the parameters, gradients and optimiser state that this rank keeps, without any padding.
+    """Count the bytes of the parameters, gradients and optimiser state that this rank keeps, without padding.
 
     Of a sharded tensor only this rank's slice counts. Adam's step counters, 4 bytes a tensor, are left out.
     """
@@ -53,11 +53,11 @@ def _local_bytes(tensors: list[Tensor]) -> int:
 
 
 class MemoryTrace:
-    """Notes every allocation on `device`, every named phase and every collective between start() and stop().
+    """A trace of every allocation on `device`, every named phase and every collective between start() and stop().
 
-    Begin before the model exists: only what is allocated after start() counts. On CUDA these are the bytes that
-    tensors asked for, not the blocks that they got. A phase or a collective ends when the GPU has done its work, not
-    when it has been launched, so times under a trace show no overlap.
+    Start it before the model exists: only what is allocated after start() counts. On CUDA these are the bytes that
+    tensors requested, not the blocks that they got. A phase or a collective ends when the GPU has done its work, not
+    when the work has been launched, so times under a trace show no overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class MemoryTrace:
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
-        """The last stretch called `name`, with times from its start; `uncounted_bytes` are taken off the curve.
+        """Return the last stretch called `name`, with times from its start; subtract `uncounted_bytes` from the curve.
 
         Raises ValueError if no stretch of that name was seen.
         """
@@ -114,9 +114,9 @@ class MemoryTrace:
         return self._between(found[-1].start_s, found[-1].end_s, uncounted_bytes)
 
     def last_step(self) -> StepTrace:
-        """From the end of the last `optimizer.step()` but one to the end of the last: PyTorch names them by itself.
+        """Return the stretch between the ends of the last two `optimizer.step()`, phases that PyTorch names itself.
 
-        What was allocated at the end of a phase called "data", the images, is taken off the curve.
+        The images, allocated in a phase called "data", are subtracted from the curve.
         Raises ValueError for fewer than two steps: the first one creates optimiser state, so it is not representative.
         """
         ends_s = [phase.end_s for phase in self._phases if phase.name.startswith(OPTIMIZER_STEP)]
@@ -129,11 +129,11 @@ class MemoryTrace:
         return next((size for time_s, size in reversed(self._points) if ends_s and time_s <= ends_s[-1]), 0)
 
     def whole(self) -> StepTrace:
-        """Everything from start() to stop()."""
+        """Return everything from start() to stop()."""
         return self._between(self._marks_s[0], float("inf"), 0)
 
     def between_marks(self, name: str) -> list[tuple[int, int]]:
-        """For each stretch called `name`: the bytes allocated when it began, and the most until the next one begins.
+        """Return for each stretch called `name` the bytes allocated at its start, and the most until the next one.
 
         After the last of them the trace is read to its end. Take `record_function(name)` around nothing for a mark.
         """
@@ -189,9 +189,9 @@ def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
 
 
 def traced(rank: int, world_size: int, worker: Callable, *args: object) -> tuple[object, StepTrace]:
-    """Run the rank function `worker(rank, world_size, *args)`; returns its result, and the trace of its last step.
+    """Run the rank function `worker(rank, world_size, *args)`; return its result, and the trace of its last step.
 
-    The worker knows nothing of it: launch(traced, my_worker, my_config, world_size=2) instead of
+    The worker needs no change: launch(traced, my_worker, my_config, world_size=2) instead of
     launch(my_worker, my_config, world_size=2).
     """
     with trace_memory(rank_device()) as trace:
@@ -208,7 +208,7 @@ def _read_phases(events: list[dict]) -> list[Phase]:
 
 
 def _read_points(events: list[dict]) -> list[tuple[float, int]]:
-    """(time, bytes allocated from then on) on the CPU: the sum of all events."""
+    """Return (time, bytes allocated from then on) on the CPU: the running sum of all events."""
     seen = sorted(
         (
             event

@@ -1,7 +1,7 @@
-"""A plan for a model of your own: one step of one process, measured here, and arithmetic for the rest.
+"""A plan for your own model: one step of one process, measured here, and arithmetic for the rest.
 
-A model on the meta device has no values to compute with. Its step is then one of fake tensors, and its memory that of a
-GPU's fused kernels; a model with values is measured on the device on which its batch lies.
+A model on the meta device has no values to compute with. Its step then uses fake tensors, and its memory is that of a
+GPU's fused kernels; a model with values is measured on the device of its batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +84,7 @@ def measured_subject(
     unit_class: Classes = (),
     unit_names: Sequence[str] = (),
 ) -> Subject:
-    """The model as a planner sees it; what a plan asks for is measured then, and only once.
+    """Return the model as the planner sees it; each measurement is made when a plan first asks for it.
 
     Raises ValueError for a model that trains nothing.
     """
@@ -155,7 +155,7 @@ def batch_norms(model: nn.Module) -> list[str]:
 
 
 def refused_precision(batch_norms: list[str], precision: str) -> str | None:
-    """Say why a model with these modules cannot run in a precision, if it cannot."""
+    """Return why a model with these modules cannot run in a precision, if it cannot."""
     if precision != "bf16" or not batch_norms:
         return None
     return (
@@ -165,7 +165,7 @@ def refused_precision(batch_norms: list[str], precision: str) -> str | None:
 
 
 def fake_step(model: nn.Module, batch: Any, loss_of: LossOf, units: tuple[str, ...], precision: str) -> StepProfile:
-    """Return the profile of a step of a model without values; as `measure_step`, with fake tensors."""
+    """Return the profile of a step of a model without values: as `measure_step`, with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     trace = FakeTrace()
     marks = StepMarks(units, trace.mark)
@@ -182,9 +182,9 @@ def fake_step(model: nn.Module, batch: Any, loss_of: LossOf, units: tuple[str, .
 
 @contextmanager
 def fused_kernels() -> Iterator[None]:
-    """Within the block RMSNorm and attention are kernels of a GPU; a CPU takes them apart, and keeps more.
+    """Within the block, RMSNorm and attention are fused as on a GPU; a CPU splits them up, and keeps more.
 
-    A mode would do, if it held in what backward recomputes.
+    A mode would be simpler, but it would not reach what backward recomputes.
     """
     norm, attention = F.rms_norm, F.scaled_dot_product_attention
 
@@ -205,7 +205,7 @@ def fused_kernels() -> Iterator[None]:
 
 
 class OneKernelNorm(torch.autograd.Function):
-    """The memory of RMSNorm in one kernel: it keeps its input and one statistic for each token. No values."""
+    """RMSNorm's memory in one kernel: it keeps its input and one statistic per token, and computes no values."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class OneKernelNorm(torch.autograd.Function):
 
 
 def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None) -> dict[str, int]:
-    """Return the operations of a forward by module, those of modules within it left out."""
+    """Return the operations of a forward by module, without those of modules within it."""
     # Attention as plain products: torch 2.11 does not count those of a fused kernel on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode:
         if mode is None:
@@ -244,13 +244,13 @@ def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.dev
 
 
 def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
-    """A loss for a model whose own one does not matter: its outputs' mean. A tuple or list is several arguments."""
+    """Return the mean of a model's outputs, as a loss; a tuple or list in `batch` is several arguments."""
     outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     return torch.stack([leaf.float().mean() for leaf in tree_leaves(outputs) if leaf.is_floating_point()]).sum()
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first dimension of the batch's tensors. Raises ValueError if there is none."""
+    """Return the length of the first dimension of the batch's tensors. Raises ValueError if they differ."""
     lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if len(lengths) != 1:
         raise ValueError(f"the batch has tensors of {sorted(lengths)} samples; all need the same number, at least one")
@@ -258,7 +258,7 @@ def num_samples(batch: Any) -> int:
 
 
 def first_samples(batch: Any, samples: int, dtype: torch.dtype) -> Any:
-    """Return the first samples, floating-point ones in `dtype`."""
+    """Return the first samples, with floating-point values in `dtype`."""
 
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim:

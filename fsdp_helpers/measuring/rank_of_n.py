@@ -1,7 +1,7 @@
-"""One real rank of N, alone: the true code of a strategy on real tensors, among ranks that are only imagined.
+"""One real rank of N, alone: a strategy's real code on real tensors, among imagined ranks.
 
-torch's fake process group answers every collective at once, with a tensor of the right size and the wrong values. So
-losses mean nothing here; what this rank allocates, and what it would send, are those of a run on N ranks.
+torch's fake process group answers every collective at once, with a tensor of the right size but with wrong values. So
+losses mean nothing here, but this rank allocates, and would send, what a rank does in a run on N ranks.
 """
 
 import gc
@@ -51,7 +51,7 @@ class RankOfN:
 
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Within the block this process is `rank` of `world_size`, and the others exist in no process.
+    """Within the block, this process is `rank` of `world_size`, and no process is any of the others.
 
     Raises RuntimeError if this process is in a group already, or torch has no fake group where it used to be.
     """
@@ -66,7 +66,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def fake_parts() -> tuple[dist.Store, object]:
-    """The only place that knows where torch keeps its fake process group: a private module, which may move."""
+    """Import torch's fake process group, from a private module that may move: no other place names it."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
     except ImportError as error:
@@ -81,28 +81,28 @@ def fake_parts() -> tuple[dist.Store, object]:
 
 
 def can_imagine(strategy: str) -> bool:
-    """Return True if this torch can: DDP waits for a result that torch 2.11's fake group never delivers."""
+    """Return whether this torch can imagine ranks: torch 2.11's fake group never delivers a result that DDP awaits."""
     return strategy != "ddp" or hasattr(fake_parts()[1], LIKE_THIS_ONE)
 
 
 def check_can_imagine(strategy: str) -> None:
-    """Raises RuntimeError if this torch cannot be one rank of many under `strategy`."""
+    """Raise RuntimeError if this torch cannot be one rank of many under `strategy`."""
     if not can_imagine(strategy):
         raise RuntimeError(f"torch {torch.__version__} cannot imagine DDP's other ranks, only FSDP's; torch 2.15 can")
 
 
 def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
-    """One rank of a run of `config` on `world_size` ranks, measured here, on the CPU, while the others are imagined."""
+    """Measure one rank of a run of `config` on `world_size` ranks, on the CPU; the other ranks are imagined."""
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
         return measure_this_rank(rank, world_size, config)
 
 
 def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
-    """A rank of a run of `config`, measured on the CPU, within whatever group it is: launch it, or imagine the others.
+    """Measure this rank of a run of `config` on the CPU, in a real group or an imagined one.
 
-    The images are random, and as many as the rank would have. Raises ValueError if `world_size` ranks cannot run it,
-    and for several micro-batches: a step here has one.
+    The images are random, as many as the rank would have. Raises ValueError if `world_size` ranks cannot run it, and
+    for several micro-batches: a step here has one.
     """
     config.check_world_size(world_size)
     if config.micro_batches > 1:
@@ -123,10 +123,10 @@ def measure_own_rank_of_n(
     units: Sequence[str] = (),
     rank: int = 0,
 ) -> RankOfN:
-    """The same of any model: `build()` makes it, `loss_of(model)` is its loss over this rank's batch.
+    """Measure a rank of N for any model: `build()` makes it, `loss_of(model)` is its loss over this rank's batch.
 
-    Of `config` the strategy, the API and the levers count; `units` names the FSDP units below the root, which are also
-    what activation checkpointing recomputes.
+    Of `config`, the strategy, the API and the levers count; `units` names the FSDP units below the root, which
+    activation checkpointing also recomputes.
     """
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
@@ -134,7 +134,7 @@ def measure_own_rank_of_n(
 
 
 def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
-    """`model` under the strategy of `config`, cut and recomputed at the modules that `units` names."""
+    """Put `model` under the strategy of `config`, cut and recomputed at the modules that `units` names."""
     chosen = {model.get_submodule(name) for name in units}
     if config.activation_checkpointing != "none":
         model = checkpoint_activations(model, units, config.activation_checkpointing)
@@ -147,7 +147,7 @@ def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]
 
 
 def trace_steps(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:
-    """Build, train a few steps under a trace, and read the last one."""
+    """Build a model, train it for a few steps under a trace, and return the last one."""
     gc.collect()  # sharded models are full of cycles; freed within the trace they would take it below zero
     title = f"rank {dist.get_rank()} of {dist.get_world_size():,}"
     with reports_drawn(), trace_memory(ON_CPU) as trace:

@@ -28,11 +28,11 @@ WRAPPED = "_checkpoint_wrapped_module"  # the module that activation checkpointi
 
 
 def measure_step(model: nn.Module, compute_loss: Callable[[], Tensor], units: Collection[str] = ()) -> StepProfile:
-    """Return the profile of one forward, `compute_loss()`, and one backward of `model`, a plain one on one process.
+    """Return the profile of one forward, `compute_loss()`, and one backward of `model`, a plain one in one process.
 
-    Nothing is updated, and gradients are thrown away. A model with checkpointed units is measured as it is, with what
-    it computes again. For bf16 give a bf16 model, and a loss that casts its images. `units` are left in backward when
-    FSDP2 leaves them, if that is not when the gradient of their input is complete: another module may use it too.
+    Nothing is updated, and gradients are discarded. A model with checkpointed units is measured as it is, recomputation
+    included. For bf16 pass a bf16 model, and a loss that casts its images. Backward leaves `units` when FSDP2 does, if
+    that is not when the gradient of their input is complete: a different module may use that input too.
     """
     compute_loss().backward()  # what only a first step allocates does not count
     model.zero_grad()
@@ -57,7 +57,7 @@ def profile_from(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
 
 
 def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> StepProfile:
-    """The profile of one micro-batch of one rank in a run of `config`, measured here, on one process."""
+    """Measure, in one process, the profile of one micro-batch of one rank in a run of `config`."""
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     model = recompute_units(build_model(config.model, dropout=config.dropout), config).to(device, dtype).train()
     num_images = config.global_batch_size // world_size // config.micro_batches
@@ -84,7 +84,7 @@ class StepMarks:
 
     @contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, the events of `model`'s forward and backward are noted."""
+        """Within the block, note the events of `model`'s forward and backward."""
         handles = []
         for name, module in model.named_modules():
             if any(True for _ in module.parameters()) and not name.endswith(WRAPPED):
@@ -100,7 +100,7 @@ class StepMarks:
                 handle.remove()
 
     def moments(self, sizes: list[tuple[int, int]]) -> tuple[Moment, ...]:
-        """The events, with the bytes (at each, and the most until the next) that are neither state nor gradient."""
+        """Return the events, with the bytes (at each, and the most until the next) besides state and gradients."""
         start_bytes, gradient_bytes, found = sizes[0][0], 0, []
         for (event, name, finished_bytes), (now, highest) in zip(self._events, sizes, strict=True):
             gradient_bytes += finished_bytes
@@ -130,7 +130,7 @@ class StepMarks:
         return hook
 
     def _left_as_a_unit(self, name: str, args: tuple, kwargs: dict, inputs: list[Tensor]) -> tuple[tuple, dict]:
-        """Put a function between a unit and its inputs, as FSDP2 does, which backward passes when it leaves the unit."""
+        """Put a function before a unit's inputs, as FSDP2 does; backward passes it when it leaves the unit."""
         passed = LeaveBackward.apply(lambda: self._note("leave_backward", name), *inputs)
         instead = {id(tensor): other for tensor, other in zip(inputs, passed, strict=True)}
         return tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))
@@ -144,7 +144,7 @@ class StepMarks:
         return hook
 
     def _enter_once(self, name: str, outputs: list[Tensor]) -> None:
-        """Note that backward enters with the first of the outputs whose gradient is there."""
+        """Note that backward enters with the first output whose gradient is there."""
         entered = False
 
         def hook(_: Tensor) -> None:
@@ -161,7 +161,7 @@ class StepMarks:
 
 
 class LeaveBackward(torch.autograd.Function):
-    """Passes tensors on, and says when their gradients come by."""
+    """A function that passes tensors on, and notes when their gradients come through."""
 
     @staticmethod
     def forward(ctx: Any, said: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +180,7 @@ def _mark_in_trace() -> None:
 
 
 def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """In backward, at one tensor, modules are left before others are entered, and inner ones are left first.
+    """Order the events at one tensor in backward: modules are left before others are entered, inner ones first.
 
     One module's output is the next one's input, and its hooks are called in the order in which forward came by.
     """

@@ -1,7 +1,7 @@
 """One traced step of FSDP2, unit by unit: when each is gathered, freed and reduced, and when each gradient is there.
 
-Every time was taken in the run. All ranks run on one machine, whose clock their processes share. On a GPU a gradient's
-time is that of its launch; collectives and phases end when the GPU is done.
+All times were measured in the run. All ranks run on one machine, and their processes share its clock. On a GPU a
+gradient's time is that of its launch; collectives and phases end when the GPU is done.
 """
 
 import json
@@ -38,7 +38,7 @@ class GradientMade:
 
 @dataclass(frozen=True, kw_only=True)
 class Stay:
-    """A stretch in which one rank has the parameters of a unit whole."""
+    """A stretch in which a unit's parameters are whole on one rank."""
 
     gather: Collective
     freed_s: float
@@ -66,7 +66,7 @@ class UnitTrace:
 
     @property
     def length_s(self) -> float:
-        """Until the last rank has ended its step."""
+        """Return the time at which the last rank has ended its step."""
         return max(phase.end_s for rank in self.ranks for phase in rank.trace.curve.phases)
 
     def save(self, path: str | PathLike) -> None:
@@ -85,7 +85,7 @@ def read_unit_trace(path: str | PathLike) -> UnitTrace:
 
 
 class UnitHooks:
-    """Hooks on the units of a sharded model that note times: forward entered and left, gradients finished.
+    """Hooks on the units of a sharded model that note when forward is entered and left, and gradients are finished.
 
     Add them after `fully_shard`, whose own hooks then come first: parameters are whole when a unit is entered here.
     """
@@ -102,7 +102,7 @@ class UnitHooks:
             unit.register_forward_hook(self._leave(name))
 
     def begin_step(self) -> None:
-        """Forget the step before. Call it right after `zero_grad`."""
+        """Forget the previous step. Call this right after `zero_grad`."""
         self._zeroed_s = time.perf_counter()
         self._entered, self._left, self._gradients = [], {}, []
 
@@ -133,7 +133,7 @@ class UnitHooks:
         return hook
 
     def _own_parameters(self, unit: str) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that no unit within this one has taken."""
+        """Return the parameters that no unit within this one has taken."""
         inner = [name for name in self._units if name != unit and name.startswith(f"{unit}." if unit else "")]
         found = self._units[unit].named_parameters(prefix=unit)
         return [(name, one) for name, one in found if not any(name.startswith(f"{other}.") for other in inner)]
@@ -162,7 +162,7 @@ class UnitHooks:
         )
 
     def _matched(self, order: Sequence[str], trace: StepTrace, op: str) -> list[tuple[str, Collective]]:
-        """The collectives of one kind, each with the unit whose turn it was; a unit's are all of the same size."""
+        """Return the collectives of one kind, each with the unit whose turn it was; a unit's all have the same size."""
         seen = [one for one in trace.collectives if one.op == op]
         sizes: dict[str, set[int]] = {}
         for name, one in zip(order, seen, strict=False):
@@ -177,7 +177,7 @@ class UnitHooks:
 
 
 def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits]) -> UnitTrace:
-    """Put the ranks of one step together, with all times from the moment at which the first of them began.
+    """Combine the ranks of one step, with all times counted from the moment at which the first of them began.
 
     Raises ValueError if the ranks did not gather the same bytes.
     """
@@ -210,7 +210,7 @@ def _later(rank: RankUnits, delay_s: float) -> RankUnits:
 
 
 def _rounded(value: object) -> object:
-    """Times to the microsecond: what lies below is noise."""
+    """Round times to the microsecond: everything below is noise."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):
