@@ -4,7 +4,7 @@ KB, MB, GB = 10**3, 10**6, 10**9
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes as a person reads them: 512 B, 75.3 kB, 4.80 MB, 1.51 GB."""
+    """Return bytes as a person reads them: 512 B, 75.3 kB, 4.80 MB, 1.51 GB."""
     size = abs(num_bytes)
     if size < KB:
         return f"{num_bytes} B"
@@ -13,7 +13,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as a person reads them: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s, 5.20 h."""
+    """Return seconds as a person reads them: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s, 5.20 h."""
     if seconds < 1e-3:
         return f"{_three_digits(seconds * 1e6)} µs"
     if seconds < 1:
@@ -26,7 +26,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """A whole number with thousands separated: 1,199,882."""
+    """Return a whole number with thousands separators: 1,199,882."""
     return f"{count:,}"
 
 

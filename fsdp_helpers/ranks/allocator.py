@@ -1,7 +1,7 @@
-"""The allocator of a CPU rank's memory: a step's large buffers are kept for the next step.
+"""The allocator settings of a CPU rank: a step's large buffers are kept for the next step.
 
-Each step allocates the same large buffers again; when they come fresh from the system, it has to clear them page by
-page first. glibc reads one half of what it needs to be told when a process starts, and hears the other half later.
+Each step allocates the same large buffers again; if they come fresh from the system, it has to clear them page by page
+first. glibc reads half of the settings that prevent this when a process starts; the other half can be set later.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 
 @contextmanager
 def malloc_tunables() -> Iterator[None]:
-    """A process that is started within the block finds MALLOC_TUNABLES in its environment; the reader's own win."""
+    """Put MALLOC_TUNABLES into the environment of processes started within the block; the reader's own settings win."""
     before = os.environ.get("GLIBC_TUNABLES")
     os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, [MALLOC_TUNABLES, before]))
     try:
@@ -33,8 +33,8 @@ def malloc_tunables() -> Iterator[None]:
 def keep_freed_memory() -> None:
     """Ask glibc to keep freed memory instead of handing it back to the system after every step.
 
-    The price is that a process's resident memory stays at its highest. `malloc_tunables`, the other half, is for the
-    start of a process: `launch` sees to it, torchrun does not.
+    The price is that a process's resident memory stays at its highest. `malloc_tunables`, the other half, takes effect
+    at the start of a process: `launch` uses it, torchrun does not.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_mxfast, m_trim_threshold, m_mmap_max = 1, -1, -4  # from malloc.h

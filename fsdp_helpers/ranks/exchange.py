@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of `values` over all ranks, on every rank; `values` itself if there is only one process."""
+    """Return the sum of `values` over all ranks, on every rank; `values` itself if there is only one process."""
     if dist.is_initialized():
         values = values.clone()
         dist.all_reduce(values)
@@ -13,7 +13,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_over_ranks(value: object) -> list:
-    """One value per rank, in rank order, on every rank."""
+    """Return one value per rank, in rank order, on every rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()

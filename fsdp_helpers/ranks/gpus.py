@@ -1,8 +1,8 @@
-"""The GPUs of this machine: counted and tried in a process of its own, hidden from everything that runs on the CPU.
+"""The GPUs of this machine: counted and tried in a separate process, hidden from everything that runs on the CPU.
 
-Torch turns to a GPU that it sees even when all tensors are on the CPU: `fully_shard` without a mesh, the group of a mesh,
-every step of an optimiser. Hiding works only before torch has looked, since torch and the driver remember what they
-found; so nothing here looks from a process that may still run on the CPU.
+Torch uses a GPU that it sees even when all tensors are on the CPU: in `fully_shard` without a mesh, in the group of a
+mesh, in every step of an optimiser. Hiding works only before torch has looked, since torch and the driver remember what
+they found; so nothing here looks from a process that may still run on the CPU.
 """
 
 import ctypes
@@ -43,9 +43,9 @@ class Gpus:
 
 
 def find_gpus(wanted: int = 0) -> Gpus:
-    """Count the GPUs and, if at least one is `wanted` and all of those are there, compute on the first.
+    """Count the GPUs and, if the `wanted` number of them is there, at least one, compute on the first.
 
-    The first call takes the seconds that torch takes to load; without a driver no call costs anything.
+    The first call takes as long as torch takes to load; without a driver, calls cost nothing.
     """
     if _known and not are_hidden():
         return _known[-1]
@@ -53,19 +53,19 @@ def find_gpus(wanted: int = 0) -> Gpus:
 
 
 def believe(gpus: Gpus) -> None:
-    """Let this process take `gpus` for granted: its parent has just found them."""
+    """Make this process take `gpus` for granted: its parent has just found them."""
     _known.append(gpus)
 
 
 def hide_gpus() -> None:
-    """Let torch, which must not have looked yet, and all processes started from here find no GPU."""
+    """Hide all GPUs from torch, which must not have looked yet, and from all processes started from here."""
     if os.environ.get(VISIBLE) != NONE:
         _hidden.append(os.environ.get(VISIBLE))
         os.environ[VISIBLE] = NONE
 
 
 def unhide_gpus() -> None:
-    """Take back `hide_gpus`, for processes that start from now on; a choice of the reader's own stays."""
+    """Undo `hide_gpus` for processes that start from now on; the reader's own choice stays."""
     if _hidden:
         before = _hidden.pop()
         if before is None:
@@ -80,7 +80,7 @@ def are_hidden() -> bool:
 
 
 def _may_have_gpus() -> bool:
-    """Return False if there can be none; this asks no driver."""
+    """Return False if there cannot be a GPU; this asks no driver."""
     import torch
 
     if are_hidden() or not torch.backends.cuda.is_built():

@@ -1,6 +1,6 @@
-"""Inside one rank: join the group, take a device and a share of the cores, leave the group again.
+"""Inside one rank: join the group, take a device and a share of the cores, and leave the group again.
 
-A worker that runs here does not care who started it: `launch` or torchrun.
+It makes no difference to a worker whether `launch` or torchrun started it.
 """
 
 import math
@@ -55,7 +55,7 @@ def rank_device() -> torch.device:
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Raise ValueError unless a `--timeout` is a number of seconds above 0; None stands for half an hour."""
+    """Raise ValueError unless a `--timeout` is a number of seconds above 0; None means half an hour."""
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout is {timeout_s}; it must be a number of seconds above 0")
 
@@ -72,10 +72,10 @@ def process_group(
 ) -> Iterator[None]:
     """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device per rank, on CUDA.
 
-    The default `init_method` reads the meeting point from the variables that torchrun sets. A collective gives up
-    somewhat earlier than after `timeout_s` (half an hour if it is None): the rest is for `silent_ranks_named`.
-    Ranks that `launch` started know that all of them are on one host, and end with the block: nobody asks for hosts,
-    and gloo's connections end with the process, since taking them down one by one costs 10 ms each.
+    The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up somewhat
+    before `timeout_s` (half an hour if it is None): the rest is for `silent_ranks_named`. Ranks that `launch` started
+    know that all of them are on one host, and end with the block: host names are not exchanged, and gloo's connections
+    end with the process, since closing them one by one costs 10 ms each.
     """
     global _device, _collective_timeout
     if device == "cuda":
@@ -110,11 +110,11 @@ def process_group(
 
 
 def compute_repeatably() -> None:
-    """Have CUDA's libraries give the same numbers in every run, and fp32 where fp32 is asked for.
+    """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is asked for.
 
-    The series compares runs to the last bit (06) or to 1e-5. Left alone, cuDNN may choose a different algorithm in
-    the next run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, ten bits of 23.
-    All of that is faster; for a training that nobody compares, leave it on. Comes before the first use of the GPU.
+    The series compares runs to the last bit (06) or to 1e-5. By default cuDNN may choose a different algorithm in the
+    next run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, 10 bits of 23. All of
+    that is faster; leave it on for a training that nobody compares. Call this before the first use of the GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
     torch.backends.cudnn.deterministic = True
@@ -123,11 +123,11 @@ def compute_repeatably() -> None:
 
 
 def wait_in_the_open() -> None:
-    """Have NCCL raise an error in the rank that waited in vain.
+    """Make NCCL raise an error in the rank that waited in vain.
 
-    Left alone, NCCL's `wait()` returns at once, and a watchdog thread later aborts the process (SIGABRT): the healthy
-    one, without a word on which rank it waited for. With this setting `wait()` waits and raises, for the roll call, and
-    there is no watchdog. The price: communication no longer runs beside arithmetic. What waits in no `wait()`, as DDP,
+    By default NCCL's `wait()` returns at once, and a watchdog thread later aborts the process (SIGABRT): the healthy
+    one, without naming the rank that it waited for. With this setting `wait()` waits and raises, for the roll call, and
+    there is no watchdog. The price: communication no longer overlaps with arithmetic. DDP, which never calls `wait()`,
     would hang, hence `wait_for_buckets`.
     """
     os.environ.setdefault(WAIT_IN_THE_OPEN, "1")
@@ -138,17 +138,17 @@ def waits_in_the_open() -> bool:
 
 
 def limit_waiting(group: dist.ProcessGroup) -> None:
-    """Make a further group wait as long as that of all ranks: a new one waits half an hour, whatever that was told."""
+    """Give a further group the time-out of the group of all ranks: by default a new one waits half an hour."""
     if _collective_timeout is not None:
         set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
         set_timeout(_collective_timeout, group)
 
 
 def share_cores() -> None:
-    """Give this rank an equal share of its machine's cores, among the ranks of this host and not of the world.
+    """Give this rank an equal share of its machine's cores, among the ranks on this host only.
 
-    Left alone, every rank starts one thread a core, and the ranks of a laptop fight for them. Two torchruns on one
-    host do not know of each other, so names are counted, not LOCAL_WORLD_SIZE.
+    By default every rank starts one thread per core, and a laptop's ranks fight for them. Two torchruns on one host
+    do not know of each other, so host names are counted instead of trusting LOCAL_WORLD_SIZE.
     """
     hosts = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
@@ -156,7 +156,7 @@ def share_cores() -> None:
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

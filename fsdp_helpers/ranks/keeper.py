@@ -1,9 +1,9 @@
-"""A rank's keeper: nothing that a rank starts outlives it, however either of them ends.
+"""A rank's keeper: nothing that a rank starts outlives it, however either ends.
 
-Where a process dies, its children live on under a new parent. On Linux a process may ask to be that parent (a "child
-subreaper"), so every rank gets one, its keeper. It waits for the rank, ends whatever the rank left behind, children
-of children included, and then ends as the rank did. Elsewhere the rank leads a process group of its own, which is
-ended after it; on Windows, where there are no such groups, a worker has to end what it starts.
+When a process dies, its children live on under a new parent. On Linux a process may ask to be that parent (a "child
+subreaper"), so every rank gets one, its keeper. It waits for the rank, ends whatever the rank left behind, children of
+children included, and then ends as the rank did. Elsewhere the rank leads its own process group, which is ended after
+it; on Windows, which has no such groups, a worker has to end what it starts.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ TERM_S = 3  # after SIGTERM: a rank has this long before its keeper sends SIGKIL
 
 
 def start_keeper(folder: str) -> None:
-    """Called in the process that the parent started: it stays behind as the keeper, the rank returns from here.
+    """Fork the process that the parent started: it stays behind as the keeper, and the rank returns from here.
 
     When the parent is killed (a kernel restart), rank and keeper end at once and remove the private `folder`.
     """
@@ -43,13 +43,13 @@ def start_keeper(folder: str) -> None:
 
 
 def end_with(parent: int) -> bool:
-    """Let Linux kill this process when `parent` ends, in any way; False if it has ended before it could be asked."""
+    """Have Linux kill this process when `parent` ends, in any way; return False if `parent` has ended already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
 
 
 def end_group(rank: int) -> None:
-    """Called in the parent when the process `rank` has ended: end what is left of its process group."""
+    """End what is left of the process group of `rank`, a process that has ended; the parent calls this."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(rank, signal.SIGKILL)
@@ -62,7 +62,7 @@ def _adopt_orphans() -> bool:
 
 
 def _wait_for(rank: int, folder: str) -> int:
-    """The rank's exit status; meanwhile the keeper hands on what the parent wants of it."""
+    """Return the rank's exit status; until then, pass the parent's signals on to it."""
 
     def send(number: int) -> None:
         with suppress(ProcessLookupError):
@@ -100,7 +100,7 @@ def _end_children() -> None:
 
 
 def _leave_as(exit_code: int) -> None:
-    """End with the rank's exit status, or by the signal that ended it."""
+    """Exit with the rank's exit status, or by the signal that ended it."""
     if exit_code < 0:
         import resource  # not on Windows
 

@@ -1,7 +1,7 @@
-"""One progress bar, however many ranks: workers report, one process draws.
+"""One progress bar for any number of ranks: workers report, one process draws.
 
-A worker calls `report(...)`. Where its reports go is set by whoever started it: the launcher sends them to
-the parent process, torchrun's first rank draws them itself, and without either they are dropped.
+A worker calls `report(...)`. Whoever started it decides where its reports go: the launcher sends them to the parent
+process, torchrun's first rank draws them itself, and without either they are dropped.
 """
 
 import contextvars
@@ -27,13 +27,13 @@ _in_lines = False
 
 
 def send_reports_to(sink: Callable[..., None] | None) -> None:
-    """From now on, `report(done, total, title, details, loss, memory)` calls `sink` with the same arguments."""
+    """Make `report(done, total, title, details, loss, memory)` call `sink` with its arguments from now on."""
     global _sink
     _sink = sink
 
 
 def wants_report(done: int, total: int) -> bool:
-    """True if a report now would be drawn: ask before computing costly details. The first and the last always are."""
+    """Return True if a report now would be drawn (the first and the last always are): ask before costly details."""
     is_end = done in (0, total)
     return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
@@ -46,11 +46,11 @@ def report(
     loss: float | None = None,
     memory: tuple[int, int] | None = None,
 ) -> None:
-    """Say that `done` of `total` steps are behind us; at most ten times a second gets through.
+    """Report that `done` of `total` steps are done; at most ten reports a second get through.
 
-    `memory` is the bytes that this rank holds between two steps, and its peak within one, once they are known.
+    `memory` has the bytes that this rank holds between two steps, and its peak within one, once they are known.
 
-    Where a first step takes long, report 0 before it: the clock of the bar runs from the first report on.
+    If a first step takes long, report 0 before it: the bar's clock starts at the first report.
     """
     global _last_report_s
     if wants_report(done, total):
@@ -61,7 +61,7 @@ def report(
 def drawn(
     items: Iterable[Item], total: int, title: str, details: Callable[[Item], str] = lambda item: ""
 ) -> Iterator[Item]:
-    """`items`, one by one, with a bar for what this very process does with them; `details` says which is at hand."""
+    """Yield `items`, with a bar for what this process itself does with them; `details` says which one it is at."""
     bar, done, last_s = ProgressBar(), 0, 0.0
     try:
         bar.update(done, total, title)
@@ -78,7 +78,7 @@ def drawn(
 
 @contextmanager
 def counted(what: str) -> Iterator[None]:
-    """Show how many seconds the block has taken so far, for work of this process that cannot say how far it is."""
+    """Show how many seconds the block has taken so far, for work whose progress is unknown."""
     bar = ProgressBar()
     bar.start(what)
     bar.running()
@@ -90,7 +90,7 @@ def counted(what: str) -> Iterator[None]:
 
 @contextmanager
 def reports_drawn() -> Iterator[None]:
-    """Within the block, draw what this process reports, unless it is a rank, whose reports travel to its parent."""
+    """Within the block, draw what this process reports, unless it is a rank, whose reports go to its parent."""
     if _sink is not None:
         yield
         return
@@ -105,7 +105,7 @@ def reports_drawn() -> Iterator[None]:
 
 @contextmanager
 def in_lines() -> Iterator[None]:
-    """Within the block, a bar that nobody watches is a log: a line every few seconds says how far the run has come."""
+    """Within the block, log a bar that nobody watches: a line every few seconds says how far the run has come."""
     global _in_lines
     before, _in_lines = _in_lines, True
     try:
@@ -125,7 +125,7 @@ class Waiting:
         threading.Thread(target=count, args=(self._count,), name="seconds of a wait", daemon=True).start()
 
     def end(self) -> float:
-        """Show nothing any more; return how long it was."""
+        """Stop showing the line; return how long the wait was."""
         with self._lock:
             self._over.set()
         return time.monotonic() - self._began_s
@@ -142,9 +142,9 @@ class Waiting:
 
 
 class ProgressBar:
-    """Draws reports as one tqdm bar: in a notebook as one line that updates in place, in a terminal as usual.
+    """One tqdm bar for all reports: in a notebook one line that updates in place, in a terminal as usual.
 
-    Where nobody watches (a log file, CI) it draws nothing, or writes lines, see `in_lines`.
+    If nobody watches (a log file, CI) it draws nothing, or writes lines; see `in_lines`.
     """
 
     wants_all_ranks = False  # the ranks keep step with one another: one of them reports for all
@@ -159,9 +159,9 @@ class ProgressBar:
         self._bar: Any = None  # of tqdm, where this is no notebook
 
     def start(self, what: str, why: str = "") -> None:
-        """Say at once what is starting, once, and count the seconds; the first report takes the place of this line.
+        """Show at once what is starting, and count the seconds; the first report replaces this line.
 
-        `why` says why it may take long. It may be told later than `what`.
+        `why` says why it may take long, and may be given later than `what`.
         """
         if self._title is None and self._waiting is None:
             if self._line is not None:
@@ -200,14 +200,14 @@ class ProgressBar:
             print(text, file=stream, flush=True)
 
     def close(self) -> None:
-        """Wipe the bar; in a notebook its last state stays, or how long it took what reported nothing."""
+        """Wipe the bar; in a notebook its last state stays, or the time taken by work that reported nothing."""
         if self._line is not None and self._waiting is not None:
             seconds = self._waiting.end()
             self._line.show(f"{self._waiting.what}: ended after {seconds:.1f} s")
         self._end()
 
     def _begin(self, done: int, title: str) -> None:
-        """A bar of its own for each title, below the last one; the first takes the place of the line at the start."""
+        """Begin a new bar for each title, below the last one; the first replaces the line at the start."""
         if self._line is not None and self._waiting is None:
             self._line = _NotebookLine()
         self._end()
@@ -243,7 +243,7 @@ class _NotebookLine:
 
 
 def bar_text(done: int, total: int, elapsed_s: float, title: str, details: str = "", first_done: int = 0) -> str:
-    """A bar as one line of text. The time that is left follows from the steps since the first report."""
+    """Return a bar as one line of text. The time left is estimated from the steps since the first report."""
     return tqdm.format_meter(
         done, total, elapsed_s, prefix=title, bar_format=BAR_FORMAT, postfix=details or None, initial=first_done
     )
@@ -254,7 +254,7 @@ def count_ranks(world_size: int) -> str:
 
 
 def is_notebook() -> bool:
-    """True in a kernel, whoever shows what it displays: JupyterLab, nbconvert, an editor."""
+    """Return True in a kernel, whatever shows its output: JupyterLab, nbconvert, an editor."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

@@ -1,7 +1,8 @@
 """The ranks that do not answer when a collective times out.
 
-A collective that times out says so on every rank that waits, and of none for whom. So the ranks that gave up call the
-roll in the store where the group met: each signs, and whoever has not signed in time is stopped, stuck or gone.
+A collective that times out says so on every rank that waits, but never names the rank that was missing. So the ranks
+that gave up call the roll in the store where the group met: each signs, and a rank that has not signed in time is
+stopped, stuck or gone.
 """
 
 import os
@@ -23,11 +24,11 @@ WAITED_IN_VAIN = ("gloo", "timed out", "connection closed", "collective operatio
 
 
 class SilentRanks(TimeoutError):
-    """Ranks did not take part in a collective, and do not answer either; the message has their numbers."""
+    """Ranks neither took part in a collective nor answered; the message has their numbers."""
 
 
 def roll_call_s(timeout_s: float) -> float:
-    """The part of a time-out that is kept for the roll call; a collective may wait for the rest."""
+    """Return the part of a time-out that is reserved for the roll call; a collective may wait for the rest."""
     return min(ROLL_CALL_S, timeout_s / 4)
 
 
@@ -35,8 +36,8 @@ def roll_call_s(timeout_s: float) -> float:
 def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     """Within the block, a collective that waits in vain raises SilentRanks with the ranks that did not come.
 
-    Every rank of the group has to be in the block. A silent rank of the same torchrun is ended at once: left to
-    itself, torchrun gives a process that is stopped 30 seconds.
+    Every rank of the group has to be in the block. A silent rank of the same torchrun is ended at once: torchrun itself
+    would give a stopped process 30 seconds.
     """
     timeout_s = timeout_s or LONGEST_WAIT_S
     under_torchrun = "GROUP_RANK" in os.environ
@@ -59,7 +60,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
 
 
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
-    """The ranks that did not sign within `wait_s` seconds; [0] where the store, which then lives there, is silent."""
+    """Return the ranks that did not sign within `wait_s` seconds; [0] if the store, which lives there, is silent."""
     signed: set[int] = set()
     caller = threading.Thread(  # a store in a process that is stopped never answers
         target=_collect, args=(rank, world_size, signed, time.monotonic() + wait_s), daemon=True
@@ -90,7 +91,7 @@ def list_ranks(ranks: list[int]) -> str:
 
 
 def _describe(silent: list[int], timeout_s: float | None) -> str:
-    """`timeout_s` is None if nobody can have waited so long: the connection ended before."""
+    """Describe the silent ranks; `timeout_s` is None if the connection ended before anybody could wait that long."""
     who = list_ranks(silent)
     if timeout_s is None:
         return f"{who} did not answer any more: gone, or cut off; see its own last lines, and its machine"

@@ -1,7 +1,7 @@
-"""A job that is asked to end, by SIGTERM: all ranks leave together, after the same step, with a checkpoint.
+"""A job that SIGTERM asks to end: all ranks leave together, after the same step, with a checkpoint.
 
-Slurm asks before the time limit and before a preemption, torchrun hands it on to its ranks. It may reach one machine
-sooner than another, so the ranks ask each other after every step.
+Slurm sends it before the time limit and before a preemption, and torchrun passes it on to its ranks. It may reach some
+machines sooner than others, so the ranks ask each other after every step.
 """
 
 import signal
@@ -21,7 +21,7 @@ class Stopped(Exception):
 
 @contextmanager
 def heeding_sigterm() -> Iterator[None]:
-    """Within the block, SIGTERM ends nothing by itself: it is noted. Every rank of a group has to be in the block."""
+    """Within the block, note SIGTERM instead of ending. Every rank of a group has to be in the block."""
     global _asked
 
     def note(*_: object) -> None:
@@ -37,5 +37,5 @@ def heeding_sigterm() -> Iterator[None]:
 
 
 def asked_to_stop() -> bool:
-    """True on every rank as soon as one was asked: a collective, where SIGTERM is heeded."""
+    """Return True on every rank as soon as one was asked to stop; a collective, if SIGTERM is heeded."""
     return _asked is not None and bool(sum_over_ranks(torch.tensor(int(_asked))))

@@ -1,4 +1,4 @@
-"""The environment that torchrun gives a rank, and what is wrong with it, in one line. No torch import."""
+"""The environment that torchrun gives a rank, and what is wrong with one, in one line. No torch import."""
 
 import os
 import sys
@@ -23,12 +23,12 @@ class Place:
 
 
 def started_as_rank() -> bool:
-    """True in a process that torchrun started, or whose environment says so in part: `read_place` finds what lacks."""
+    """Return True if torchrun started this process, or its environment partly says so: `read_place` checks the rest."""
     return any(name in os.environ for name in TELLING)
 
 
 def end_with_agent() -> None:
-    """Let Linux kill this rank if its torchrun is killed: it would train on, beside the ranks of the next start.
+    """Have Linux kill this rank if its torchrun is killed: it would train on, beside the ranks of the next start.
 
     An agent that was killed before this call, while Python began, stays unnoticed. Then the lock on the folder of
     checkpoints keeps the next start from writing beside this one.
@@ -38,7 +38,7 @@ def end_with_agent() -> None:
 
 
 def read_place() -> Place:
-    """This process's place, from the variables that torchrun sets.
+    """Return this process's place, from the variables that torchrun sets.
 
     Raises ValueError if some are missing or contradict each other, or if a restart would not work.
     """
@@ -79,7 +79,7 @@ def _check_place(place: Place) -> None:
 
 
 def _check_restarts() -> None:
-    """Torchrun's own store outlives a restart, with the addresses of ranks that are gone: gloo would try those."""
+    """Refuse restarts with torchrun's own store, which keeps the addresses of ranks that are gone: gloo tries those."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
@@ -89,10 +89,10 @@ def _check_restarts() -> None:
 
 
 def speaks() -> bool:
-    """True if bad input is to be said: in a process of its own, and in rank 0 of many."""
+    """Return True if this process reports bad input: the only one does, and rank 0 of several."""
     return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
 
 
 def leave_it_to_rank_0() -> None:
-    """Wait, since the first rank that leaves makes torchrun end those beside it, perhaps before rank 0 has spoken."""
+    """Wait: the first rank to exit makes torchrun end the others, perhaps before rank 0 has reported."""
     time.sleep(LEAVE_S)

@@ -105,7 +105,7 @@ class FullyShard:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """The root comes last, with any unit whose input needs no gradient; then what is left over is freed."""
+        """Leave the root last, with any unit whose input needs no gradient; then free what is left over."""
         for name in self.units:
             if name not in self._done:
                 self.leave_backward(name)

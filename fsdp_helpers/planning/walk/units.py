@@ -211,7 +211,7 @@ class Shards:
         )
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
-        """The whole gradient of one parameter."""
+        """Hold the whole gradient of one parameter."""
         values, name = self._values[parameter], self._whole(self._unit_of[parameter])
         self._ledger.hold(parameter, Term(kind="gradients", name=name, values=values, value_bytes=value_bytes))
 
@@ -227,7 +227,7 @@ class Shards:
             self._ledger.free(name, "gradients", self._whole(unit))
 
     def take_flat_gradient(self, name: str, unit: Unit) -> None:
-        """The whole gradients of a unit in one tensor, filled up as its parameters are, so that ranks divide it."""
+        """Hold a unit's whole gradients in one tensor, padded as its parameters are, so that the ranks divide it."""
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gradients", name=f"{name}, {unit.label}", **size))
 
@@ -235,7 +235,7 @@ class Shards:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
     def take_slice(self, unit: Unit, values: int) -> None:
-        """The slice of a reduced gradient; where there is one already, the new one is added to it and freed.
+        """Hold the slice of a reduced gradient; if there is one already, add the new one to it and free that.
 
         It is in the precision of the reduction at first, and then in that of the parameters.
         """

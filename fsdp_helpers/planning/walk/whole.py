@@ -45,12 +45,12 @@ class WholeModel:
             ledger.hold(ROOT, Term(kind="buffers", name="buckets", **trained))
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
-        """The same gradients are there, whether they are reduced or wait."""
+        """Do nothing: the same gradients are there, whether they are reduced or wait."""
         self._reduces = reduces
         self._backward_runs = False
 
     def enter_forward(self, name: str) -> None:
-        """Everything is there."""
+        """Do nothing: everything is there."""
 
     def leave_forward(self, name: str) -> None:
         if not self._backward_runs:
@@ -60,10 +60,10 @@ class WholeModel:
         self._backward_runs = True
 
     def leave_backward(self, name: str) -> None:
-        """Nothing is freed."""
+        """Do nothing: nothing is freed."""
 
     def gradient(self, name: str) -> None:
-        """Take it, and send the bucket that it fills."""
+        """Take the gradient, and send the bucket that it fills."""
         values = self._trained[name]
         if not self._bucket_view:
             size = {"values": values, "value_bytes": self._kept_bytes}
@@ -74,7 +74,7 @@ class WholeModel:
             self._send()
 
     def end_backward(self) -> None:
-        """All gradients stay until the next step; the last bucket may not be full."""
+        """Send the last bucket, which may not be full; all gradients stay until the next step."""
         self._send()
         self._limit = FIRST_BUCKET_BYTES
 

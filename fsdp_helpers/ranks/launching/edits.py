@@ -1,7 +1,7 @@
-"""A module that a reader has edited is imported anew, in the kernel as in the ranks.
+"""A module that a reader has edited is imported again, in the kernel as in the ranks.
 
-Python imports a module once. A rank is a new process and sees every edit, but the kernel would keep the module that it
-knows, and `from my_worker import second` fails where %%writefile has added `second` later.
+Python imports a module once. A rank is a new process and sees every edit, but the kernel would keep the old module, and
+`from my_worker import second` would fail if %%writefile has added `second` since.
 """
 
 import importlib
@@ -14,9 +14,9 @@ _seen: dict[str, tuple[int, int]] = {}  # a module's name: its file's time of ch
 
 
 def follow_edits() -> None:
-    """From now on, in a notebook: before each cell, modules beside the notebook whose files have changed are forgotten.
+    """Forget edited modules beside the notebook before each cell, from now on.
 
-    The next import reads the file again. Called once or often; elsewhere it does nothing.
+    The next import reads the file again. It may be called repeatedly; outside a notebook it does nothing.
     """
     if "IPython" not in sys.modules:
         return
@@ -38,7 +38,7 @@ def forget_edited(*_: object) -> None:
 
 
 def _file_state(module: ModuleType) -> tuple[int, int] | None:
-    """Time of change and size of a module's file in the working folder; None for all other modules."""
+    """Return the time of change and size of a module's file in the working folder; None for all other modules."""
     path = getattr(module, "__file__", None)
     if not path or os.path.dirname(os.path.abspath(path)) != os.getcwd():
         return None

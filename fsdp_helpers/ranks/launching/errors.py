@@ -1,4 +1,4 @@
-"""The errors in which a launch can end. A notebook shows each of them without its traceback."""
+"""The errors that a launch can end in. A notebook shows each of them without its traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ class RankError(RuntimeError):
         super().__init__(f"rank {rank} of {world_size} failed: {summary}" + (f"\n\n{details}" if details else ""))
 
     def _render_traceback_(self) -> list[str]:
-        """Asked for by IPython. The rank's traceback ends in the summary, which is not said twice."""
+        """Return what IPython shows. The rank's traceback ends in the summary, so the summary is not repeated."""
         if not self.details:
             return [f"RankError: {self}"]
         return [
@@ -44,7 +44,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
-    """Within the block, errors of these kinds are made for people: a notebook shows their message alone."""
+    """Within the block, a notebook shows only the message of errors of these kinds, which are made for people."""
     try:
         yield
     except kinds as error:

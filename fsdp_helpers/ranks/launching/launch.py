@@ -1,8 +1,8 @@
-"""Start one process a rank, show their progress, bring their results back; leave nothing behind.
+"""Start one process per rank, show progress, return the results, and leave nothing behind.
 
 Workers are importable functions `worker(rank, world_size, *args)`. Their processes are forked from a server that has
-torch loaded already (`forkserver`), so a launch takes a fraction of a second after the first. The server holds
-third-party modules only: an edit to `fsdp_helpers` or to your own module counts from the next launch on.
+torch loaded already (`forkserver`), so launches after the first take a fraction of a second. The server holds
+third-party modules only: an edit to `fsdp_helpers` or to your own module takes effect from the next launch on.
 """
 
 import math
@@ -59,13 +59,13 @@ def launch(
 ) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
-    Each worker finds itself in a process group: gloo on the CPU, nccl with one device a rank on CUDA. The ranks meet
-    through a file in a private folder, so no port is taken that another program could want. What a worker prints
-    arrives here line by line; where there are several ranks, each line says which one printed it, unless `name_ranks`
-    is False. A rank that waits for the others in a collective gives up after `group_timeout_s`, half an hour where it
-    is None, and names those that did not answer; on CUDA, giving it makes ranks wait for each collective, without
-    overlap. `progress` may be a bar that is drawn already. `start_method` is
-    "forkserver" where the system has it, else "spawn", which loads torch anew in every rank.
+    Each worker runs in a process group: gloo on the CPU, nccl with one device per rank on CUDA. The ranks meet through
+    a file in a private folder, so no port is taken that a different program could want. What a worker prints arrives
+    here line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank
+    that waits for the others in a collective gives up after `group_timeout_s`, half an hour if it is None, and names
+    those that did not answer; on CUDA, setting it makes ranks wait for each collective, without overlap. `progress` may
+    be a bar that is drawn already. `start_method` is "forkserver" if the system has it, else "spawn", which loads torch
+    anew in every rank.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
     ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds, or once
@@ -120,7 +120,7 @@ def _check_numbers(world_size: int, **limits_s: float | None) -> None:
 
 @dataclass
 class _Output:
-    """The destination of the ranks' lines and reports."""
+    """The place where the ranks' lines and reports go."""
 
     bar: ProgressBar
     draws: bool
@@ -233,7 +233,7 @@ def _receive(rank: _Rank, output: _Output) -> None:
 
 
 def _death(rank: _Rank) -> Failure:
-    """A rank that ended without a word is the cause of whatever the others report."""
+    """Describe a rank that ended without a message: it is the cause of whatever the others report."""
     rank.process.join(END_S)
     code = rank.process.exitcode
     if code == NO_MAIN_GUARD:
@@ -246,7 +246,7 @@ def _death(rank: _Rank) -> Failure:
 
 
 def _who_is_silent(ranks: list[_Rank], job: Job) -> str:
-    """After an abort: the ranks that live and do not answer. The rank that aborted may have waited for them."""
+    """Name the ranks that live but do not answer after an abort; the rank that aborted may have waited for them."""
     running = [rank for rank in ranks if not rank.ended and rank.process.is_alive()]
     stacks.ask([rank.process.pid for rank in running])
     silent = [rank.rank for rank in running if not stacks.has_answered(job.stack_file(rank.rank))]
@@ -254,7 +254,7 @@ def _who_is_silent(ranks: list[_Rank], job: Job) -> str:
 
 
 def _timeout(why: str, waiting: list[_Rank], job: Job) -> RankTimeout:
-    """The error that says where each rank stood. Those that still run are asked."""
+    """Make the error that says where each rank stood, asking those that still run."""
     stacks.ask([rank.process.pid for rank in waiting if rank.process.is_alive()])
     places = [f"rank {rank.rank} {stacks.describe(job.stack_file(rank.rank))}" for rank in waiting]
     done = job.world_size - len(waiting)

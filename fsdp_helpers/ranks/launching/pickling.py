@@ -39,7 +39,7 @@ def check_worker(worker: Callable) -> None:
 
 
 def pickle_job(worker: Callable, args: tuple) -> bytes:
-    """The worker and its arguments as bytes; ValueError names the argument that cannot travel."""
+    """Return the worker and its arguments as bytes; the ValueError names an argument that cannot be sent."""
     try:
         return _dumps((worker, args))
     except Exception:
@@ -51,7 +51,7 @@ def pickle_job(worker: Callable, args: tuple) -> bytes:
 
 
 def pickle_result(worker: Callable, result: Any) -> bytes:
-    """A rank's result as bytes; ValueError names what in it cannot travel."""
+    """Return a rank's result as bytes; the ValueError names the part of it that cannot be sent."""
     try:
         return _dumps(result)
     except Exception:
@@ -60,7 +60,7 @@ def pickle_result(worker: Callable, result: Any) -> bytes:
 
 
 def _check(value: Any, name: str) -> None:
-    """Raise ValueError for the innermost part of `value` that cannot travel, if there is one."""
+    """Raise ValueError for the innermost part of `value` that cannot be sent, if there is one."""
     try:
         _dumps(value)
     except Exception as error:
@@ -89,7 +89,7 @@ def _dumps(value: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses what can be pickled here and not be read there: classes and functions of a notebook cell."""
+    """A pickler that refuses what could be pickled here but not read there: names defined in a notebook cell."""
 
     def reducer_override(self, value: Any) -> Any:
         if inspect.isclass(value) or inspect.isfunction(value):
@@ -104,7 +104,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _was_read_anew(value: type | FunctionType) -> bool:
-    """True for what an older reading of its module's file defined; a rank imports what the file defines now."""
+    """Return True if an older import of its module defined `value`; a rank imports what the file defines now."""
     now = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         now = getattr(now, name, None)

@@ -61,7 +61,7 @@ class Failure:
 
 
 def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection) -> None:
-    """Join the group, run the worker, and send the parent its result or its failure: the target of the process."""
+    """Join the group, run the worker, and send the parent its result or its failure; the process runs this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; it stops the ranks
     if not os.path.isdir(job.folder):
         return  # the launch was interrupted before this process began
@@ -106,9 +106,9 @@ def _work(rank: int, job: Job, send: "_Sender") -> None:
 
 
 def _leave(status: int, streams: list[LineSender]) -> NoReturn:
-    """End without Python's clean-up, but with multiprocessing's, and after the threads that do not give up.
+    """Exit without Python's clean-up, but with multiprocessing's, and after waiting for non-daemon threads.
 
-    gloo's threads outlive their group, and one that lets go of a tensor while Python is ending aborts the process.
+    gloo's threads outlive their group, and one that releases a tensor while Python is shutting down aborts the process.
     """
     for child in multiprocessing.active_children():
         child.kill()
@@ -122,9 +122,9 @@ def _leave(status: int, streams: list[LineSender]) -> NoReturn:
 
 
 def _import_from_source(folder: str) -> None:
-    """Python takes a cached module for current if its source has the same size and second of change.
+    """Keep Python from using a cached module whose source has the same size and second of change.
 
-    An edit can have both; so this process looks for caches in a folder where there are none.
+    An edited file can have both, so this process looks for caches in a folder without any.
     """
     sys.pycache_prefix = folder
     sys.dont_write_bytecode = True
@@ -139,7 +139,7 @@ def _take_environment(changes: dict[str, str | None]) -> None:
 
 
 def _set_rank_variables(rank: int, world_size: int) -> None:
-    """The variables that torchrun sets, for libraries that read them; and traffic kept on this machine."""
+    """Set the variables that torchrun sets, for libraries that read them; keep traffic on this machine."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
@@ -150,7 +150,7 @@ def _set_rank_variables(rank: int, world_size: int) -> None:
 
 @contextmanager
 def _failures_sent(send: "_Sender", rank: int) -> Iterator[None]:
-    """Tell the parent of every end but a normal one, sys.exit() included; it heeds the first message of a rank."""
+    """Tell the parent about every end except a normal one, sys.exit() included; it heeds a rank's first message."""
     try:
         yield
     except BaseException as error:
@@ -159,7 +159,7 @@ def _failures_sent(send: "_Sender", rank: int) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
-    """The last line of a traceback, and all of it from the worker on."""
+    """Return the last line of a traceback, and all of it from the worker on."""
     worker_frames = error.__traceback__
     while worker_frames and worker_frames.tb_frame.f_code.co_filename == __file__:
         worker_frames = worker_frames.tb_next
@@ -168,7 +168,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 
 class _Sender:
-    """Messages to the parent, whole ones, from any thread."""
+    """A sender of whole messages to the parent, from any thread."""
 
     def __init__(self, connection: multiprocessing.connection.Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()

@@ -1,7 +1,7 @@
-"""Ranks that wait for one another forever: none of them sends a message, and none computes.
+"""Ranks that wait for one another forever: none of them sends a message, and none of them computes.
 
-Seconds alone do not tell. On a machine that others keep busy a right program takes long, but it takes its share of the
-cores; ranks that wait in a collective take none, or a hundredth of a core where they wait at the store.
+Seconds alone cannot tell. On a busy machine a correct program takes long, but it uses its share of the cores; ranks
+that wait in a collective use none, or a hundredth of a core if they wait at the store.
 """
 
 import time
@@ -13,7 +13,7 @@ WAITING_SHARE = 0.03  # of a core: a rank that takes less only waits
 
 
 class Standstill:
-    """A clock that runs while nothing moves. Without a limit, `stall_s`, it never runs out."""
+    """A clock that runs while nothing moves. Without a limit (`stall_s`) it never runs out."""
 
     def __init__(self, stall_s: float | None) -> None:
         self.stall_s = stall_s
@@ -27,12 +27,12 @@ class Standstill:
         return LOOK_S if wait_s is None else min(wait_s, LOOK_S)
 
     def moved(self) -> None:
-        """Begin anew: something was heard of a rank."""
+        """Restart the clock: a rank has sent something."""
         self._since_s = time.monotonic()
         self._cpu_s = {}
 
     def lasts(self, pids: Sequence[int]) -> bool:
-        """Return True once none of these processes, with all that they started, has moved for `stall_s` seconds."""
+        """Return True once none of these processes, nor any that they started, has moved for `stall_s` seconds."""
         now_s = time.monotonic()
         if self.stall_s is None or now_s - self._looked_s < LOOK_S:
             return False

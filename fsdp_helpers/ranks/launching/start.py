@@ -39,7 +39,7 @@ PRELOADED = [
 
 
 def choose_start_method(start_method: str | None) -> str:
-    """`forkserver` where the system has it (not on Windows), else `spawn`; ValueError for any other word."""
+    """Return `forkserver` if the system has it (Windows does not), else `spawn`; ValueError for any other word."""
     available = [name for name in START_METHODS if name in multiprocessing.get_all_start_methods()]
     if start_method is None:
         return available[0]
@@ -50,11 +50,11 @@ def choose_start_method(start_method: str | None) -> str:
 
 @contextmanager
 def ready_to_start(start_method: str, device: str) -> Iterator[BaseContext]:
-    """Processes that are started within the block, with the context that it gets, become ranks on `device`.
+    """Yield a context whose processes, if they are started within the block, become ranks on `device`.
 
-    CPU ranks get settings of the host's allocator, which keep buffers of their steps; on CUDA these are on the GPU.
-    All have interrupts held back for good. Jupyter interrupts a kernel's whole process group, and the server, or a
-    spawned rank, would die of it while it still loads torch.
+    CPU ranks get allocator settings that keep the buffers of their steps; on CUDA these are on the GPU. All of them
+    block interrupts for good. Jupyter interrupts a kernel's whole process group, and the server, or a spawned rank,
+    would die of that while it still loads torch.
     """
     context = multiprocessing.get_context(start_method)
     settings = malloc_tunables() if device == "cpu" else nullcontext()
@@ -76,7 +76,7 @@ def ready_to_start(start_method: str, device: str) -> Iterator[BaseContext]:
 
 
 def _start_server(device: str) -> None:
-    """Start the server, unless it runs; one for the other kind of ranks has to end, if no other launch needs it."""
+    """Start the server unless it runs; end one for the other kind of ranks first, if no other launch needs it."""
     global _server_device
     from multiprocessing import forkserver  # not on Windows
 
@@ -93,10 +93,10 @@ def _start_server(device: str) -> None:
 
 
 def _tidy_up_on_sigterm() -> None:
-    """SIGTERM ends this process as before; but first its temporary folders go, that of the server's socket among them.
+    """Make SIGTERM remove this process's temporary folders before it ends it; the server's socket is in one of them.
 
-    So Jupyter ends every kernel that has launched: a kernel that is asked to leave first waits for all its children,
-    and one of them, multiprocessing's resource tracker, waits for the kernel.
+    Jupyter ends every kernel that has launched in this way: a kernel that is asked to shut down first waits for all its
+    children, and one of them, multiprocessing's resource tracker, waits for the kernel.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -113,7 +113,7 @@ def _tidy_up_and_end(number: int, frame: object) -> None:
 
 
 def why_it_takes_long(start_method: str) -> str:
-    """Return what the next launch has to do before its ranks start; nothing if PyTorch is loaded already."""
+    """Return what the next launch has to do before its ranks start; "" if PyTorch is loaded already."""
     if start_method == "spawn":
         return "every rank loads PyTorch"
     return "" if _environment else "loading PyTorch once; later launches take a second"
@@ -121,7 +121,7 @@ def why_it_takes_long(start_method: str) -> str:
 
 @contextmanager
 def server_in_use() -> Iterator[None]:
-    """Around a launch. A while after the last one the server ends, and the next launch starts it anew."""
+    """Mark the server as in use within the block. A while after the last launch it ends; the next one restarts it."""
     global _num_launches, _end_of_server
     with _server_lock:
         _num_launches += 1
@@ -138,7 +138,7 @@ def server_in_use() -> Iterator[None]:
 
 
 def end_idle_server() -> None:
-    """End the server that holds torch loaded, unless ranks are running, which hold on to it."""
+    """End the server that keeps torch loaded, unless ranks are running, which need it."""
     if "multiprocessing.forkserver" in sys.modules:  # else it was never started
         with _server_lock:
             if _num_launches == 0:
@@ -147,9 +147,9 @@ def end_idle_server() -> None:
 
 
 def environment_changes() -> dict[str, str | None]:
-    """Return variables set or removed (None) in this process since the server started; its forks would not see them.
+    """Return variables set or removed (None) since the server started, which its forks would not see.
 
-    Only what differs travels: each string that a rank keeps lies somewhere between the large buffers of its steps.
+    Only differences are sent: each string that a rank keeps lies somewhere between the large buffers of its steps.
     """
     if not _environment:
         return {}
@@ -161,7 +161,7 @@ def environment_changes() -> dict[str, str | None]:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """An interrupt that comes within the block counts after it: ranks are started, and stopped, all or none."""
+    """Hold interrupts back until the end of the block: ranks are started, and stopped, all or none."""
     if threading.current_thread() is not threading.main_thread():
         yield  # interrupts are the main thread's alone
         return
@@ -187,10 +187,9 @@ def loading_worker() -> Iterator[None]:
 
 
 def check_not_imported() -> None:
-    """Called by `launch`: end, or refuse, where a rank only imports what launches, else ranks would launch ranks.
+    """Exit or raise if this is a rank that only imports a program that launches: ranks must not launch ranks.
 
-    A rank imports the program's script, which comes to `launch` again where it has no main guard, and its worker's
-    module.
+    A rank imports the program's script, which calls `launch` again if it has no main guard, and its worker's module.
     """
     if _loads_worker:
         raise RuntimeError(

@@ -10,10 +10,10 @@ from typing import Any
 
 
 class LineSender(io.TextIOBase):
-    """A text stream that hands on whole lines, so that the ranks' lines never mix.
+    """A text stream that passes on whole lines, so that the ranks' lines never mix.
 
     `buffer` takes bytes, and `fileno()` is a file that another process can write to: `subprocess.run(command,
-    stdout=sys.stdout)`. What comes in either way is handed on as lines too.
+    stdout=sys.stdout)`. What arrives in either way is passed on as lines too.
     """
 
     encoding, errors = "utf-8", "replace"
@@ -33,7 +33,7 @@ class LineSender(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing to do: a line travels when it is complete."""
+        """Do nothing: a line is sent when it is complete."""
 
     def fileno(self) -> int:
         if self._pipe is None:
@@ -41,7 +41,7 @@ class LineSender(io.TextIOBase):
         return self._pipe.write_end
 
     def send_rest(self) -> None:
-        """Hand on what has come so far, also a line without its end."""
+        """Pass on what has arrived so far, even an unfinished line."""
         if self._line:
             self.write("\n")
         if self._pipe is not None:
@@ -49,7 +49,7 @@ class LineSender(io.TextIOBase):
 
 
 class _Bytes(io.RawIOBase):
-    """The bytes beneath a text stream; a character may come in two parts."""
+    """The bytes beneath a text stream; a character may arrive in two parts."""
 
     def __init__(self, text: LineSender) -> None:
         self._text, self._decoder = text, codecs.getincrementaldecoder(text.encoding)(text.errors)
@@ -66,7 +66,7 @@ class _Bytes(io.RawIOBase):
 
 
 class _Pipe:
-    """A file for other processes to write to, and a thread that hands on the lines they write."""
+    """A file for other processes to write to, and a thread that passes their lines on."""
 
     def __init__(self, send_line: Callable[[str], None]) -> None:
         self._read_end, self.write_end = os.pipe()
@@ -85,6 +85,6 @@ class _Pipe:
                     return
 
     def drain(self) -> None:
-        """Wait until all that was written has been handed on, whoever else still holds the file open."""
+        """Wait until everything written has been passed on, whoever else still has the file open."""
         os.write(self.write_end, f"{self._last}\n".encode())
         self._thread.join()
