@@ -26,10 +26,10 @@ CALL_FLAGS = (
         kind=str,
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        meaning="auto is cuda if each rank gets a GPU that torch can use, else cpu",
+        meaning="auto means cuda if there is a usable GPU for each rank, else cpu",
     ),
-    Flag(setting="timeout", kind=float, meaning="seconds that a rank waits for the others, at most (default: 1800)"),
-    Flag(setting="json", kind=Path, meaning="write the record of the run to this file"),
+    Flag(setting="timeout", kind=float, meaning="give up after waiting X seconds for other ranks (default: 1800)"),
+    Flag(setting="json", kind=Path, meaning="write the record of the run to FILE"),
 )
 
 
@@ -41,40 +41,54 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="fsdp_helpers", description="Train small models on digits, sharded or not.")
+    parser = OneLineParser(
+        prog="fsdp_helpers",
+        description="Train small models on one process or many, and plan, check and compare such runs.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
-    train = commands.add_parser("train", help="train a model, on one process or on many")
+    train = commands.add_parser("train", help="train a model on one process or many")
     for row in train_flags():
         train.add_argument(row.name, **_argument(row))
     train.set_defaults(run=train_command)
 
     consolidate = commands.add_parser("consolidate", help="turn a sharded checkpoint into one file for a plain model")
-    consolidate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or that of the run's")
+    consolidate.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="the folder of a checkpoint, or of a run with several (takes the newest)",
+    )
     consolidate.add_argument("out", type=Path, metavar="OUT", help="the file to write: .safetensors or .pt")
     consolidate.add_argument(
         "--prefix",
         default="model.",
         metavar="TEXT",
-        help="of the tensors to write, and left out of their names (model.)",
+        help="write only tensors whose names begin with TEXT, and remove it from their names (default: model.)",
     )
     consolidate.set_defaults(run=consolidate_command)
 
-    compare = commands.add_parser("compare", help="run every strategy on both APIs and compare them")
+    compare = commands.add_parser("compare", help="run every strategy with both APIs and compare them")
     add_compare_arguments(compare)
 
-    plan = commands.add_parser("plan", help="predict memory, traffic and time of a large model on many devices")
+    plan = commands.add_parser("plan", help="predict memory, traffic and time of a model on many devices")
     add_plan_arguments(plan)
 
-    doctor = commands.add_parser("doctor", help="is this machine right? one line per check, exit status 0 or 1")
+    doctor = commands.add_parser(
+        "doctor", help="check this machine and environment; exit status 1 if anything is wrong"
+    )
     doctor.set_defaults(run=doctor_command)
 
-    gpu_check = commands.add_parser("gpu-check", help="try everything on this machine's GPUs: a table to paste")
-    gpu_check.add_argument("--limit", type=float, metavar="S", default=60.0, help="seconds for one check (60)")
+    gpu_check = commands.add_parser(
+        "gpu-check", help="check what this machine's GPUs can do and print a table to paste into an issue"
+    )
+    gpu_check.add_argument(
+        "--limit", type=float, metavar="S", default=60.0, help="give up on a check after S seconds (default: 60)"
+    )
     gpu_check.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
     gpu_check.set_defaults(run=gpu_check_command)
 
-    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; it gets all other arguments")
-    lab.add_argument("--copies", type=Path, metavar="DIR", help="work in copies in DIR, such as work")
+    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; other arguments are passed on to it")
+    lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR, for example work")
     lab.set_defaults(run=lab_command)
     return parser
 

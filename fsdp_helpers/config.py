@@ -52,34 +52,34 @@ class TrainConfig:
     """
 
     model: str = _setting("shallow", "the network", choices=MODELS, changes_losses=True)
-    strategy: str = _setting("local", "how the work is spread over ranks", choices=STRATEGIES)
-    api: str = _setting("fsdp2", "which FSDP: FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
+    strategy: str = _setting("local", "how work and state are divided over ranks", choices=STRATEGIES)
+    api: str = _setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
     min_num_params: int = _setting(
-        20_000, "a module with at least N parameters becomes a unit (auto-wrap, recomputing)"
+        20_000, "make each module with at least N parameters a unit (for auto-wrap and recomputing)"
     )
     sharding: str = _setting(
         "full",
-        "what is sharded: everything (full, ZeRO-3), the same but gathered parameters stay until backward is done "
-        "(grad-op), everything within each of two groups (hybrid), or nothing (none, fsdp1)",
+        "shard everything (full, ZeRO-3); the same, but keep parameters unsharded until backward is done (grad-op); "
+        "everything within each of two groups (hybrid); or nothing (none, fsdp1)",
         choices=SHARDING,
     )
     reshard_after_forward: bool = _setting(
-        True, "fsdp2: keep gathered parameters from forward to backward, as grad-op does"
+        True, "fsdp2: keep parameters unsharded from forward to backward, as grad-op does"
     )
-    reshard_after_backward: bool = _setting(True, "fsdp2: keep gathered parameters from one micro-batch to the next")
+    reshard_after_backward: bool = _setting(True, "fsdp2: keep parameters unsharded from one micro-batch to the next")
     backward_prefetch: str = _setting(
         "pre",
-        "fsdp1: when backward gathers the next unit: before this one's gradients, after them, or when it is needed",
+        "fsdp1: gather the next unit before computing this one's gradients (pre), after (post), or when needed (none)",
         choices=BACKWARD_PREFETCH,
     )
     bucket_view: bool = _setting(
-        False, "ddp: let gradients be views of the buckets instead of copying them there and back"
+        False, "ddp: make gradients views of the buckets instead of copying them there and back"
     )
     epochs: int = _setting(1, "number of passes over the training images", at_least_one=True)
     max_steps: int | None = _setting(None, "stop after N steps", at_least_one=True)
     global_batch_size: int = _setting(256, "images per step, over all ranks", at_least_one=True, changes_losses=True)
     learning_rate: float = _setting(1e-3, "Adam's learning rate", changes_losses=True)
-    seed: int = _setting(0, "decides initial values, the order of images, and dropout", changes_losses=True)
+    seed: int = _setting(0, "determines initial values, the order of images, and dropout", changes_losses=True)
     train_images: int | None = _setting(
         None, "train on the first N images only", at_least_one=True, changes_losses=True
     )
@@ -87,13 +87,13 @@ class TrainConfig:
     dropout: bool = _setting(True, "train without dropout, e.g. to compare one process with many", changes_losses=True)
     precision: str = _setting(
         "fp32",
-        "the type FSDP gathers and computes in; slices, reduction and optimiser stay fp32",
+        "dtype in which FSDP gathers and computes; shards, reduction and optimiser stay fp32",
         choices=PRECISIONS,
         changes_losses=True,
     )
     activation_checkpointing: str = _setting(
         "none",
-        "recompute in backward: whole units, or (selective) everything except matrix products",
+        "recompute in backward: all of each unit (units), or everything except matrix products (selective)",
         choices=ACTIVATION_CHECKPOINTING,
     )
     micro_batches: int = _setting(
@@ -102,23 +102,23 @@ class TrainConfig:
         at_least_one=True,
         changes_losses=True,
     )
-    sync_micro_batches: bool = _setting(False, "reduce gradients after every part, instead of once after the last")
+    sync_micro_batches: bool = _setting(False, "reduce gradients after every part instead of once after the last")
     clip_norm: float | None = _setting(
-        None, "scale gradients down to this norm over the whole model", changes_losses=True
+        None, "scale gradients down if their norm over the whole model exceeds X", changes_losses=True
     )
     data_dir: str | None = _setting(
-        None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ at the project's root)"
+        None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ in the project's root)"
     )
     text: str | None = _setting(
         None,
-        "llama: the text to learn, as bytes (default: the reference texts that come with Python)",
+        "llama: train on the bytes of this text (default: the reference texts included with Python)",
         placeholder="FILE",
     )
     sample: str | None = _setting(
         None, "llama: after training, print how the model continues this text", placeholder="TEXT"
     )
     export: str | None = _setting(
-        None, "llama: after training, write the model to DIR, a new folder in Hugging Face's layout"
+        None, "llama: after training, write the model to the new folder DIR, in Hugging Face's layout"
     )
     checkpoint_dir: str | None = _setting(None, "save the run's state in DIR after the last step")
     checkpoint_every: int | None = _setting(None, "also save after every N steps", at_least_one=True)

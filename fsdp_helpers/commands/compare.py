@@ -12,14 +12,22 @@ FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `compare` to its parser."""
-    parser.add_argument("--models", nargs="+", choices=IMAGE_MODELS, default=["shallow", "deep"])
-    parser.add_argument("--world-size", type=int, metavar="N", default=2)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--steps", type=int, metavar="N", default=8, help="steps of each run, 4 or more")
-    parser.add_argument("--global-batch-size", type=int, metavar="N", default=64)
-    parser.add_argument("--data-dir", metavar="DIR")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=IMAGE_MODELS,
+        default=["shallow", "deep"],
+        help="models to run (default: shallow deep)",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", default=2, help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="as for train (default: auto)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", default=8, help="steps per run, 4 or more (default: 8)")
+    parser.add_argument("--global-batch-size", type=int, metavar="N", default=64, help="images per step (default: 64)")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder with MNIST, as for train")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the table to FILE: .png, .svg or .pdf")
     parser.set_defaults(run=compare_command)
 
 

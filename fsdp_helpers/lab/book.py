@@ -179,8 +179,10 @@ def write_book(notebooks: list[Path], folder: Path) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The executed notebooks as a small site.")
-    parser.add_argument("names", nargs="*", help="how the notebooks' names begin, such as 03 (default: all)")
-    parser.add_argument("--to", type=Path, default=PROJECT / "book", metavar="DIR", help="default: book/")
+    parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
+    parser.add_argument(
+        "--to", type=Path, default=PROJECT / "book", metavar="DIR", help="folder to write to (default: book/)"
+    )
     options = parser.parse_args()
     written = write_book(chosen(options.names), options.to)
     print(f"{len(written)} pages; open {written[0]}")

@@ -65,9 +65,11 @@ def write_handouts(notebooks: list[Path], folder: Path, *, solutions: bool) -> I
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="how the notebooks' names begin, such as 03 (default: all)")
-    parser.add_argument("--solutions", action="store_true", help="print the solutions, on pages at the end")
-    parser.add_argument("--to", type=Path, default=PROJECT / "handouts", metavar="DIR", help="default: handouts/")
+    parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
+    parser.add_argument("--solutions", action="store_true", help="add the solutions, on pages at the end")
+    parser.add_argument(
+        "--to", type=Path, default=PROJECT / "handouts", metavar="DIR", help="folder to write to (default: handouts/)"
+    )
     options = parser.parse_args()
     chromium = find_chromium()
     for path in write_handouts(chosen(options.names), options.to, solutions=options.solutions):

@@ -60,8 +60,16 @@ def is_committed(project: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--to", type=Path, default=PROJECT / "offline", metavar="DIR", help="default: offline/")
-    parser.add_argument("--data-dir", type=Path, default=PROJECT / "data", metavar="DIR", help="where MNIST/raw is")
+    parser.add_argument(
+        "--to", type=Path, default=PROJECT / "offline", metavar="DIR", help="folder to write to (default: offline/)"
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=PROJECT / "data",
+        metavar="DIR",
+        help="folder that has MNIST/raw (default: data/)",
+    )
     options = parser.parse_args()
     contents = prepare(PROJECT, options.to, options.data_dir)
     size_gb = sum(path.stat().st_size for path in options.to.rglob("*") if path.is_file()) / 1e9

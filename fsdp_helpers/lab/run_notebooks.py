@@ -43,7 +43,7 @@ def run(path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="how their names begin, such as 03 (default: all)")
+    parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
     for path in chosen(parser.parse_args().names):
         start_s = time.monotonic()
         try:

@@ -182,8 +182,10 @@ def _without_links(body: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The notebooks as slides to project.")
-    parser.add_argument("names", nargs="*", help="how the notebooks' names begin, such as 03 (default: all)")
-    parser.add_argument("--to", type=Path, default=PROJECT / "slides", metavar="DIR", help="default: slides/")
+    parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
+    parser.add_argument(
+        "--to", type=Path, default=PROJECT / "slides", metavar="DIR", help="folder to write to (default: slides/)"
+    )
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)
     for path in chosen(options.names):

@@ -24,17 +24,17 @@ from fsdp_helpers.shapes import LLAMA_SHAPES, LlamaShape, ViTShape
 
 DEFAULT_BATCH = {"image": 8, "token": 8192}  # of one rank, in one forward and backward
 LLAMA_FLAGS = {  # flag -> field, meaning
-    "width": ("width", "of a token"),
-    "depth": ("depth", "blocks"),
-    "heads": ("num_heads", "heads of attention"),
-    "kv-heads": ("num_kv_heads", "heads of keys and values (default: as many)"),
-    "mlp-width": ("mlp_width", "of a block's hidden layer"),
-    "vocabulary": ("vocabulary", "words, for --llama"),
+    "width": ("width", "numbers in a token's vector"),
+    "depth": ("depth", "number of blocks"),
+    "heads": ("num_heads", "number of attention heads"),
+    "kv-heads": ("num_kv_heads", "number of key/value heads (default: the same)"),
+    "mlp-width": ("mlp_width", "width of a block's hidden layer"),
+    "vocabulary": ("vocabulary", "vocabulary size, for --llama"),
 }
 VIT_FLAGS = {
-    "image-size": ("image_size", "pixels along a side, for --vit (default: 224)"),
-    "patch-size": ("patch_size", "pixels along a side, for --vit (default: 16)"),
-    "classes": ("num_classes", "for --vit (default: 1000)"),
+    "image-size": ("image_size", "image side in pixels, for --vit (default: 224)"),
+    "patch-size": ("patch_size", "patch side in pixels, for --vit (default: 16)"),
+    "classes": ("num_classes", "number of classes, for --vit (default: 1000)"),
 }
 
 
@@ -43,70 +43,84 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     _add_model(plan)
     _add_training(plan)
     _add_cluster(plan)
-    plan.add_argument("--total", type=float, metavar="N", help="items in the whole run, for GPU-hours: 2e12 tokens")
+    plan.add_argument(
+        "--total",
+        type=float,
+        metavar="N",
+        help="tokens or images in the whole run, to compute GPU-hours (for example 2e12)",
+    )
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
 
 
 def _add_model(plan: argparse.ArgumentParser) -> None:
     group = plan.add_argument_group("the model")
     kind = group.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--model", choices=NAMED_MODELS)
-    kind.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json: Llama, Mistral, Qwen")
-    kind.add_argument("--llama", action="store_true", help="a Llama-like model of the shape given below")
-    kind.add_argument("--vit", action="store_true", help="a vision transformer of the shape given below")
+    kind.add_argument("--model", choices=NAMED_MODELS, help="a model known by name")
+    kind.add_argument(
+        "--config", type=Path, metavar="FILE", help="a Hugging Face config.json of a Llama, Mistral or Qwen model"
+    )
+    kind.add_argument("--llama", action="store_true", help="a Llama-like model with the shape given below")
+    kind.add_argument("--vit", action="store_true", help="a vision transformer with the shape given below")
     for flag, (_, meaning) in (LLAMA_FLAGS | VIT_FLAGS).items():
         group.add_argument(f"--{flag}", type=int, metavar="N", help=meaning)
-    group.add_argument("--tied", action="store_true", help="the head is the embedding, for --llama")
-    group.add_argument("--context", type=int, metavar="N", help="tokens of a sequence")
-    group.add_argument("--loss-chunks", type=int, metavar="N", default=1, help="parts of the logits, recomputed")
+    group.add_argument("--tied", action="store_true", help="the head shares the embedding's weight, for --llama")
+    group.add_argument("--context", type=int, metavar="N", help="tokens per sequence")
+    group.add_argument(
+        "--loss-chunks", type=int, metavar="N", default=1, help="compute the logits in N recomputed parts"
+    )
 
 
 def _add_training(plan: argparse.ArgumentParser) -> None:
     group = plan.add_argument_group("the training")
     group.add_argument(
-        "--strategy", choices=STRATEGIES, default="fsdp-auto-wrap", help="auto-wrap: a unit for each block"
+        "--strategy",
+        choices=STRATEGIES,
+        default="fsdp-auto-wrap",
+        help="how state is sharded; auto-wrap makes each block a unit",
     )
-    group.add_argument("--api", choices=APIS, default="fsdp2")
-    group.add_argument("--sharding", choices=SHARDING, default="full")
-    group.add_argument("--replicas", type=int, metavar="N", default=2, help="groups of ranks, for hybrid sharding")
-    group.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16: mixed")
+    group.add_argument("--api", choices=APIS, default="fsdp2", help="the FSDP to plan for (default: fsdp2)")
+    group.add_argument("--sharding", choices=SHARDING, default="full", help="see train --help (default: full)")
+    group.add_argument(
+        "--replicas", type=int, metavar="N", default=2, help="number of copies, for hybrid sharding (default: 2)"
+    )
+    group.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16 is mixed precision")
     group.add_argument("--activation-checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none")
-    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="adam: fused (default)")
-    group.add_argument("--micro-batches", type=int, metavar="N", default=1, help="parts of a step, of the batch each")
+    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="adam is the fused one")
+    group.add_argument(
+        "--micro-batches", type=int, metavar="N", default=1, help="parts of a step, each with the batch given below"
+    )
     batch = group.add_mutually_exclusive_group()
     for item, usual in DEFAULT_BATCH.items():
         batch.add_argument(
-            f"--{item}s", type=int, metavar="N", help=f"of one rank in one forward and backward (default: {usual})"
+            f"--{item}s", type=int, metavar="N", help=f"{item}s per rank in one forward and backward (default: {usual})"
         )
 
 
 def _add_cluster(plan: argparse.ArgumentParser) -> None:
     group = plan.add_argument_group("the cluster")
     link, outside = round(LINK_BYTES_PER_S / GB), round((CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES) / GB)
-    group.add_argument(
-        "--world-size", type=int, metavar="N", required=True, help="ranks, each with a device of its own"
-    )
-    named = "sets memory, rates and links; each can be replaced below"
+    group.add_argument("--world-size", type=int, metavar="N", required=True, help="number of ranks, one per device")
+    named = "sets memory, rates and links, each of which a flag below can override"
     group.add_argument("--device", choices=tuple(DEVICES), help=named)
     numbers = {
-        "device-memory-gb": "of 10^9 bytes, of a device; needed without --device",
-        "tflops": "that a device reaches, 10^12 operations a second",
-        "bandwidth-gb-s": f"that a rank sends at, out of its node (default: {link}, a link of {8 * link} Gbit/s)",
-        "within-gb-s": "that a rank sends at within its node",
-        "latency-us": "of one step of a ring between nodes, in microseconds",
-        "host-gb-s": "between a device and its host",
-        "host-memory-gb": "of a node",
+        "device-memory-gb": "memory of a device, in 10^9 bytes; required without --device",
+        "tflops": "speed that a device reaches, in 10^12 operations per second",
+        "bandwidth-gb-s": f"rate at which a rank sends to other nodes (default: {link}, a {8 * link} Gbit/s link)",
+        "within-gb-s": "rate at which a rank sends within its node",
+        "latency-us": "latency of one step of a ring between nodes, in microseconds",
+        "host-gb-s": "rate between a device and its host",
+        "host-memory-gb": "host memory of a node",
     }
     for flag, meaning in numbers.items():
         group.add_argument(f"--{flag}", type=float, metavar="X", help=meaning)
-    group.add_argument("--ranks-per-node", type=int, metavar="N", help="that share a node (default: 1)")
-    allowance = f"for what is not counted: CUDA's context, NCCL, fragmentation (default: {outside})"
+    group.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks that share a node (default: 1)")
+    allowance = f"memory set aside for CUDA's context, NCCL and fragmentation (default: {outside})"
     group.add_argument("--allowance-gb", type=float, metavar="GB", default=float(outside), help=allowance)
-    hours = f"of one device (default: {DEVICE_HOURS_BETWEEN_FAILURES:,.0f}, from the Llama 3 paper)"
+    hours = f"mean time between failures of one device (default: {DEVICE_HOURS_BETWEEN_FAILURES:,.0f}, from the Llama 3 paper)"
     group.add_argument(
         "--hours-between-failures", type=float, metavar="X", default=DEVICE_HOURS_BETWEEN_FAILURES, help=hours
     )
-    storage = f"that a node writes a checkpoint at (default: {STORAGE_BYTES_PER_S / GB:.0f})"
+    storage = f"rate at which a node writes a checkpoint (default: {STORAGE_BYTES_PER_S / GB:.0f})"
     group.add_argument("--storage-gb-s", type=float, metavar="X", default=STORAGE_BYTES_PER_S / GB, help=storage)
 
 
