@@ -8,6 +8,7 @@ from fsdp_helpers.commands.files import check_output_path, print_data_source, wr
 from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
+TWICE = 220  # pixels per inch, for sharp screens
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,4 +81,4 @@ def compare_command(options: argparse.Namespace) -> None:
     if options.figure:
         from fsdp_helpers.teaching.figures.plots import plot_comparison
 
-        plot_comparison(rows)[0].savefig(options.figure)
+        plot_comparison(rows)[0].savefig(options.figure, dpi=TWICE)

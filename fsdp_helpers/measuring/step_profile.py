@@ -4,7 +4,7 @@ What `planning.peak` makes of it holds for any number of ranks.
 """
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models import build_model
+from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
+from fsdp_helpers.planning.walk.ledger import Peak
+from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.strategies import recompute_units
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 
@@ -64,6 +67,17 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
     images = torch.randn(num_images, 1, 28, 28, device=device)
     labels = torch.zeros(num_images, dtype=torch.long, device=device)
     return measure_step(model, lambda: F.cross_entropy(model(images.to(dtype)).float(), labels))
+
+
+def predicted_peaks(runs: Mapping[str, RunRecord]) -> dict[str, Peak]:
+    """Return the peak of each run's step from arithmetic, over one micro-batch measured here, in one process."""
+    return {name: _predicted_peak(run) for name, run in runs.items()}
+
+
+def _predicted_peak(run: RunRecord) -> Peak:
+    config, ranks = run.config, run.world_size
+    backend = "gloo" if run.device == "cpu" else "nccl"
+    return peak_of_step(measure_run(config, ranks, run.device), config, ranks, units_of(config), backend=backend)
 
 
 def units_of(config: TrainConfig) -> list[str]:

@@ -28,8 +28,8 @@ def describe(fig: Figure) -> str:
 
 
 def _describe_axes(ax: Axes) -> str:
-    title = ax.get_title("left") or ax.get_title()
-    labels = [label for label in (ax.get_ylabel(), ax.get_xlabel()) if label]
+    title = (ax.get_title("left") or ax.get_title()).replace("\n", "; ")
+    labels = [label.replace("\n", " ") for label in (ax.get_ylabel(), ax.get_xlabel()) if label]
     legend = ax.get_legend()
     names = [text.get_text() for text in legend.get_texts()] if legend else []
     texts = [text.get_text().replace("\n", " ").strip() for text in ax.texts]
@@ -99,5 +99,6 @@ def _row_names(ax: Axes) -> dict[float, str]:
 
 
 def _tick_names(axis: Axis) -> dict[float, str]:
-    named = zip(axis.get_ticklocs(), [label.get_text() for label in axis.get_ticklabels()], strict=False)
+    texts = [label.get_text().replace("\n", " ") for label in axis.get_ticklabels()]
+    named = zip(axis.get_ticklocs(), texts, strict=False)
     return {place: name for place, name in named if name}

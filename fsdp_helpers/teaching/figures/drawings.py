@@ -18,11 +18,14 @@ from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.stages import OWN, SLICE, WHOLE, Stage
 from fsdp_helpers.teaching.figures.style import (
     FRAME_COLOUR,
+    HATCH,
     OP_COLOURS,
     OP_HATCHES,
+    SERIES_COLOURS,
     STATE_COLOURS,
     TEXT_COLOUR,
     figure_style,
+    ink_on,
 )
 from fsdp_helpers.teaching.figures.words import (
     cut_in_words,
@@ -32,6 +35,8 @@ from fsdp_helpers.teaching.figures.words import (
     units_in_words,
 )
 
+ROOT_COLOUR = "#e5e7eb"
+UNIT_COLOURS = (STATE_COLOURS["parameters"], STATE_COLOURS["gradients"])
 ROWS = ("parameters", "gradients", "optimiser")
 KEY = (
     "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
@@ -67,7 +72,7 @@ def _draw_rank(ax: Axes, column: int, rank: int, stage: Stage, num_ranks: int) -
             filled = has in (WHOLE, OWN) or (has == SLICE and part == rank)
             box = Rectangle((left, rank + _top_of(row)), width, 0.2, facecolor=STATE_COLOURS[name], linewidth=0)
             if has == OWN:
-                box.set(hatch="////", edgecolor="white")
+                box.set(hatch=HATCH, edgecolor="white")
             if filled:
                 ax.add_patch(box)
             frame = Rectangle(
@@ -156,20 +161,21 @@ def _draw_span(ax: Axes, row: int, span: Span, colour: str) -> None:
 
 
 def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """The model as a tree of modules with parameters; one column per choice, one colour per unit, grey for the root."""
+    """The modules with parameters, one column per choice: units in two blues in turn, with their names; the root is grey."""
     leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    named = dict.fromkeys(unit for units in choices.values() for unit in units)
+    colours = {"root": ROOT_COLOUR} | dict(zip(named, cycle(UNIT_COLOURS), strict=False))
     with figure_style():
         fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
         for column, units in enumerate(choices.values()):
             for row, leaf in enumerate(leaves):
                 owner = _owner(leaf, units)
-                colour = "#e5e7eb" if owner == "root" else plt.get_cmap("Set2")(list(units).index(owner) % 8)
-                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colour))
-                ax.text(column, row, owner, ha="center", va="center", color="black")
+                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colours[owner], linewidth=0))
+                ax.text(column, row, owner, ha="center", va="center", color=ink_on(colours[owner]))
         sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
         labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
         ax.set_yticks(range(len(leaves)), labels, family="monospace")
-        ax.set_xticks(range(len(choices)), [f"{name}\n{len(units) + 1} units" for name, units in choices.items()])
+        ax.set_xticks(range(len(choices)), [f"{name}\n{_num_units(units)}" for name, units in choices.items()])
         ax.xaxis.tick_top()
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
@@ -177,6 +183,11 @@ def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Fi
     sizes_of_leaves = dict(zip(leaves, sizes, strict=True))
     put_in_words(fig, cut_in_words({name: _unit_sizes(sizes_of_leaves, units) for name, units in choices.items()}))
     return fig, ax
+
+
+def _num_units(units: Sequence[str]) -> str:
+    """Count the units, the root among them."""
+    return f"{len(units) + 1} units" if units else "1 unit"
 
 
 def _unit_sizes(leaves: Mapping[str, int], units: Sequence[str]) -> dict[str, int]:
@@ -199,7 +210,7 @@ def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
     A row's height grows with the tensor's bytes, from a least height at which its name can be read.
     """
     ranks = sorted({part.rank for entry in entries for part in entry.slices})
-    colours = dict(zip(ranks, cycle(plt.color_sequences["Set2"]), strict=False))
+    colours = dict(zip(ranks, cycle(SERIES_COLOURS[1:]), strict=False))
     heights = _row_heights(entries)
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 1 + 0.24 * sum(heights)), layout="constrained")
@@ -227,9 +238,7 @@ def _row_heights(entries: Sequence[TensorEntry]) -> list[float]:
     return [1 + 4 * entry.num_bytes / largest for entry in entries]
 
 
-def _draw_slice(
-    ax: Axes, entry: TensorEntry, part: SliceEntry, row: tuple[float, float], colour: tuple[float, ...]
-) -> None:
+def _draw_slice(ax: Axes, entry: TensorEntry, part: SliceEntry, row: tuple[float, float], colour: str) -> None:
     """One bar in `row`, its middle and height; it says the rank and, of a tensor with rows, how many they are."""
     num_rows, all_rows = (part.sizes[0], entry.shape[0]) if entry.shape else (1, 1)
     width, left = num_rows / all_rows, (part.offsets[0] if part.offsets else 0) / all_rows
@@ -237,4 +246,4 @@ def _draw_slice(
     ax.barh(middle, width, left=left, color=colour, edgecolor="white", height=height)
     text = f"rank {part.rank}: {num_rows:,}" if entry.shape else f"rank {part.rank}"
     text = text if width > 0.12 else f"{num_rows:,}"
-    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7, color="black")
+    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7, color=ink_on(colour))

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from fsdp_helpers.planning.traffic import step_range_s
+from fsdp_helpers.teaching.figures.findings import slowed_by, titled
 from fsdp_helpers.teaching.figures.style import STRATEGY_COLOURS, TEXT_COLOUR, figure_style
 
 MBIT = 1e6
@@ -39,7 +40,8 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.yaxis.set_minor_locator(NullLocator())
-        ax.set_title("A step of ShallowNet under DDP, between two machines")
+        measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
+        ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"))
         ax.legend(fontsize=8)
     return fig, ax
 

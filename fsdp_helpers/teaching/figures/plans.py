@@ -9,25 +9,35 @@ from matplotlib.figure import Figure
 from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.teaching.figures.style import FRAME_COLOUR, MARKERS, STATE_COLOURS, TEXT_COLOUR, figure_style
+from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, titled
+from fsdp_helpers.teaching.figures.style import (
+    FRAME_COLOUR,
+    MARKERS,
+    PEAK_COLOURS,
+    SERIES_COLOURS,
+    TEXT_COLOUR,
+    figure_style,
+)
 
 CATEGORY_COLOURS = {
-    "parameters": STATE_COLOURS["parameters"],
-    "gradients": STATE_COLOURS["gradients"],
-    "optimiser state": STATE_COLOURS["optimiser"],
-    "gathered units": "#d97706",
-    "activations": "#059669",
-    "communication buffers": "#fcd34d",
+    "parameters": PEAK_COLOURS["parameters"],
+    "gradients": PEAK_COLOURS["gradients"],
+    "optimiser state": PEAK_COLOURS["optimiser"],
+    "gathered units": PEAK_COLOURS["gathered"],
+    "activations": PEAK_COLOURS["activations"],
+    "communication buffers": PEAK_COLOURS["buffers"],
 }
+NEAR = 0.01  # of the measured peak
 FITS, FITS_NOT = "#bbf7d0", "#fecaca"
 
 
-def plot_waterfall(plans: Sequence[Plan], title: str) -> tuple[Figure, Axes]:
+def plot_waterfall(plans: Sequence[Plan], subject: str) -> tuple[Figure, Axes]:
     """One bar per number of ranks, stacked by category, with what is outside the count and the device's memory."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
         draw_waterfall(ax, plans)
-        ax.set(title=title)
+        needed = {plan.cluster.world_size: plan.needed_bytes for plan in plans}
+        ax.set(title=titled(fits_from(needed, plans[0].cluster.device_memory_bytes), subject))
     return fig, ax
 
 
@@ -82,12 +92,14 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
             for real in (True, False):
                 chosen = [row for row in rows if (row.model, row.real) == (model, real)]
                 places = [variants.index(row.variant) + 0.2 * (shift - 1) + (0.0 if real else 0.08) for row in chosen]
-                look = {"facecolor": f"C{shift}" if real else "none", "edgecolor": f"C{shift}", "marker": marker}
+                colour = SERIES_COLOURS[1:][shift]
+                look = {"facecolor": colour if real else "none", "edgecolor": colour, "marker": marker}
                 label = f"{model}, {'real ranks' if real else 'a rank of N'}"
                 ax.scatter(places, [100 * row.error for row in chosen], s=22, label=label, **look)
-        ax.axhspan(-1, 1, color=FRAME_COLOUR, alpha=0.2, zorder=0)
+        ax.axhspan(-100 * NEAR, 100 * NEAR, color=FRAME_COLOUR, alpha=0.2, zorder=0)
         ax.axhline(0, color=FRAME_COLOUR, linewidth=0.8, zorder=0)
         ax.set_xticks(range(len(variants)), variants)
-        ax.set(ylabel="predicted / measured - 1 (%)", title="Peaks: error of the prediction; grey: 1 %")
+        title = f"{errors_within([row.error for row in rows], NEAR)}; grey: {100 * NEAR:.0f} %"
+        ax.set(ylabel="predicted / measured - 1 (%)", title=title)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return fig, ax

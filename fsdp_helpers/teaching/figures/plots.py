@@ -1,36 +1,46 @@
 """One function per figure: each takes records, draws, and returns `fig, ax`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from fsdp_helpers.measuring.copies import OffloadCopy
+from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB
-from fsdp_helpers.records import (
-    ComparisonRow,
-    MemoryCurve,
-    RankRecord,
-    Rung,
-    StepTrace,
+from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
+from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, in_mb, keys, rows_of
+from fsdp_helpers.teaching.figures.findings import (
+    copies_of_a_step,
+    foot_of_the_ladder,
+    least_of_the_comparison,
+    lowest_peak,
+    peak_of_curve,
+    same_losses,
+    sent_in_a_step,
+    titled,
 )
 from fsdp_helpers.teaching.figures.style import (
     LINE_PATTERNS,
     MARKERS,
     PEAK_COLOUR,
-    STATE_COLOURS,
     STRATEGY_COLOURS,
     TEXT_COLOUR,
     figure_style,
 )
-from fsdp_helpers.teaching.figures.timelines import draw_collectives, draw_copies, draw_memory_curve, draw_notes
+from fsdp_helpers.teaching.figures.timelines import (
+    draw_collectives,
+    draw_copies,
+    draw_memory_curve,
+    draw_notes,
+    unit_copies,
+)
 
-SAME = 1e-4  # nats; what other orders of the same fp32 sums leave is far less
+HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
@@ -39,20 +49,12 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
             above = len(runs) - 1 - depth
-            look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.4 if depth == 0 and above else 1}
+            look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.6 if depth == 0 and above else 1}
             ax.plot(range(1, len(losses) + 1), losses, label=name, **look)
-        ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title=_how_equal(list(runs.values())))
+        ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title=same_losses(list(runs.values())))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
         ax.legend(handlelength=5)
     return fig, ax
-
-
-def _how_equal(runs: Sequence[Sequence[float]]) -> str:
-    """Return what a figure of losses shows, if it is that they are the same."""
-    if len(runs) < 2 or len({len(losses) for losses in runs}) > 1:
-        return ""
-    gap = max(max(losses) - min(losses) for losses in zip(*runs, strict=True))
-    return f"Same losses: at most {gap:.0e} apart" if gap < SAME else ""
 
 
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
@@ -69,7 +71,9 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
     return fig, axes[0]
 
 
-def plot_memory_curve(curve: MemoryCurve, title: str, notes: Mapping[str, float] | None = None) -> tuple[Figure, Axes]:
+def plot_memory_curve(
+    curve: MemoryCurve, subject: str, notes: Mapping[str, float] | None = None
+) -> tuple[Figure, Axes]:
     """Bytes allocated over one step, with its phases shaded and its peak marked.
 
     `notes` are texts and the seconds that they speak of; each gets a line down to the curve at its moment.
@@ -78,7 +82,7 @@ def plot_memory_curve(curve: MemoryCurve, title: str, notes: Mapping[str, float]
         fig, ax = plt.subplots(figsize=(8, 3.4 if notes else 2.8), layout="constrained")
         draw_memory_curve(ax, curve)
         draw_notes(ax, curve, notes or {})
-        ax.set(title=title)
+        ax.set(title=titled(peak_of_curve(curve), subject))
     return fig, ax
 
 
@@ -95,70 +99,84 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
     }
 
 
-def plot_held_and_peak(ranks: Mapping[str, RankRecord]) -> tuple[Figure, Axes]:
-    """One bar per rank: what it keeps (stacked), what else it holds between steps, and a line at its peak."""
+def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak]) -> tuple[Figure, Axes]:
+    """Two bars per row: what a rank holds between steps, and what the ledger says is there at the peak.
+
+    `peaks` are the predicted ones, by the names of `runs`; a line stands at the measured peak. Ranks that are alike
+    share a row.
+    """
+    rows = rows_of({name: run.ranks for name, run in runs.items()})
+    highest_bytes = max(max(record.peak_bytes, peaks[name].bytes) for name, record in rows.values())
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
-        for row, record in enumerate(ranks.values()):
-            parts = [record.parameter_bytes, record.gradient_bytes, record.optimizer_bytes]
-            parts.append(max(0, record.held_bytes - sum(parts)))
-            left = 0
-            for size, colour in zip(parts, STATE_COLOURS.values(), strict=True):
-                ax.barh(row, size / MB, left=left / MB, color=colour, height=0.65)
-                left += size
-            ax.plot([record.peak_bytes / MB] * 2, [row - 0.4, row + 0.4], color=PEAK_COLOUR, linewidth=2)
-            ax.text(
-                record.peak_bytes / MB, row, f"  peak {record.peak_bytes / MB:,.1f}", va="center", color=PEAK_COLOUR
-            )
-        ax.set_yticks(range(len(ranks)), ranks.keys())
+        fig, ax = plt.subplots(figsize=(8, 1.1 + 0.62 * len(rows)), layout="constrained")
+        kinds: set[str] = set()
+        for place, (name, record) in enumerate(rows.values()):
+            kinds |= draw_rank(ax, place, record, peaks[name], highest_bytes)
+        ax.set_yticks(range(len(rows)), rows)
+        ax.tick_params(axis="y", length=0)
         ax.invert_yaxis()
-        highest = max(record.peak_bytes for record in ranks.values()) / MB
-        ax.set(xlabel="bytes on one rank (MB)", xlim=(0, 1.2 * highest))
-        handles = [Patch(color=colour, label=name) for name, colour in STATE_COLOURS.items()]
-        ax.legend(handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+        fullest = {name: max(run.ranks, key=lambda rank: rank.peak_bytes) for name, run in runs.items()}
+        ax.set(xlabel="bytes on one rank (MB)", xlim=(0, 1.17 * highest_bytes / MB), title=lowest_peak(fullest))
+        look = {"handlelength": 1.2, "columnspacing": 1.2, "loc": "outside lower left"}
+        fig.legend(handles=keys(kinds), ncols=len(kinds), **look)
     return fig, ax
 
 
-def plot_collectives(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Axes]:
+def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Axes]:
     """The collectives of one step on a time line, one row per rank, each with the MB that the rank sends."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 1.1 + 0.5 * len(traces)), layout="constrained")
         draw_collectives(ax, traces)
+        title = titled(sent_in_a_step(traces), subject)
         ax.set(title=title, xlabel="time in the step (ms); numbers are the MB that the rank sends")
     return fig, ax
 
 
-def plot_step(traces: Sequence[StepTrace], title: str) -> tuple[Figure, Sequence[Axes]]:
+def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequence[Axes]]:
     """One step on one time line: the collectives of every rank, and below them the bytes allocated on rank 0."""
     with figure_style():
         size, heights = (8, 3.6 + 0.5 * len(traces)), (0.4 + 0.5 * len(traces), 2.4)
         fig, axes = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights, layout="constrained")
         draw_memory_curve(axes[1], traces[0].curve)
         draw_collectives(axes[0], traces)
-        axes[0].set(title=f"{title}; numbers are the MB that a rank sends")
-        axes[1].set(ylabel="on rank 0 (MB)")
+        axes[0].set(title=titled(f"{sent_in_a_step(traces)}; numbers are MB", subject))
+        axes[1].set(ylabel="on rank 0 (MB)", title=peak_of_curve(traces[0].curve))
     return fig, axes
 
 
 def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
     """Draw peak bytes per parameter against the number of ranks.
 
-    There is one line per name: a strategy, or one with a variant ("ddp, lean").
+    There is one line per name: a strategy, or one with a variant ("ddp, lean"). Its name stands at its end.
     """
     with figure_style():
-        fig, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
         strategies = [name.partition(",")[0] for name in peaks]
+        ends = []
         for place, (name, by_ranks) in enumerate(peaks.items()):
             sizes = [size / num_params for size in by_ranks.values()]
             style = "--" if strategies[place] in strategies[:place] else "-"
             look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLOURS[strategies[place]]}
             ax.plot(list(by_ranks), sizes, style, label=name, **look)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            ends.append((max(by_ranks), sizes[-1], name))
+        last = max(x for x, _, _ in ends)
+        for x, y, name in apart(ends):
+            ax.text(x, y, f"  {name}", va="center" if x == last else "top")  # below a line that ends early
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xticks(sorted({ranks for by_ranks in peaks.values() for ranks in by_ranks}))
         highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / num_params
-        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank (bytes per parameter)")
+        ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank\n(bytes per parameter)")
         ax.set_ylim(0, 1.1 * highest)
-        ax.legend()
     return fig, ax
+
+
+def apart(ends: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
+    """Yield named points (x, y, name), moved up where one would cover the name of a lower one in its column."""
+    line = 0.07 * max(y for _, y, _ in ends)  # the height of a line of text
+    below = (0.0, -line)
+    for x, y, name in sorted(ends):
+        below = (x, max(y, below[1] + line) if x == below[0] else y)
+        yield *below, name
 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
@@ -166,30 +184,19 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
     with figure_style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
-        places = range(len(rungs))
-        colours = [STRATEGY_COLOURS[rung.strategy] for rung in rungs]
         peaks = [rung.peak_bytes / MB for rung in rungs]
-        memory_ax.barh(places, peaks, color=colours, alpha=0.35, height=0.65)
-        memory_ax.barh(places, [rung.held_bytes / MB for rung in rungs], color=colours, height=0.65)
+        draw_held_in_peak(memory_ax, rungs)
         for place, rung in enumerate(rungs):
             predicted = rung.predicted_bytes / MB
             label = "predicted" if place == 0 else None
             memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color=TEXT_COLOUR, linewidth=2, label=label)
             change = f" ({peaks[place] - peaks[place - 1]:+,.1f})" if place else ""
             right = max(peaks[place], predicted)
-            memory_ax.text(right, place, f"  {peaks[place]:,.1f}{change}", va="center", color="#4b5563")
-        time_ax.barh(places, [1e3 * rung.step_s for rung in rungs], color=colours, height=0.65)
-        memory_ax.set_yticks(places, [rung.name for rung in rungs])
-        time_ax.set_yticks([])
-        for ax in (memory_ax, time_ax):
-            ax.invert_yaxis()
-        memory_ax.set(
-            title="held (solid) and peak (light), with the change of the peak",
-            xlabel="bytes on a rank (MB)",
-            xlim=(0, 1.25 * max(peaks)),
-        )
+            memory_ax.text(right, place, f"  {peaks[place]:,.1f}{change}", va="center", color=TEXT_COLOUR)
+        draw_times(time_ax, rungs)
+        memory_ax.set_yticks(range(len(rungs)), [rung.name for rung in rungs])
+        memory_ax.set(title=foot_of_the_ladder(rungs), xlabel=HELD_IN_PEAK, xlim=(0, 1.25 * max(peaks)))
         memory_ax.legend(loc="lower right")
-        time_ax.set(title="step time, median", xlabel="time (ms)")
     return fig, (memory_ax, time_ax)
 
 
@@ -197,20 +204,17 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
     """For each model: bytes held (solid) and peak (light) of every strategy, and its step time."""
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
-        fig, axes = plt.subplots(len(models), 2, figsize=(9, 0.6 + 2.2 * len(models)), layout="constrained")
+        fig, axes = plt.subplots(len(models), 2, figsize=(9, 0.6 + 2.4 * len(models)), layout="constrained")
         for (memory_ax, time_ax), model in zip(axes.reshape(-1, 2), models, strict=True):
             chosen = [row for row in rows if row.model == model]
-            colours = [STRATEGY_COLOURS[row.strategy] for row in chosen]
-            places = range(len(chosen))
-            memory_ax.barh(places, [row.peak_bytes / MB for row in chosen], color=colours, alpha=0.35)
-            memory_ax.barh(places, [row.held_bytes / MB for row in chosen], color=colours)
-            time_ax.barh(places, [1e3 * row.step_s for row in chosen], color=colours)
-            memory_ax.set_yticks(places, [row.label for row in chosen])
-            time_ax.set_yticks([])
-            for ax in (memory_ax, time_ax):
-                ax.invert_yaxis()
-            memory_ax.set(title=f"{model}: held (solid) and peak (light)", xlabel="bytes on a rank (MB)")
-            time_ax.set(title="step time, median", xlabel="time (ms)")
+            draw_held_in_peak(memory_ax, chosen)
+            for place, row in enumerate(chosen):
+                text = f"  {in_mb(row.peak_bytes)}"
+                memory_ax.text(row.peak_bytes / MB, place, text, va="center", fontsize=8, color=TEXT_COLOUR)
+            draw_times(time_ax, chosen)
+            memory_ax.set_yticks(range(len(chosen)), [row.label for row in chosen])
+            memory_ax.set(title=least_of_the_comparison(chosen), xlabel=HELD_IN_PEAK)
+            memory_ax.margins(x=0.12)
     return fig, axes
 
 
@@ -219,5 +223,5 @@ def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
         draw_copies(ax, trace, copies, units)
-        ax.set(title="one step with offload, rank 0")
+        ax.set(title=copies_of_a_step([way for _, way, _ in unit_copies(copies, units)]))
     return fig, ax

@@ -9,13 +9,23 @@ from html import escape
 from typing import Any
 
 import matplotlib.pyplot as plt
+from cycler import cycler
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from fsdp_helpers.teaching.figures.descriptions import describe
 
 # After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any colour vision.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7"
-STATE_COLOURS = {"parameters": BLUE, "gradients": "#56b4e9", "optimiser": "#c6e2f5", "other": "#d1d5db"}
+STATE_COLOURS = {"parameters": BLUE, "gradients": "#56b4e9", "optimiser": "#c6e2f5"}
+# What a rank has within a step: its state, and what is there for a while.
+PEAK_COLOURS = {
+    **STATE_COLOURS,
+    "gradients, whole": STATE_COLOURS["gradients"],
+    "gathered": "#d97706",
+    "activations": "#059669",
+    "buffers": "#d1d5db",
+}
 STRATEGY_COLOURS = {
     "local": "#6b7280",
     "ddp": BLUE,
@@ -23,11 +33,14 @@ STRATEGY_COLOURS = {
     "fsdp-auto-wrap": GREEN,
     "fsdp-offload": PURPLE,
 }
+# Of what is no strategy, in this order: runs, ranks, units.
+SERIES_COLOURS = ("#6b7280", BLUE, ORANGE, VERMILION, GREEN, PURPLE)
 PHASE_COLOURS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # sheer: the page shows through
 # Darker, since numbers are written on them in white.
 OP_COLOURS = {"all_gather": "#00735c", "reduce_scatter": "#b34700", "all_reduce": BLUE, "broadcast": "#7b4b94"}
 # Hatched, in every figure: gradients of a rank's own images, until they are averaged; and what averages them.
-OP_HATCHES = dict.fromkeys(("reduce_scatter", "all_reduce"), "////")
+HATCH = "////"
+OP_HATCHES = dict.fromkeys(("reduce_scatter", "all_reduce"), HATCH)
 PEAK_COLOUR = "#c2500a"
 LINE_PATTERNS = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -40,6 +53,7 @@ STYLE = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), TEXT_COLOUR),
+    "axes.prop_cycle": cycler(color=SERIES_COLOURS),
     "figure.dpi": 110,
     "font.size": 9,
     "axes.spines.top": False,
@@ -48,6 +62,13 @@ STYLE = {
     "axes.titlelocation": "left",
     "legend.frameon": False,
 }
+
+
+def ink_on(colour: str) -> str:
+    """Return black or white, whichever is easier to read on a colour."""
+    red, green, blue = (value**2.2 for value in to_rgb(colour))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue  # as in WCAG 2.2
+    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
 
 
 def figure_style() -> AbstractContextManager:

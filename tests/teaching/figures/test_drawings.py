@@ -12,7 +12,7 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings, stages
 from fsdp_helpers.teaching.figures.descriptions import describe
-from fsdp_helpers.teaching.figures.style import STATE_COLOURS
+from fsdp_helpers.teaching.figures.style import SERIES_COLOURS, STATE_COLOURS
 
 
 def entry(name: str, *sizes: int) -> TensorEntry:
@@ -141,6 +141,19 @@ def test_a_slice_without_room_names_its_rows_alone():
     assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
 
 
+def test_a_unit_has_the_same_colour_in_every_column_and_neighbours_differ():
+    ax = drawings.draw_cut(build_model("shallow"), {"two": ["fc1", "fc2"], "one": ["fc2"]})[1]
+    colours = [to_hex(cell.get_facecolor()) for cell in ax.patches]
+    root, first, second = drawings.ROOT_COLOUR, *drawings.UNIT_COLOURS
+    # features.0, features.2, fc1, fc2 in each of the two columns
+    assert colours == [root, root, first, second, root, root, root, second]
+
+
+def test_slices_have_the_colours_of_the_series():
+    ax = drawings.draw_slices([entry("weight", 3, 3, 2)])[1]
+    assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == list(SERIES_COLOURS[1:4])
+
+
 def test_the_innermost_unit_owns_a_layer():
     ax = drawings.draw_cut(build_model("shallow"), CHOICES)[1]
     # layers features.0, features.2, fc1, fc2, one column a choice
@@ -150,7 +163,7 @@ def test_the_innermost_unit_owns_a_layer():
         *["features.0", "features", "root", "root"],
     ]
     # the root is a unit too
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["none\n1 units", "one\n2 units", "nested\n3 units"]
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["none\n1 unit", "one\n2 units", "nested\n3 units"]
 
 
 # ---------------------------------------------------------------- in words

@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex, to_rgb
 from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.models import named_subject
 from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
-from fsdp_helpers.teaching.figures import plans
+from fsdp_helpers.teaching.figures import findings, plans
 
 SUBJECT = named_subject("vit-b16")
 
@@ -53,6 +53,15 @@ def test_a_waterfall_adds_up_to_what_is_needed():
     assert [text.get_text() for text in ax.texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for plan in three]
 
 
+def test_a_waterfall_says_from_how_many_ranks_on_it_fits():
+    drawn = [planned(ranks, memory=5.3e9) for ranks in (2, 8, 64)]
+    assert [plan.fits for plan in drawn] == [False, True, True]
+    assert plans.plot_waterfall(drawn, "A model")[1].get_title("left") == "Fits 5 GB from 8 ranks on\nA model"
+    assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB from 1,024 ranks on"
+    assert findings.fits_from({8: 30e9}, 10e9) == "Does not fit 10 GB on any of these numbers of ranks"
+    assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Fits 10 GB from 8 ranks on"
+
+
 def test_what_fits_is_marked_by_more_than_a_colour():
     rows = [[planned(8, memory), planned(64, memory)] for memory in (1e9, 10e9)]
     fig, axes = plans.plot_what_fits({"one": rows, "another": rows})
@@ -75,4 +84,6 @@ def test_errors_are_drawn_in_percent():
     drawn = sorted(round(float(y), 6) for marks in ax.collections for _, y in marks.get_offsets())
     assert drawn == [-1, 0, 1]
     assert [text.get_text() for text in ax.get_xticklabels()] == ["DDP", "bf16"]
+    # 1 % off twice, exact once
+    assert ax.get_title("left") == "3 of 3 peaks within 1 %; the worst is 1.0 % off; grey: 1 %"
     assert rows[0].is_exact and rows[0].error == pytest.approx(0.01)

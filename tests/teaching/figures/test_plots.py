@@ -15,8 +15,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from runs import tiny_record
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
@@ -24,11 +26,20 @@ from fsdp_helpers.records import (
     Phase,
     RankRecord,
     Rung,
+    RunRecord,
     StepTrace,
 )
 from fsdp_helpers.teaching.figures import plots
 from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
-from fsdp_helpers.teaching.figures.style import STATE_COLOURS, STRATEGY_COLOURS, TEXT_COLOUR, described_png
+from fsdp_helpers.teaching.figures.style import (
+    OP_COLOURS,
+    PEAK_COLOURS,
+    SERIES_COLOURS,
+    STRATEGY_COLOURS,
+    TEXT_COLOUR,
+    described_png,
+    ink_on,
+)
 
 MB = 10**6
 COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit
@@ -37,6 +48,17 @@ COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit
 def rank_record(num_units: int = 1, peak_bytes: int = 40 * MB) -> RankRecord:
     state = {"parameter_bytes": 4 * MB, "gradient_bytes": 4 * MB, "optimizer_bytes": 8 * MB}
     return RankRecord(rank=0, **state, held_bytes=17 * MB, peak_bytes=peak_bytes, num_units=num_units, collectives=())
+
+
+def run_of(*ranks: RankRecord) -> RunRecord:
+    return replace(tiny_record(), world_size=len(ranks), ranks=ranks)
+
+
+def peak_of(**sizes: int) -> Peak:
+    """A predicted peak of 8 MB in slices of parameters and gradients, and of `sizes` in MB, by kind."""
+    slices = [Term(kind=kind, name="slices", values=MB, ranks=1) for kind in ("parameters", "gradients")]
+    others = [Term(kind=kind, name="whole", values=size * MB, value_bytes=1) for kind, size in sizes.items()]
+    return Peak(when="backward", terms=(*slices, *others))
 
 
 def step_trace(*phases: str) -> StepTrace:
@@ -70,7 +92,10 @@ FIGURES = {
     "plot_step_losses": ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]},),
     "plot_digits": (IMAGES, LABELS, torch.tensor([1, 7, 3])),
     "plot_memory_curve": (step_trace(*PHASES).curve, "One step"),
-    "plot_held_and_peak": ({"ddp": rank_record(), "fsdp": rank_record()},),
+    "plot_held_and_peak": (
+        {"ddp": run_of(rank_record(), rank_record()), "fsdp": run_of(rank_record(peak_bytes=30 * MB))},
+        {"ddp": peak_of(optimizer=16, buffers=16), "fsdp": peak_of(optimizer=8, gathered=4, activations=10)},
+    ),
     "plot_collectives": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_step": ([step_trace(*PHASES)] * 2, "One step"),
     "plot_peak_by_ranks": ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}}, 2 * MB),
@@ -123,17 +148,37 @@ def test_one_of_a_kind(name, arguments):
 
 
 def test_bars_are_as_long_as_the_bytes():
-    ax = plots.plot_held_and_peak({"fsdp": rank_record()})[1]
-    # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
-    assert [bar.get_width() for bar in ax.patches] == [4, 4, 8, 1]
-    assert [bar.get_x() for bar in ax.patches] == [0, 4, 8, 16]
+    peak = peak_of(optimizer=8, gathered=4, gradients=6, activations=10)
+    ax = plots.plot_held_and_peak({"fsdp": run_of(rank_record())}, {"fsdp": peak})[1]
+    # Between steps: 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is buffers.
+    # At the peak: 4 + 4 MB of slices, 6 MB of whole gradients, 8 of moments, 4 gathered, 10 of activations: 36 MB.
+    assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [
+        *((0, 4), (4, 4), (8, 8), (16, 1)),
+        *((0, 4), (4, 4), (8, 8), (16, 6), (22, 4), (26, 10)),
+    ]
+    assert [bar.get_hatch() for bar in ax.patches].index("////") == 7  # gradients that are not averaged yet
 
 
-def test_a_line_stands_at_the_peak():
-    fsdp, ddp = rank_record(peak_bytes=30 * MB), rank_record(peak_bytes=40 * MB)
-    ax = plots.plot_held_and_peak({"ddp": ddp, "fsdp": fsdp})[1]
+def test_parts_have_their_numbers_and_bars_their_sums():
+    ax = plots.plot_held_and_peak(*FIGURES["plot_held_and_peak"])[1]
+    # Of 40 MB, 7 % are 2.8: every part but the 1 MB of buffers between steps has room for its number
+    ddp = ["4.0", "4.0", "8.0", "4.0", "4.0", "16.0", "16.0", "held 17.0", "peak 40.0"]
+    fsdp = ["4.0", "4.0", "8.0", "4.0", "4.0", "8.0", "4.0", "10.0", "held 17.0", "peak 30.0"]
+    assert texts(ax) == ddp + fsdp
+
+
+def test_a_line_stands_at_the_measured_peak():
+    ax = plots.plot_held_and_peak(*FIGURES["plot_held_and_peak"])[1]
     assert [list(line.get_xdata()) for line in ax.lines] == [[40, 40], [30, 30]]
-    assert texts(ax) == ["peak 40.0", "peak 30.0"]
+
+
+def test_ranks_that_are_alike_share_a_row():
+    alike = run_of(rank_record(), replace(rank_record(peak_bytes=40 * MB + 16), rank=1))  # padding: 16 bytes
+    differ = run_of(rank_record(), replace(rank_record(peak_bytes=39 * MB), rank=1))
+    peaks = dict.fromkeys(("one", "two", "three"), peak_of(activations=32))
+    ax = plots.plot_held_and_peak({"one": run_of(rank_record()), "two": alike, "three": differ}, peaks)[1]
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    assert rows == ["one", "two,\neach of 2 ranks", "three, rank 0", "three, rank 1"]
 
 
 def test_a_variant_of_a_strategy_has_its_colour_and_a_broken_line():
@@ -144,6 +189,16 @@ def test_a_variant_of_a_strategy_has_its_colour_and_a_broken_line():
     ]
     assert {line.get_color() for line in ax.lines} == {STRATEGY_COLOURS["ddp"]}
     assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
+
+
+def test_names_at_the_ends_of_lines_do_not_cover_each_other():
+    # Of 100, a line of text takes 7: the name at 53 moves up to 57; the one at 10 is alone in its column
+    assert list(plots.apart([(4, 50, "a"), (4, 53, "b"), (4, 100, "c"), (1, 10, "d")])) == [
+        (1, 10, "d"),
+        (4, 50, "a"),
+        (4, pytest.approx(57), "b"),
+        (4, 100, "c"),
+    ]
 
 
 def test_copies_are_marked_when_they_begin():
@@ -199,7 +254,8 @@ def test_runs_that_coincide_can_all_be_seen():
     lines = plots.plot_step_losses(runs)[1].lines
     assert [line.get_linewidth() for line in lines] == [5.5, 3.5, 1.5]  # thin on thick ...
     assert [line.get_linestyle() for line in lines] == ["-", "--", "-."]  # ... with gaps that show what lies below
-    assert [line.get_alpha() for line in lines] == [0.4, 1, 1]
+    assert [line.get_alpha() for line in lines] == [0.6, 1, 1]
+    assert [line.get_color() for line in lines] == list(SERIES_COLOURS[:3])
 
 
 def test_steps_are_whole_numbers():
@@ -210,7 +266,9 @@ def test_steps_are_whole_numbers():
 
 def test_a_rung_says_its_peak_and_the_change():
     memory_ax, time_ax = plots.plot_ladder(RUNGS)[1]
-    assert [text.get_text().strip() for text in memory_ax.texts] == ["40.0", "30.0 (-10.0)", "32.0 (+2.0)"]
+    # 9 MB held of each, then the peaks; each step takes 10 ms
+    assert texts(memory_ax) == ["9.0", "9.0", "9.0", "40.0", "30.0 (-10.0)", "32.0 (+2.0)"]
+    assert texts(time_ax) == ["10", "10", "10"]
     assert [bar.get_width() for bar in memory_ax.patches] == [40, 30, 32, 9, 9, 9]
     assert [line.get_xdata()[0] for line in memory_ax.lines] == [39, 39, 39]  # the predictions
     assert [bar.get_width() for bar in time_ax.patches] == [10, 10, 10]
@@ -249,6 +307,7 @@ def test_the_comparison_draws_held_in_front_of_peak():
     assert [(bar.get_width(), bar.get_alpha()) for bar in memory_ax.patches] == [(20, 0.35)] * 2 + [(9, None)] * 2
     assert [bar.get_width() for bar in time_ax.patches] == [10, 10]
     assert [tick.get_text() for tick in memory_ax.get_yticklabels()] == ["ddp", "fsdp (fsdp1)"]
+    assert texts(memory_ax) == ["9.0", "9.0", "20.0", "20.0"] and texts(time_ax) == ["10", "10"]
 
 
 def test_wrong_predictions_say_what_would_be_right():
@@ -270,11 +329,57 @@ def test_figures_let_the_page_show_through_and_are_legible_on_white_and_on_black
     assert 1.05 / (grey + 0.05) >= 4.5 and (grey + 0.05) / 0.05 >= 4.5
 
 
+def title_of(name: str, *arguments: object) -> list[str]:
+    fig = getattr(plots, name)(*(arguments or FIGURES[name]))[0]
+    return [title for ax in fig.axes if (title := ax.get_title("left"))]
+
+
 def test_a_title_states_what_was_found_or_there_is_none():
-    same = plots.plot_step_losses({"one": [2.3, 2.0], "two": [2.3, 2.0 + 6e-8]})[1]
-    assert same.get_title("left") == "Same losses: at most 6e-08 apart"
+    same = {"one": [2.3, 2.0], "two": [2.3, 2.0 + 6e-8]}
+    assert title_of("plot_step_losses", same) == ["Same losses: at most 6e-8 apart"]
     for runs in ({"one": [2.3, 2.0], "two": [2.3, 1.9]}, {"one": [2.3, 2.0], "two": [2.3]}, {"one": [2.3]}):
-        assert plots.plot_step_losses(runs)[1].get_title("left") == ""
+        assert title_of("plot_step_losses", runs) == []
+    assert title_of("plot_step_losses", {"one": [2.3], "two": [2.3]}) == ["Same losses: at most 0 apart"]
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        # 40 of 16 MB, from 0.1 s on, where backward begins
+        ("plot_memory_curve", ["The peak comes in backward, 2.5 times what is held between steps\nOne step"]),
+        # Each rank sends 2 MB for each of three collectives
+        ("plot_collectives", ["In 3 collectives each rank sends 6.00 MB\nOne step"]),
+        ("plot_held_and_peak", ["fsdp: 100 % of what ddp holds, 75 % of its peak"]),
+        ("plot_ladder", ["The peak falls from 40.0 to 30.0 MB, 75 % of the first"]),
+        (
+            "plot_comparison",
+            [
+                "shallow: the lowest peak is that of ddp and fsdp (fsdp1)",
+                "deep: the lowest peak is that of ddp",
+            ],
+        ),
+        ("plot_copies", ["Copies of units: 1 to the device, 0 to the host"]),
+        ("plot_peak_by_ranks", []),
+    ],
+)
+def test_titles_are_computed_from_what_is_drawn(name, found):
+    assert title_of(name) == found
+
+
+def test_a_step_says_what_is_sent_and_where_it_peaks():
+    different = [step_trace(*PHASES), replace(step_trace(*PHASES), collectives=())]
+    assert title_of("plot_step", different, "One step") == [
+        "In 3 collectives rank 0 sends 6.00 MB; numbers are MB\nOne step",
+        "The peak comes in backward, 2.5 times what is held between steps",
+    ]
+
+
+def test_the_lowest_peak_is_named_with_its_share():
+    lower = replace(ROWS[1], peak_bytes=12 * MB)
+    # 12 of 20 MB
+    assert title_of("plot_comparison", [ROWS[0], lower]) == [
+        "shallow: the lowest peak is that of fsdp (fsdp1), 60 % of ddp's"
+    ]
 
 
 def test_the_style_stays_within_the_figure():
@@ -305,11 +410,11 @@ def test_lines_say_where_they_begin_and_end():
 
 
 def test_bars_say_their_rows_and_what_their_colours_mean():
-    text = of("plot_held_and_peak", {"ddp": rank_record(), "fsdp": rank_record(peak_bytes=30_000_000)})
-    # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else
-    assert "Bars: ddp: 4, 4, 8, 1; fsdp: 4, 4, 8, 1." in text
-    assert "Key: parameters; gradients; optimiser; other." in text
-    assert "peak 40.0; peak 30.0" in text
+    text = of("plot_held_and_peak")
+    # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else; then the parts of the peak
+    assert "Bars: ddp, each of 2 ranks: 4, 4, 8, 1, 4, 4, 16, 16; fsdp: 4, 4, 8, 1, 4, 4, 8, 4, 10." in text
+    assert "Key: parameters; gradients; optimiser; gathered; activations; buffers." in text
+    assert "peak 40.0" in text and "peak 30.0" in text
 
 
 def test_axes_that_share_their_rows_have_the_names_of_the_others():
@@ -360,7 +465,14 @@ def seen_by(who: str, colour: str) -> tuple[float, float]:
     return yellow, blue
 
 
-@pytest.mark.parametrize("colours", [STRATEGY_COLOURS, STATE_COLOURS], ids=["strategies", "states"])
+KINDS = {kind: colour for kind, colour in PEAK_COLOURS.items() if not kind.endswith("whole")}  # that one is hatched
+
+
+@pytest.mark.parametrize(
+    "colours",
+    [STRATEGY_COLOURS, KINDS, OP_COLOURS, dict(enumerate(SERIES_COLOURS))],
+    ids=["strategies", "kinds", "collectives", "series"],
+)
 @pytest.mark.parametrize("who", YELLOW)
 def test_colours_differ_for_whoever_does_not_tell_red_from_green(who, colours):
     seen = [seen_by(who, colour) for colour in colours.values()]
@@ -370,3 +482,12 @@ def test_colours_differ_for_whoever_does_not_tell_red_from_green(who, colours):
         for other in seen[:place]
     ]
     assert min(distances) > 0.08
+
+
+def test_ink_is_black_on_light_and_white_on_dark_colours():
+    assert [ink_on(colour) for colour in ("#ffffff", "#000000", "#e69f00", "#0072b2")] == [
+        "black",
+        "white",
+        "black",
+        "white",
+    ]

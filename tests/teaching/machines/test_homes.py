@@ -107,6 +107,8 @@ def test_step_times_are_drawn_as_measured(bandwidth):
     assert list(lines["measured"].get_ydata()) == measured
     floor = dict(zip(*lines["sent bytes / bandwidth"].get_data(), strict=True))
     assert floor[1000.0] == pytest.approx(1000 * bandwidth["rates"][1]["predicted_s"])
+    slowest = max(row["step_s"] for row in bandwidth["rates"]) / bandwidth["rates"][0]["step_s"]
+    assert ax.get_title("left").startswith(f"At 50 Mbit/s a step takes {slowest:.0f} times as long as without a limit")
     assert "Mbit/s" in ax.get_xlabel() and "ms" in ax.get_ylabel()
     key = [text.get_text() for text in ax.get_legend().get_texts()]
     assert key == ["measured", network_plots.BAND, "sent bytes / bandwidth", "measured, unlimited"]

@@ -1,0 +1,125 @@
+"""Bars of bytes, drawn into the axes that `plots` hands over: what a rank holds between steps, and has at the peak."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from fsdp_helpers.planning.walk.ledger import Peak
+from fsdp_helpers.quantities import MB
+from fsdp_helpers.records import ComparisonRow, RankRecord, Rung
+from fsdp_helpers.teaching.figures.style import (
+    HATCH,
+    PEAK_COLOUR,
+    PEAK_COLOURS,
+    STRATEGY_COLOURS,
+    TEXT_COLOUR,
+    ink_on,
+)
+
+THIN = 0.36  # height of one of the two bars of a row
+ROOM = 0.07  # of the axis: a part this narrow has no room for its number
+WHOLE = "gradients, whole"
+
+
+def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
+    """Return row label -> run and record: one row for ranks whose numbers would be the same, else one for each."""
+    rows = {}
+    for name, ranks in runs.items():
+        if len(ranks) == 1:
+            rows[name] = (name, ranks[0])
+        elif len({_as_written(rank) for rank in ranks}) == 1:
+            rows[f"{name},\neach of {len(ranks)} ranks"] = (name, ranks[0])
+        else:
+            rows.update({f"{name}, rank {rank.rank}": (name, rank) for rank in ranks})
+    return rows
+
+
+def _as_written(record: RankRecord) -> tuple[str, ...]:
+    return tuple(f"{size / MB:,.1f}" for size in (*held_parts(record).values(), record.held_bytes, record.peak_bytes))
+
+
+def held_parts(record: RankRecord) -> dict[str, int]:
+    """Return the bytes that a rank has between two steps, by kind."""
+    own = {
+        "parameters": record.parameter_bytes,
+        "gradients": record.gradient_bytes,
+        "optimiser": record.optimizer_bytes,
+    }
+    return own | {"buffers": max(0, record.held_bytes - sum(own.values()))}
+
+
+def peak_parts(peak: Peak) -> dict[str, int]:
+    """Return the bytes of a predicted peak by kind, slices of gradients apart from whole ones."""
+    parts = dict.fromkeys(PEAK_COLOURS, 0)
+    for term in peak.terms:
+        kind = {"optimizer": "optimiser"}.get(term.kind, term.kind)
+        if kind == "gradients" and "slice" not in term.name:
+            kind = WHOLE
+        parts[kind] += term.bytes
+    return parts
+
+
+def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes: int) -> set[str]:
+    """Draw the two bars of a row, and a line at the measured peak; returns the kinds that were drawn."""
+    held, parts = held_parts(record), peak_parts(peak)
+    above, below = row - THIN / 2 - 0.02, row + THIN / 2 + 0.02
+    _draw_parts(ax, above, held, highest_bytes)
+    _draw_parts(ax, below, parts, highest_bytes)
+    peak_mb = record.peak_bytes / MB
+    ax.plot([peak_mb] * 2, [below - 0.24, below + 0.24], color=PEAK_COLOUR, linewidth=2)
+    right_mb = max(record.peak_bytes, peak.bytes) / MB
+    ax.text(record.held_bytes / MB, above, f"  held {record.held_bytes / MB:,.1f}", va="center", color=TEXT_COLOUR)
+    ax.text(right_mb, below, f"  peak {peak_mb:,.1f}", va="center", color=PEAK_COLOUR)
+    return {kind for kind in PEAK_COLOURS if held.get(kind) or parts[kind]}
+
+
+def _draw_parts(ax: Axes, middle: float, parts: Mapping[str, int], highest_bytes: int) -> None:
+    left = 0
+    for kind, size in parts.items():
+        if size:
+            ax.barh(middle, size / MB, left=left / MB, height=THIN, **_look(kind))
+        if size > ROOM * highest_bytes:
+            behind = {"facecolor": PEAK_COLOURS[kind], "edgecolor": "none", "pad": 1}
+            place = {"ha": "center", "va": "center", "fontsize": 8, "bbox": behind}
+            ax.text((left + size / 2) / MB, middle, f"{size / MB:,.1f}", color=ink_on(PEAK_COLOURS[kind]), **place)
+        left += size
+
+
+def keys(kinds: Collection[str]) -> list[Patch]:
+    """Return one patch per kind, for a legend, in the order of the bars."""
+    return [Patch(label=kind, **_look(kind)) for kind in PEAK_COLOURS if kind in kinds]
+
+
+def _look(kind: str) -> dict:
+    hatch = {"hatch": HATCH, "edgecolor": "white"} if kind == WHOLE else {}
+    return {"facecolor": PEAK_COLOURS[kind], "linewidth": 0, **hatch}
+
+
+def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
+    """Draw for each row the bytes at the peak (light), and in front of them those held (solid), with their number."""
+    places, colours = range(len(rows)), [STRATEGY_COLOURS[row.strategy] for row in rows]
+    highest_bytes = max(row.peak_bytes for row in rows)
+    ax.barh(places, [row.peak_bytes / MB for row in rows], color=colours, alpha=0.35, height=0.7)
+    ax.barh(places, [row.held_bytes / MB for row in rows], color=colours, height=0.7)
+    for place, (row, colour) in enumerate(zip(rows, colours, strict=True)):
+        if row.held_bytes > ROOM * highest_bytes:
+            text = f"{in_mb(row.held_bytes)} "
+            ax.text(row.held_bytes / MB, place, text, ha="right", va="center", fontsize=8, color=ink_on(colour))
+    ax.invert_yaxis()
+
+
+def draw_times(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
+    """Draw the step time of each row, with its number."""
+    times_ms = [1e3 * row.step_s for row in rows]
+    ax.barh(range(len(rows)), times_ms, color=[STRATEGY_COLOURS[row.strategy] for row in rows], height=0.7)
+    for place, time_ms in enumerate(times_ms):
+        ax.text(time_ms, place, f"  {time_ms:,.0f}", va="center", fontsize=8, color=TEXT_COLOUR)
+    ax.set_yticks([])
+    ax.invert_yaxis()
+    ax.set(xlabel="step time, median (ms)", xlim=(0, 1.2 * max(times_ms)))
+
+
+def in_mb(num_bytes: int) -> str:
+    """Return bytes in MB: with one decimal below 100 MB, else without."""
+    return f"{num_bytes / MB:,.{1 if num_bytes < 100 * MB else 0}f}"
