@@ -2,6 +2,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from leftovers import PROJECT
@@ -107,6 +108,16 @@ def test_the_table_fits_a_terminal():
     assert {len(line) for line in plain_table([row]).splitlines()} == {80}
 
 
+def width_of(picture: Path) -> int:
+    return int.from_bytes(picture.read_bytes()[16:20])  # in the PNG's first chunk
+
+
+def test_the_picture_of_the_readme_is_sharp_and_small():
+    picture, motion = (PROJECT / "notebooks" / "images" / name for name in ("comparison.png", "step.svg"))
+    assert width_of(picture) == 2 * 9 * 110
+    assert sum(path.stat().st_size for path in (PROJECT / "README.md", picture, motion)) < 2_000_000
+
+
 def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
@@ -118,6 +129,7 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     assert [label for label in ON_CPU if not any(f" {label} " in line for line in lines)] == []
     content = json.loads((tmp_path / "table.json").read_text())
     assert content.keys() == {"device", "device_name", "finished", "versions", "rows"}
+    assert width_of(tmp_path / "table.png") == 2 * 9 * 110  # nine inches of 110 pixels, twice for sharp screens
     rows = content["rows"]
     assert len(rows) == len(lines) - 1 == len(ON_CPU)
     assert [row["world_size"] for row in rows] == [1] + [2] * len(rows[1:])
