@@ -48,6 +48,9 @@ def problems(notebook) -> list[str]:
         if cell.cell_type == "code":
             if (lines := len(cell.source.splitlines())) > MAX_CODE_LINES:
                 found.append(f"{where}: {lines} lines of code, the limit is {MAX_CODE_LINES}")
+            found += [
+                f"{where}: {call} stands before its last line, so nothing shows it" for call in unseen(cell.source)
+            ]
             if not code_lines(cell.source):
                 found.append(f"{where}: a code cell without code")
             found += [f"{where}: {problem}" for problem in output_problems(cell)]
@@ -70,6 +73,15 @@ def unbalanced(text: str) -> list[str]:
 def code_lines(source: str) -> list[str]:
     """The lines that are neither blank nor a comment."""
     return [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def unseen(source: str) -> list[str]:
+    """Return the tables and listings that Jupyter would not show: it shows the value of a cell's last line only."""
+    if re.search(r"^[!%]", source, re.MULTILINE):
+        return []
+    earlier = [line.value for line in ast.parse(source).body[:-1] if isinstance(line, ast.Expr)]
+    called = [ast.unparse(value.func) for value in earlier if isinstance(value, ast.Call)]
+    return [name for name in called if name.startswith("show.") and name != "show.machine"]
 
 
 def direct_launches(notebook) -> int:
@@ -251,6 +263,10 @@ def set_figure(notebook, width):
         (lambda book: book.cells[0].update(source="<details><summary>Hint Try.</details>"), "1 <summary> and 0"),
         (lambda book: book.cells[2].update(source="# import torch\n\n# ```"), "a code cell without code"),
         (lambda book: book.cells[2].update(source=""), "a code cell without code"),
+        (
+            lambda book: book.cells[2].update(source="show.table([], [])\nx = 1"),
+            "show.table stands before its last line",
+        ),
         (lambda book: set_output(book, "saved to /home/me/model.pt"), "path of one machine"),
         (lambda book: set_output(book, 'File "/root/x.py", line 1'), "path of one machine"),
         (lambda book: set_output(book, ".venv/lib/python3.11/site-packages/torch"), "path of one machine"),
