@@ -106,14 +106,63 @@ BYTE_LLAMA = LlamaShape(
 )  # fmt: skip
 
 
+# model_type in a `config.json` -> the family's title, and the tokens of a sequence if the file does not say
+RELATIVES = {
+    "llama": ("Llama", 2048),
+    "mistral": ("Mistral", 131_072),
+    "qwen2": ("Qwen2", 32_768),
+    "qwen3": ("Qwen3", 32_768),
+}
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+def shape_from_config(config: dict) -> LlamaShape:
+    """Return the shape that a Hugging Face `config.json` of a Llama, or of one of its RELATIVES, describes.
+
+    Keys that are left out have the defaults of the models' own configurations. Raises ValueError for other kinds of
+    models, and for a size that is missing.
+    """
+    kind = config.get("model_type")
+    if kind not in RELATIVES:
+        raise ValueError(f"model_type {kind!r} is not one of {', '.join(RELATIVES)}")
+    if missing := [key for key in _NEEDED if not isinstance(config.get(key), int)]:
+        raise ValueError(f"no whole number {', '.join(missing)}, which the size of the model depends on")
+    num_heads, width, head_size = config["num_attention_heads"], config["hidden_size"], config.get("head_dim")
+    rope, rope_type = rope_of_config(config)
+    attention_bias = bool(config.get("attention_bias", False))
+    return LlamaShape(
+        width=width,
+        depth=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        mlp_width=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        context=config.get("max_position_embeddings") or RELATIVES[kind][1],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rope_base=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        rope_scaling=_read_scaling(rope) if rope_type == "llama3" else None,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        head_size=None if head_size == width // num_heads else head_size,
+        qkv_bias=kind == "qwen2" or attention_bias,
+        out_bias=kind != "qwen2" and attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=kind == "qwen3",
+    )
+
+
+def rope_of_config(config: dict) -> tuple[dict, str]:
+    """Return what a `config.json` says of rotary positions, under its newer or its older name, and their type."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope, rope.get("rope_type", rope.get("type", "default"))
+
+
 def llama_from_config(config: dict) -> LlamaShape:
-    """Return the shape that a Hugging Face `config.json` of a Llama describes.
+    """Return the shape of a model that `fsdp_helpers.llama` can build from a Hugging Face `config.json`.
 
     Raises ValueError, naming the key, for what this model does not have: biases, other activations, positions that
     are scaled in a different way than Llama 3.1's.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    _, rope_type = rope_of_config(config)
     refused = {
         "model_type": config.get("model_type") != "llama",
         "hidden_act": config.get("hidden_act", "silu") != "silu",
@@ -125,23 +174,10 @@ def llama_from_config(config: dict) -> LlamaShape:
         if is_refused:
             found = rope_type if key == "rope_type" else config.get(key)
             raise ValueError(f"this config.json has {key} {found!r}, which a plain Llama does not have")
-    num_heads = config["num_attention_heads"]
-    head_width = config.get("head_dim") or config["hidden_size"] // num_heads
-    if head_width * num_heads != config["hidden_size"]:
-        raise ValueError(f"head_dim {head_width} x {num_heads} heads is not the hidden_size {config['hidden_size']}")
-    return LlamaShape(
-        width=config["hidden_size"],
-        depth=config["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        mlp_width=config["intermediate_size"],
-        vocabulary=config["vocab_size"],
-        context=config.get("max_position_embeddings", 2048),
-        tied=config.get("tie_word_embeddings", False),
-        rope_base=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-        rope_scaling=_read_scaling(rope) if rope_type == "llama3" else None,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-    )
+    shape = shape_from_config(config)
+    if shape.q_width != shape.width:
+        raise ValueError(f"head_dim {shape.head_width} x {shape.num_heads} heads is not the hidden_size {shape.width}")
+    return shape
 
 
 def _read_scaling(rope: dict) -> RopeScaling:

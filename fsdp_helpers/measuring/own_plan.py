@@ -21,7 +21,7 @@ from fsdp_helpers.measuring.step_profile import StepMarks, measure_step, profile
 from fsdp_helpers.planning.advice import verdict
 from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
-from fsdp_helpers.planning.profile import ROOT, StepProfile
+from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.ranks.progress import counted
 from fsdp_helpers.sharding.recompute import checkpoint_activations
@@ -167,17 +167,22 @@ def refused_precision(batch_norms: list[str], precision: str) -> str | None:
 def fake_step(model: nn.Module, batch: Any, loss_of: LossOf, units: tuple[str, ...], precision: str) -> StepProfile:
     """Return the profile of a step of a model without values: as `measure_step`, with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
-    trace = FakeTrace()
-    marks = StepMarks(units, trace.mark)
     with fake_tensors() as mode:
         made_fake(model, mode, DTYPES[precision])
         part = fake_batch(batch, mode)
-        trace.know(model)
-        with trace, fused_kernels(), marks.noted(model):
-            with casts:
-                loss = loss_of(model, part)
-            loss.backward()
-        return profile_from(model, marks.moments(trace.between_marks()))
+
+        def measure() -> tuple[Moment, ...]:
+            trace = FakeTrace()
+            marks = StepMarks(units, trace.mark)
+            trace.know(model)
+            with trace, fused_kernels(), marks.noted(model):
+                with casts:
+                    loss = loss_of(model, part)
+                loss.backward()
+            model.zero_grad()
+            return marks.moments(trace.between_marks())
+
+        return profile_from(model, measure, units)
 
 
 @contextmanager

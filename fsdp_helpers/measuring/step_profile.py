@@ -22,6 +22,7 @@ from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.records import RunRecord
+from fsdp_helpers.planning.walk.units import frozen_beside_trained
 from fsdp_helpers.sharding.strategies import recompute_units
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 
@@ -40,15 +41,39 @@ def measure_step(model: nn.Module, compute_loss: Callable[[], Tensor], units: Co
     compute_loss().backward()  # what only a first step allocates does not count
     model.zero_grad()
     gc.collect()  # what is freed within the trace should have been allocated in it
-    marks = StepMarks(units)
-    with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
-        compute_loss().backward()
-    model.zero_grad()
-    return profile_from(model, marks.moments(trace.between_marks(MARK)))
+
+    def measure() -> tuple[Moment, ...]:
+        marks = StepMarks(units)
+        with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
+            compute_loss().backward()
+        model.zero_grad()
+        return marks.moments(trace.between_marks(MARK))
+
+    return profile_from(model, measure, units)
 
 
-def profile_from(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
-    """Return the record of `model` and the events of its step."""
+def profile_from(
+    model: nn.Module, measure: Callable[[], tuple[Moment, ...]], units: Collection[str] = ()
+) -> StepProfile:
+    """Return the record of `model`, whose step `measure()` returns.
+
+    Where frozen and trained parameters share a unit, it is called once more, with all of these trained.
+    """
+    profile = _record(model, measure())
+    thawed = frozen_beside_trained(profile, tuple(units))
+    if not thawed:
+        return profile
+    chosen = [parameter for name, parameter in model.named_parameters() if _plain(name) in thawed]
+    for parameter in chosen:
+        parameter.requires_grad_(True)
+    try:
+        return replace(profile, thawed=thawed, thawed_moments=measure())
+    finally:
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+
+
+def _record(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = list(model.named_parameters(remove_duplicate=False))
     return StepProfile(

@@ -15,7 +15,7 @@ from fsdp_helpers.planning.streams import Task
 from fsdp_helpers.planning.walk.fsdp1 import FlatParameters
 from fsdp_helpers.planning.walk.fsdp2 import FullyShard
 from fsdp_helpers.planning.walk.ledger import Ledger, Peak
-from fsdp_helpers.planning.walk.units import Shards
+from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained
 from fsdp_helpers.planning.walk.whole import WholeModel
 from fsdp_helpers.records import CollectiveCount
 
@@ -78,11 +78,15 @@ def walk_step(
         offloads = has_host and config.strategy == "fsdp-offload"
         copies = world_size // ranks
         shards = Shards(profile, config, ranks, copies, units, backend, ledger, sizes, chosen, offloads=offloads)
-        rank = (FlatParameters if config.api == "fsdp1" else FullyShard)(shards, config)
+        if config.api == "fsdp1":
+            _check_thawed(profile, units)
+            rank = FlatParameters(shards, config, profile)
+        else:
+            rank = FullyShard(shards, config)
     for part in range(config.micro_batches):
         is_last = part == config.micro_batches - 1
         rank.begin_part(reduces=is_last or config.sync_micro_batches, is_last=is_last)
-        _walk(profile, rank, ledger)
+        _walk(profile.flat_moments if config.is_sharded and config.api == "fsdp1" else profile.moments, rank, ledger)
     ledger.when = "the optimiser's step"
     rank.update()
     return Step(peak=ledger.peak, collectives=ledger.collectives, tasks=tuple(ledger.tasks))
@@ -95,14 +99,24 @@ def _when(moment: Moment) -> str:
     return WHEN[moment.event].format(moment.name or "the root")
 
 
-def _walk(profile: StepProfile, rank: WholeModel | FlatParameters | FullyShard, ledger: Ledger) -> None:
+def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
+    """Refuse FSDP1 where frozen parameters share a unit with trained ones and the profile was cut elsewhere."""
+    mixed = frozen_beside_trained(profile, units)
+    if mixed != profile.thawed:
+        raise ValueError(
+            f"FSDP1 gives all parameters of a unit with a trained one gradients, so here {len(mixed)} frozen ones too; "
+            f"the step was measured with {len(profile.thawed)} of them. Use the units it was measured with, or FSDP2"
+        )
+
+
+def _walk(moments: Sequence[Moment], rank: WholeModel | FlatParameters | FullyShard, ledger: Ledger) -> None:
     """One forward and one backward."""
-    for moment in profile.moments:
+    for moment in moments:
         ledger.when = _when(moment)
         ledger.set_activations(moment.activation_bytes)
         if moment.event == "gradient" or moment.name in rank.units:
             getattr(rank, moment.event)(moment.name)
         ledger.set_activations(moment.highest_bytes)
     ledger.when = "the end of backward"
-    ledger.set_activations(profile.moments[-1].activation_bytes if profile.moments else 0)
+    ledger.set_activations(moments[-1].activation_bytes if moments else 0)
     rank.end_backward()

@@ -33,6 +33,13 @@ class StepProfile:
     moments: tuple[Moment, ...]
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
     tied: dict[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `shapes`
+    thawed: frozenset[str] = frozenset()  # frozen parameters that share a unit with a trained one ...
+    thawed_moments: tuple[Moment, ...] = ()  # ... and the same step, in which these get gradients too
+
+    @property
+    def flat_moments(self) -> tuple[Moment, ...]:
+        """The step where the parameters of a unit are one tensor, which needs a gradient or needs none."""
+        return self.thawed_moments or self.moments
 
     @property
     def num_params(self) -> int:

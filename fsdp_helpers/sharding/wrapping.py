@@ -78,16 +78,6 @@ def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str])
     return taken
 
 
-def unit_sizes(model: nn.Module, policy: Policy | None) -> tuple[int, ...]:
-    """The parameters of each unit that `policy` chooses below the root."""
-    sizes, taken = [], set()
-    for name in choose_units(model, policy):  # inner units first: what they took is not in an outer one
-        own = set(model.get_submodule(name).parameters()) - taken
-        sizes.append(sum(parameter.numel() for parameter in own))
-        taken |= own
-    return tuple(sizes)
-
-
 def as_callable(policy: CustomPolicy) -> Policy:
     """Torch's `CustomPolicy`, to be asked like any other. Its answers have to be yes or no: see `choose_units`."""
     return partial(lambda_auto_wrap_policy, lambda_fn=partial(_yes_or_no, policy))

@@ -233,8 +233,8 @@ def test_published_sizes_by_file(changes, num_params, tmp_path):
         (None, "No such file or directory; give a model's config.json"),
         ("nonsense", "is not JSON"),
         ("{}", "has no model_type"),
-        (json.dumps(THREE_B | {"model_type": "gpt2"}), "models of type 'gpt2' cannot be planned by shape"),
-        (json.dumps({"model_type": "llama"}), "has no whole number hidden_size, num_hidden_layers"),
+        (json.dumps(THREE_B | {"model_type": "gpt2"}), "model_type 'gpt2' is not one of llama, mistral"),
+        (json.dumps({"model_type": "llama"}), "no whole number hidden_size, num_hidden_layers"),
     ],
 )
 def test_files_that_are_no_such_model(text, message, tmp_path, capsys):

@@ -67,9 +67,9 @@ def test_late_in_backward_all_gradients_are_there():
 
 def test_one_unit_on_two_ranks():
     # Slices of parameters and moments: 12 x 320 / 2 = 1,920. One unit has 1,280 bytes of parameters.
-    # FSDP1, the end of backward: gathered, gradients, and the same joined in a flat tensor: 3 x 1,280
+    # FSDP1, with its last gradient: gathered, gradients, and the same joined in a flat tensor: 3 x 1,280
     fsdp1 = peak(two_layers(), 2, strategy="fsdp", api="fsdp1")
-    assert (fsdp1.bytes, fsdp1.when) == (1_920 + 3 * 1_280, "the end of backward")
+    assert (fsdp1.bytes, fsdp1.when) == (1_920 + 3 * 1_280, "backward, with the gradient of a.weight")
     # FSDP2, the reduction: laid out for sending, gloo's copy, and a slice, 640. NCCL needs no copy: the all-gather's
     # buffer and the parameters copied out of it are as much as the gradients and their layout, 2 x 1,280.
     assert peak(two_layers(), 2, strategy="fsdp").bytes == 1_920 + 2 * 1_280 + 640
@@ -121,6 +121,68 @@ def test_two_units_on_sixteen_ranks_reducing():
     assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap").bytes == 240 + 1_960
     # FSDP1, b's gradients joined: b and a gathered, b's gradients, the flat one: 4 x 640
     assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap", api="fsdp1").bytes == 240 + 4 * 640
+
+
+def test_fsdp1_reduces_with_the_last_gradient_of_a_unit():
+    # Nothing says when b is left, as where other modules share its input: FSDP1 does not wait for that, FSDP2 does
+    whole = two_layers()
+    unsaid = tuple(moment for moment in whole.moments if moment.event != "leave_backward")
+    flat = {"strategy": "fsdp-auto-wrap", "api": "fsdp1"}
+    assert peak(replace(whole, moments=unsaid), 16, UNITS, **flat).bytes == 240 + 4 * 640
+    late = peak(replace(whole, moments=unsaid), 16, UNITS, "nccl", strategy="fsdp-auto-wrap")
+    assert late.bytes > peak(whole, 16, UNITS, "nccl", strategy="fsdp-auto-wrap").bytes
+
+
+def test_fsdp1_joins_the_gradients_of_each_use():
+    # Layer a, used twice: 640 bytes. After the first use in backward its gradient waits, among the activations.
+    walk = [
+        ("enter_forward", "", 0), ("enter_forward", "a", 0), ("leave_forward", "a", 0), ("enter_forward", "a", 0),
+        ("leave_forward", "a", 0), ("leave_forward", "", 0), ("enter_backward", "", 0), ("enter_backward", "a", 0),
+        ("leave_backward", "a", 640), ("enter_backward", "a", 640), ("gradient", "a.weight", 0),
+        ("leave_backward", "a", 0),
+    ]  # fmt: skip
+    moments = tuple(
+        Moment(event=event, name=name, activation_bytes=size, highest_bytes=size) for event, name, size in walk
+    )
+    profile = StepProfile(shapes={"a.weight": (160,)}, moments=moments)
+    # Slices 12 x 160 / 2 = 960. At the end: gathered, this use's gradient, the same joined, the flat one of the other
+    flat = walk_step(profile, TrainConfig(strategy="fsdp-auto-wrap", api="fsdp1"), 2, ["a"], backend="nccl")
+    assert flat.peak.bytes == 960 + 4 * 640
+    assert {seen.op: seen.count for seen in flat.collectives} == {"all_gather": 3, "reduce_scatter": 1}
+
+
+def test_fsdp1_gives_frozen_values_beside_trained_ones_gradients():
+    # b is frozen. In one unit with a it gets a gradient; the profile has to have been measured with that.
+    whole = two_layers()
+    plain = tuple(moment for moment in whole.moments if (moment.event, moment.name) != ("gradient", "b.weight"))
+    frozen = StepProfile(shapes=whole.shapes, moments=plain, frozen=frozenset({"b.weight"}))
+    with pytest.raises(ValueError, match="so here 1 frozen ones too; the step was measured with 0"):
+        peak(frozen, 2, strategy="fsdp", api="fsdp1")
+    thawed = replace(frozen, thawed=frozenset({"b.weight"}), thawed_moments=whole.moments)
+    # One unit of 1,280 bytes: slices 2 x 1,280 / 2 with a's moments, 640; gathered, both gradients, and these joined
+    assert peak(thawed, 2, strategy="fsdp", api="fsdp1").bytes == 640 + 640 + 3 * 1_280
+    # A unit each: nothing is mixed
+    assert peak(frozen, 2, UNITS, strategy="fsdp-auto-wrap", api="fsdp1").bytes < 640 + 640 + 3 * 1_280
+
+
+def test_fsdp2_frees_the_buffer_of_an_inner_unit_when_it_is_computed_again():
+    # b lies in the checkpointed a. Its forward within a's backward begins and ends there, as if it were the root's.
+    walk = [
+        ("enter_forward", "", 0), ("enter_forward", "a", 0), ("enter_forward", "a.b", 0), ("leave_forward", "a.b", 0),
+        ("leave_forward", "a", 0), ("leave_forward", "", 0), ("enter_backward", "", 0), ("enter_backward", "a", 0),
+        ("enter_forward", "a.b", 0), ("leave_forward", "a.b", 0), ("enter_backward", "a.b", 9_000),
+        ("gradient", "a.b.weight", 0), ("leave_backward", "a.b", 0), ("gradient", "a.weight", 0),
+        ("leave_backward", "a", 0),
+    ]  # fmt: skip
+    moments = [Moment(event=event, name=name, activation_bytes=size, highest_bytes=size) for event, name, size in walk]
+    shapes = {"a.weight": (160,), "a.b.weight": (160,)}
+    config = {"strategy": "fsdp-auto-wrap"}
+    # Slices 12 x 320 / 2 = 1,920; a and b gathered
+    whole = StepProfile(shapes=shapes, moments=tuple(moments))
+    assert peak(whole, 2, ["a", "a.b"], "nccl", **config).bytes == 1_920 + 2 * 640 + 9_000
+    # torch stops computing again as soon as it has what it needs: if that is within b, the buffer stays
+    stopped = replace(whole, moments=tuple(moments[:9] + moments[10:]))
+    assert peak(stopped, 2, ["a", "a.b"], "nccl", **config).bytes == 1_920 + 3 * 640 + 9_000
 
 
 def test_prefetching_after_the_gradients():

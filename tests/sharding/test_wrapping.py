@@ -8,7 +8,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, lambda_a
 
 from fsdp_helpers.models import ConvFeatures, build_model
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.sharding.wrapping import choose_units, holders_of_ties, size_policy, unit_sizes
+from fsdp_helpers.sharding.wrapping import choose_units, holders_of_ties, size_policy
 
 CONVOLUTIONS = ["features.0", "features.2"]  # 320 and 18,496 parameters
 
@@ -86,13 +86,6 @@ def test_what_is_tied_outside_a_module_is_left_to_a_unit_around_both():
     assert holders_of_ties(model_without_values("shallow")) == set()
     assert choose_units(model, size_policy(50, holders_of_ties(model))) == ["whole.0.1", "whole"]
     assert choose_units(model, size_policy(50)) == ["whole.0.0", "whole.0.1", "whole.1"]  # a tie across two units
-
-
-def test_the_sizes_of_units():
-    # fc1: 9,216 x 128 + 128; of the nested ones, `features` keeps nothing that its convolutions have not taken
-    assert unit_sizes(model_without_values("shallow"), POLICIES["size 20,000"]) == (1_179_776,)
-    nested = POLICIES["features and their convolutions"]
-    assert unit_sizes(model_without_values("shallow"), nested) == (320, 18_496, 0)
 
 
 def test_settings_of_a_single_unit_are_refused():

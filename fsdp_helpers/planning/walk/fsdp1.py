@@ -1,19 +1,26 @@
 """A rank of FSDP1: what `FullyShardedDataParallel` gathers, joins, reduces and frees, event by event. No torch.
 
 The order is that of torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `torch/distributed/fsdp`.
+
+A module computes with views of the flat tensor, new ones in each forward. Autograd joins the gradients of those views
+when the last of them is there, adds up what several uses gave, and then calls FSDP1, which reduces. A flat tensor with
+one trained parameter needs a gradient, so its frozen ones get one too (`StepProfile.flat_moments`).
 """
 
+from collections import Counter
+
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.profile import ROOT
+from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.walk.units import Shards, Unit
 
 SENT, IN_FP32 = "slice to be gathered", "gradients in fp32"
+FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the other uses"
 
 
 class FlatParameters:
     """A unit's parameters are views of one flat tensor. On one rank it is not sharded, and always there."""
 
-    def __init__(self, shards: Shards, config: TrainConfig) -> None:
+    def __init__(self, shards: Shards, config: TrainConfig, profile: StepProfile) -> None:
         # an empty unit does nothing; an empty root computes
         self.units = {name: unit for name, unit in shards.units.items() if unit.parameters or name == ROOT}
         self._shards, self._ranks = shards, shards.ranks
@@ -21,10 +28,15 @@ class FlatParameters:
         self._frees_after_forward = config.sharding != "grad-op"
         self._forwards: list[Unit] = []  # in the order in which they first ended
         self._in_backward: set[str] = set()
+        self._gradients = Counter(
+            shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
+        )  # of each unit, in one backward
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
         self._reduces = reduces
         self._backward_runs = False
+        self._missing = Counter(self._gradients)
+        self._used: set[str] = set()  # units of which a flat gradient is there already, from a later use in forward
 
     def enter_forward(self, name: str) -> None:
         self._gather(self.units[name])
@@ -42,33 +54,56 @@ class FlatParameters:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Gather the unit, unless it is there, and prefetch the next one."""
+        """Gather the unit, unless it is there, and prefetch the next one; both once, however often it was used."""
         self._backward_runs = True
+        unit = self.units[name]
+        self._shards.compute("backward", unit)
         if name in self._in_backward:
             return
         self._in_backward.add(name)
-        self._gather(self.units[name])
-        self._shards.compute("backward", self.units[name])
-        if self._prefetch == "pre" and self.units[name] in self._forwards:
-            self._gather_next(self.units[name])
+        self._gather(unit)
+        if self._prefetch == "pre" and unit in self._forwards:
+            self._gather_next(unit)
 
     def gradient(self, name: str) -> None:
+        """Take it; the last one of a unit is what torch waits for."""
+        unit = self._shards.unit_of(name)
         self._shards.take_gradient(name, self._shards.sizes.gathered)
+        self._missing[unit.name] -= 1
+        if not self._missing[unit.name]:
+            self._leave(unit)
 
     def leave_backward(self, name: str) -> None:
-        """Join the gradients to a flat one, free the parameters, and take a slice of the sum."""
+        """Free what is frozen; join the gradients of a use that is not the last. The last gradient does the rest."""
         unit = self.units[name]
-        self._in_backward.discard(name)
-        if not self._shards.waiting(unit):
-            if not unit.is_trained:
-                self._shards.free_gathered(unit)
-            return
-        self._shards.take_flat_gradient("joined", unit)
+        if not unit.is_trained:
+            self._in_backward.discard(name)
+            self._shards.free_gathered(unit)
+        elif self._missing[name] and name != ROOT:
+            self._join_one_use(unit)
+
+    def _join_one_use(self, unit: Unit) -> None:
+        """Join the gradients of one use. The profile has one gradient for all uses so far: their sum, now flat."""
+        if unit.name in self._used:
+            self._shards.take_flat_gradient(THIS_USE, unit)
+        self._shards.take_flat_gradient(JOINED, unit)
+        self._shards.free_flat_gradient(JOINED, unit)
+        self._shards.free_flat_gradient(THIS_USE, unit)
+        self._used.add(unit.name)
+
+    def _leave(self, unit: Unit) -> None:
+        """Join the gradients to a flat one, free the parameters, and take a slice of the sum."""
+        self._in_backward.discard(unit.name)
+        if unit.name in self._used:
+            self._shards.take_flat_gradient(OTHER_USES, unit)
+        self._shards.take_flat_gradient(JOINED, unit)
         self._shards.free_gradients(unit)
-        self._shards.free_flat_gradient("joined", unit)  # it is the flat one, or added to that of an earlier part
-        self._shards.take_flat_gradient("flat", unit)
-        self._shards.free_gathered(unit)
-        if self._prefetch == "post":
+        self._shards.free_flat_gradient(OTHER_USES, unit)
+        self._shards.free_flat_gradient(JOINED, unit)  # it is the flat one, or added to that of an earlier part
+        self._shards.take_flat_gradient(FLAT, unit)
+        if self._ranks > 1:
+            self._shards.free_gathered(unit)
+        if self._prefetch == "post" and unit in self._forwards:
             self._gather_next(unit)
         if self._reduces and self._ranks > 1:
             self._reduce(unit)
@@ -79,11 +114,10 @@ class FlatParameters:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Units whose input needs no gradient come late, and the root last."""
-        for name in sorted(self.units, key=lambda name: name == ROOT):
-            self.leave_backward(name)
+        """Free what was gathered for a backward that did not come, and what is frozen and has left no mark."""
+        for unit in self.units.values():
             if self._ranks > 1:
-                self._shards.free_gathered(self.units[name])
+                self._shards.free_gathered(unit)
         self._forwards.clear()
         self._in_backward.clear()
 
@@ -110,4 +144,4 @@ class FlatParameters:
         self._shards.reduce_scatter(unit, unit.padded)
         self._shards.all_reduce(unit, unit.padded)
         self._shards.free_buffer(IN_FP32, unit)
-        self._shards.free_flat_gradient("flat", unit)
+        self._shards.free_flat_gradient(FLAT, unit)

@@ -26,6 +26,7 @@ class FullyShard:
         self._done: set[str] = set()  # units that have left backward
         self._backward_runs = False
         self._copied: Unit | None = None  # whose all-gather buffer forward still keeps
+        self._recomputed: str | None = None  # the outermost unit of a forward within backward, to torch its root
         self._sent: Unit | None = None  # whose reduce-scatter buffer backward still keeps
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
@@ -35,6 +36,8 @@ class FullyShard:
     def enter_forward(self, name: str) -> None:
         """Gather; the buffer stays until the next unit's is filled. What is recomputed is there, or is gathered."""
         unit = self.units[name]
+        if self._backward_runs and name not in self._in_backward and self._recomputed is None:
+            self._recomputed = name
         if self._shards.is_gathered(unit) or not unit.parameters:
             return
         if self._copied is unit:  # used twice in a row: the buffer of its last use is there until the new one is filled
@@ -51,8 +54,11 @@ class FullyShard:
             self._copied = unit
 
     def leave_forward(self, name: str) -> None:
-        """Free the parameters; a recomputed unit stays, since its backward comes next."""
+        """Free the parameters; a recomputed unit stays, since its backward comes next, but for its buffer."""
         if self._backward_runs:
+            if name == self._recomputed:
+                self._free_copied()
+                self._recomputed = None
             return
         unit = self.units[name]
         self._shards.compute("forward", unit)
@@ -117,6 +123,7 @@ class FullyShard:
         self._uses.clear()
         self._done.clear()
         self._backward_runs = False
+        self._recomputed = None
 
     def _reduce(self, unit: Unit) -> None:
         values = self._shards.reduced_values(unit)

@@ -55,6 +55,12 @@ def cut(profile: StepProfile, names: Sequence[str], api: str, ranks: int) -> dic
     return {name: _unit(name, parameters, profile, api, ranks) for name, parameters in found.items()}
 
 
+def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozenset[str]:
+    """Return the frozen parameters that share a unit of those names, or the root, with a trained one."""
+    trained = {_innermost(parameter, names) for parameter in profile.trained}
+    return frozenset(parameter for parameter in profile.frozen if _innermost(parameter, names) in trained)
+
+
 def _innermost(parameter: str, units: Sequence[str]) -> str:
     """Return the longest name of a unit that `parameter` is within, or the root's."""
     return max((name for name in units if parameter.startswith(f"{name}.")), key=len, default=ROOT)
@@ -132,6 +138,9 @@ class Shards:
         size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}
         self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))
         self._ledger.free(ROOT, "optimizer", "in flight")
+
+    def unit_of(self, parameter: str) -> Unit:
+        return self._unit_of[parameter]
 
     def compute(self, phase: str, unit: Unit) -> None:
         self._ledger.compute(phase, unit.name)
