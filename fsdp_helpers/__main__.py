@@ -56,14 +56,14 @@ def build_parser() -> argparse.ArgumentParser:
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
-        help="the folder of a checkpoint, or of a run with several (takes the newest)",
+        help="folder of a checkpoint, or of a run (its newest)",
     )
     consolidate.add_argument("out", type=Path, metavar="OUT", help="the file to write: .safetensors or .pt")
     consolidate.add_argument(
         "--prefix",
         default="model.",
         metavar="TEXT",
-        help="write only tensors whose names begin with TEXT, and remove it from their names (default: model.)",
+        help="write the tensors whose names begin with TEXT, without it (default: model.)",
     )
     consolidate.set_defaults(run=consolidate_command)
 
@@ -73,21 +73,17 @@ def build_parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="predict memory, traffic and time of a model on many devices")
     add_plan_arguments(plan)
 
-    doctor = commands.add_parser(
-        "doctor", help="check this machine and environment; exit status 1 if anything is wrong"
-    )
+    doctor = commands.add_parser("doctor", help="check this machine; exit status 1 if anything is wrong")
     doctor.set_defaults(run=doctor_command)
 
-    gpu_check = commands.add_parser(
-        "gpu-check", help="check what this machine's GPUs can do and print a table to paste into an issue"
-    )
+    gpu_check = commands.add_parser("gpu-check", help="check this machine's GPUs and print a table to paste")
     gpu_check.add_argument(
         "--limit", type=float, metavar="S", default=60.0, help="give up on a check after S seconds (default: 60)"
     )
     gpu_check.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
     gpu_check.set_defaults(run=gpu_check_command)
 
-    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; other arguments are passed on to it")
+    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; it gets all other arguments")
     lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR, for example work")
     lab.set_defaults(run=lab_command)
     return parser
