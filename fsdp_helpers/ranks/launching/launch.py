@@ -248,14 +248,14 @@ def _death(rank: _Rank) -> Failure:
 def _who_is_silent(ranks: list[_Rank], job: Job) -> str:
     """Name the ranks that live but do not answer after an abort; the rank that aborted may have waited for them."""
     running = [rank for rank in ranks if not rank.ended and rank.process.is_alive()]
-    stacks.ask([rank.process.pid for rank in running])
+    stacks.ask({rank.process.pid: job.stack_file(rank.rank) for rank in running})
     silent = [rank.rank for rank in running if not stacks.has_answered(job.stack_file(rank.rank))]
     return f", and {list_ranks(silent)} did not answer: stopped or stuck, and waited for in vain?" if silent else ""
 
 
 def _timeout(why: str, waiting: list[_Rank], job: Job) -> RankTimeout:
     """Make the error that says where each rank stood, asking those that still run."""
-    stacks.ask([rank.process.pid for rank in waiting if rank.process.is_alive()])
+    stacks.ask({rank.process.pid: job.stack_file(rank.rank) for rank in waiting if rank.process.is_alive()})
     places = [f"rank {rank.rank} {stacks.describe(job.stack_file(rank.rank))}" for rank in waiting]
     done = job.world_size - len(waiting)
     return RankTimeout(f"{why}, {len(waiting)} of {job.world_size} ranks had not finished ({done} had)", places)

@@ -6,13 +6,14 @@ import re
 import signal
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 BODY_OF_A_RANK = str(Path(__file__).with_name("process.py"))
 PACKAGE = str(Path(__file__).parents[2]) + os.sep
-ANSWER_S = 0.5  # the ranks get this long to write
+ANSWER_S = 5.0  # at most, for all ranks to write: one that is stopped never does
+POLL_S = 0.02
 CAN_ASK = hasattr(signal, "SIGUSR1") and hasattr(faulthandler, "register")  # not on Windows
 
 
@@ -30,17 +31,25 @@ def written_on_request(file: Path) -> Iterator[None]:
             faulthandler.unregister(signal.SIGUSR1)
 
 
-def ask(pids: list[int]) -> None:
-    """Ask these processes, or the ranks that they keep, and wait until they have written."""
+def ask(stack_files: Mapping[int, Path]) -> None:
+    """Ask these processes, or the ranks that they keep, for their stacks, and wait until each has written its file."""
     if CAN_ASK:
-        for pid in pids:
+        for pid in stack_files:
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(ANSWER_S)
+        until_s = time.monotonic() + ANSWER_S
+        while not all(map(has_answered, stack_files.values())) and time.monotonic() < until_s:
+            time.sleep(POLL_S)
 
 
 def has_answered(stack_file: Path) -> bool:
-    """Return True if a rank has answered since it was asked (a stopped one cannot), or if none can be asked."""
-    return not CAN_ASK or not stack_file.exists() or stack_file.stat().st_size > 0
+    """Return True if a rank has written its stack since it was asked (a stopped one cannot), or if it cannot be asked.
+
+    A stack is whole once it has come down to the body of a rank, or to the dots of a deep one.
+    """
+    if not CAN_ASK or not stack_file.exists():
+        return True
+    text = stack_file.read_text()
+    return BODY_OF_A_RANK in text or text.endswith("...\n")
 
 
 def describe(stack_file: Path) -> str:

@@ -1,12 +1,15 @@
 """Ranks that wait for one another forever: none of them sends a message, and none of them computes.
 
 Seconds alone cannot tell. On a busy machine a correct program takes long, but it uses its share of the cores; ranks
-that wait in a collective use none, or a hundredth of a core if they wait at the store.
+that wait in a collective use none, or a hundredth of a core if they wait at the store. If a machine is so busy that a
+rank gets no share at all, that rank is ready to run; one that waits is not.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 LOOK_S = 0.5  # between two looks
 WAITING_SHARE = 0.03  # of a core: a rank that takes less only waits
@@ -39,7 +42,7 @@ class Standstill:
         self._looked_s = now_s
         spent_s = {pid: cpu_seconds(pid) for pid in pids}
         most_s = max((spent_s[pid] - self._cpu_s.setdefault(pid, spent_s[pid]) for pid in pids), default=0.0)
-        if most_s > WAITING_SHARE * self.stall_s:
+        if most_s > WAITING_SHARE * self.stall_s or any(map(is_ready_to_run, pids)):
             self.moved()
         return time.monotonic() - self._since_s >= self.stall_s
 
@@ -49,10 +52,32 @@ def cpu_seconds(pid: int) -> float:
     import psutil  # not at the top: every rank would read it anew
 
     seconds = 0.0
+    for member in family(pid):
+        with suppress(psutil.NoSuchProcess):
+            times = member.cpu_times()
+            seconds += times.user + times.system
+    return seconds
+
+
+def is_ready_to_run(pid: int) -> bool:
+    """Return True if a thread of a process or of a descendant has work, on a core, before one or at the disk.
+
+    Linux alone says so; elsewhere this is False.
+    """
+    for member in family(pid):
+        for stat in Path("/proc", str(member.pid), "task").glob("*/stat"):
+            with suppress(OSError):  # the thread has ended meanwhile
+                state = stat.read_text().rpartition(") ")[2][0]
+                if state in "RD":
+                    return True
+    return False
+
+
+def family(pid: int) -> Iterator[Any]:
+    """Yield a process and all its living descendants, as psutil sees them."""
+    import psutil
+
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for member in [process, *process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                times = member.cpu_times()
-                seconds += times.user + times.system
-    return seconds
+        yield process
+        yield from process.children(recursive=True)

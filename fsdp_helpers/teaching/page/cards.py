@@ -104,8 +104,12 @@ def keep(names: Iterable[str], path: Path = KEPT) -> None:
 
 
 def shorten_stack(text: str) -> str:
-    """Return the innermost three places of the main thread in what `faulthandler` wrote, without folders."""
-    main_thread = text.rpartition("(most recent call first)")[2]
+    """Return the innermost three places of a rank's main thread in the last whole stack of `text`, without folders.
+
+    It was ended while `faulthandler` may have been writing, and only the main thread's stack comes down to `run_rank`.
+    """
+    stacks = text.split("(most recent call first)")
+    main_thread = [stack for stack in stacks if "in run_rank\n" in stack][-1]
     frames = re.findall(r'File ".*?([^/\\]+)", line (\d+) in (\w+)', main_thread)
     places = [f"{function} ({file}, line {line})" for file, line, function in frames if function != "wrapper"]
     return ", called from ".join(places[:3])

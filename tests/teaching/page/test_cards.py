@@ -76,5 +76,16 @@ def test_a_kept_card_says_so(shown, monkeypatch):
 def test_words():
     assert cards.as_text(Seen(error="it failed", last_words="what(): no")) == "it failed\nwhat(): no"
     assert cards.as_text(Seen(error="x" * 5000)).endswith("x ...")
-    stack = 'File "/a/torch/c10d.py", line 3 in all_reduce\n  File "/a/b.py", line 2 in wrapper\n  File "/a/b.py", line 9 in f'
-    assert cards.shorten_stack(stack) == "all_reduce (c10d.py, line 3), called from f (b.py, line 9)"
+
+
+def test_the_last_whole_stack_of_the_main_thread():
+    other = '(most recent call first):\n  File "/a/threading.py", line 1 in wait\n\nThread 0x1 '
+    frames = ["torch/c10d.py", "a/wrap.py", "a/b.py", "a/c.py", "a/process.py"]
+    names = ["all_reduce", "wrapper", "f", "g", "run_rank"]
+    whole = "(most recent call first):\n" + "".join(
+        f'  File "/{path}", line {number} in {name}\n'
+        for number, (path, name) in enumerate(zip(frames, names, strict=True))
+    )
+    cut = whole[: whole.index("line 2")]  # the rank was ended meanwhile
+    expected = "all_reduce (c10d.py, line 0), called from f (b.py, line 2), called from g (c.py, line 3)"
+    assert cards.shorten_stack(f"{other}{whole}Timeout!\n{other}{cut}") == expected

@@ -1,14 +1,13 @@
 """It hangs: ranks that wait for a collective in which the others do not take part."""
 
 import re
-import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.pieces import images, in_units, small_model
+from fsdp_helpers.teaching.lessons.failures.pieces import images, in_units, set_timeout, small_model
 
 # ---------------------------------------------------------------- an evaluation with uneven batches
 
@@ -116,25 +115,28 @@ PATIENCE = timedelta(seconds=2)
 
 
 def wait_without_a_name(rank: int, world_size: int) -> Numbers:
-    dist.barrier()  # both have started
-    impatient = dist.new_group(timeout=PATIENCE)
+    elsewhere, impatient = dist.new_group(), dist.new_group()
+    set_timeout(PATIENCE, impatient)
     if rank == 1:
-        time.sleep(6)  # it is busy: writing a checkpoint, reading a slow disk
+        dist.barrier(elsewhere)  # busy until rank 0 has given up: it writes a checkpoint, or reads a slow disk
+        return {"missing rank": -1}
     try:
         dist.all_reduce(torch.ones(1), group=impatient)
     except RuntimeError as error:
+        dist.barrier(elsewhere)
         raise TimeoutError(str(error).partition("] ")[2]) from error
     return {"missing rank": -1}
 
 
 def wait_with_a_name(rank: int, world_size: int) -> Numbers:
-    dist.barrier()  # both have started
+    elsewhere, impatient = dist.new_group(), dist.new_group()
     if rank == 1:
-        time.sleep(6)
+        dist.barrier(elsewhere)  # busy until rank 0 has given up: it writes a checkpoint, or reads a slow disk
         return {"missing rank": 1}
     try:
-        dist.monitored_barrier(timeout=PATIENCE)
+        dist.monitored_barrier(impatient, PATIENCE)
     except RuntimeError as error:
+        dist.barrier(elsewhere)
         return {"missing rank": int(re.search(r"Rank (\d+) failed to pass", str(error))[1])}
     return {"missing rank": -1}
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 WIDTH = 8
 ALL_IMAGES = 8
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name before 2.15
 
 
 def small_model(seed: int = 0) -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 import faulthandler
 import json
-import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_helpers.teaching.lessons.failures.pieces import cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.lessons.failures.pieces import cpu_mesh, images, in_units, set_timeout, small_model
 
 
 def part_ways(rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
@@ -23,9 +23,9 @@ def part_ways(rank: int, world_size: int, group: dist.ProcessGroup | None = None
 
 
 def write_stacks(rank: int, world_size: int, folder: str) -> None:
-    """Hang; a second later Python itself writes where every thread of this rank is."""
+    """Hang; every second Python itself writes where every thread of this rank is."""
     with open(Path(folder, f"rank-{rank}.txt"), "w") as file:
-        faulthandler.dump_traceback_later(1.0, file=file)
+        faulthandler.dump_traceback_later(1.0, repeat=True, file=file)
         part_ways(rank, world_size)
 
 
@@ -37,12 +37,12 @@ def check_each_collective(rank: int, world_size: int) -> None:
 
 def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
     """Part ways, give up after two seconds, and read what PyTorch has recorded of the last collective."""
-    impatient = dist.new_group(timeout=timedelta(seconds=2))
-    try:
+    impatient = dist.new_group()
+    set_timeout(timedelta(seconds=2), impatient)
+    with suppress(RuntimeError):
         part_ways(rank, world_size, impatient)
-    except RuntimeError:
-        time.sleep(1)  # until the others gave up, too
     last = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"][-1]
+    dist.barrier()  # no rank leaves while the other still waits for it
     return last["profiling_name"], last["input_sizes"]
 
 
