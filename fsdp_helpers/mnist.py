@@ -42,6 +42,17 @@ def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
     return len(present) == len(paths)
 
 
+def packed_files(folder: Path) -> dict[str, str]:
+    """Return name and MD5 of those of the four packed files that lie in `folder`; DataError if one is damaged."""
+    from torchvision.datasets import MNIST
+
+    raw = folder / "MNIST" / "raw"
+    present = {name: md5 for name, md5 in MNIST.resources if (raw / name).exists()}
+    for name, md5 in present.items():
+        _check_content(raw / name, md5)
+    return present
+
+
 def _check_size(path: Path, num_bytes: int) -> None:
     if (found := path.stat().st_size) != num_bytes:
         raise DataError(f"{path} is damaged: {found} bytes instead of {num_bytes}. Delete it and run again.")
@@ -77,17 +88,14 @@ def download_mnist(folder: Path) -> bool:
     The files arrive in a private folder beside their place and are moved when all four are whole, so an
     interrupted download leaves nothing behind. Packed files that are in place already are used, not fetched.
     """
-    from torchvision.datasets import MNIST
-
     raw = folder / "MNIST" / "raw"
-    packed = {name: md5 for name, md5 in MNIST.resources if (raw / name).exists()}
-    if _failed_lately(folder) and len(packed) < len(MNIST.resources):
+    packed = packed_files(folder)
+    if _failed_lately(folder) and len(packed) < len(MNIST_FILES):
         return False
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as private:
         private_raw = Path(private) / "MNIST" / "raw"
         private_raw.mkdir(parents=True)
-        for name, md5 in packed.items():
-            _check_content(raw / name, md5)
+        for name in packed:
             shutil.copy(raw / name, private_raw)
         if not _fetched(private):
             (folder / FAILED_DOWNLOAD).write_text("MNIST could not be downloaded. Delete this file to try at once.\n")

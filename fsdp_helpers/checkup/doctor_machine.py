@@ -80,7 +80,7 @@ def ports_answer() -> Outcome:
 def data_can_be_used() -> Outcome:
     """Check the checksums of MNIST's files or, if there are none, that they could be written; download nothing."""
     from fsdp_helpers.data import find_data_dir, offline
-    from fsdp_helpers.mnist import DataError, mnist_is_there
+    from fsdp_helpers.mnist import MNIST_FILES, DataError, mnist_is_there, packed_files
 
     if offline():
         return Outcome(True, "the bundled digits, because FSDP_OFFLINE is set")
@@ -88,11 +88,15 @@ def data_can_be_used() -> Outcome:
     try:
         if mnist_is_there(folder, checksums=True):
             return Outcome(True, "MNIST is there, and whole")
+        is_packed = len(packed_files(folder)) == len(MNIST_FILES)
     except DataError as error:
         return Outcome(False, str(error))
     if problem := why_not_writable(folder):
         remedy = "make it writable, set FSDP_DATA_DIR to a different one, or FSDP_OFFLINE=1 for the bundled digits"
-        return Outcome(False, f"MNIST is not in {folder}, and that folder cannot be written ({problem}); {remedy}")
+        where = "is packed" if is_packed else "is not"
+        return Outcome(False, f"MNIST {where} in {folder}, and that folder cannot be written ({problem}); {remedy}")
+    if is_packed:
+        return Outcome(True, "MNIST is there, packed and whole: the first run unpacks it")
     return Outcome(True, "no MNIST yet: the first run downloads it, and without a network takes the bundled digits")
 
 

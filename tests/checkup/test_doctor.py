@@ -1,5 +1,6 @@
 """doctor: a machine that is right, and one that is broken in one way at a time."""
 
+import hashlib
 import os
 import resource
 import shutil
@@ -11,6 +12,7 @@ import sys
 import pytest
 from programs import wait_until
 from runs import main_in_process
+from torchvision.datasets import MNIST
 
 from fsdp_helpers.checkup import doctor, doctor_environment, doctor_machine
 from fsdp_helpers.mnist import MNIST_FILES
@@ -139,6 +141,24 @@ def test_a_server_whose_notebook_runs_is_not_left_over():
             assert server.pid not in dict(doctor_machine.orphans())
         finally:
             server.kill()
+
+
+def test_packed_data_are_found(monkeypatch, tmp_path):
+    contents = {f"{name}.gz": name.encode() for name in MNIST_FILES}
+    checksums = [(name, hashlib.md5(content).hexdigest()) for name, content in contents.items()]
+    monkeypatch.setattr(MNIST, "resources", checksums)
+    monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path))
+    monkeypatch.delenv("FSDP_OFFLINE", raising=False)
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, content in contents.items():
+        assert "no MNIST yet" in doctor_machine.data_can_be_used().measured, "until all four are there"
+        (raw / name).write_bytes(content)
+    found = doctor_machine.data_can_be_used()
+    assert found.passed and found.measured == "MNIST is there, packed and whole: the first run unpacks it"
+    (raw / name).write_bytes(b"half of it")
+    found = doctor_machine.data_can_be_used()
+    assert not found.passed and f"{name} is damaged: its checksum is wrong. Delete it" in found.measured
 
 
 def test_an_exception_is_a_line(monkeypatch):
