@@ -21,8 +21,8 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
 from fsdp_helpers.planning.walk.ledger import Peak
-from fsdp_helpers.records import RunRecord
 from fsdp_helpers.planning.walk.units import frozen_beside_trained
+from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.strategies import recompute_units
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 
