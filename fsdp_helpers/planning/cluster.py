@@ -76,6 +76,11 @@ class Cluster:
         return cls(world_size=world_size, **(usual | changes))
 
     @property
+    def node_ranks(self) -> int:
+        """Return the ranks in a node that is as full as it gets."""
+        return min(self.ranks_per_node, self.world_size)
+
+    @property
     def network(self) -> Network:
         return Network(
             between_bytes_per_s=self.bandwidth_bytes_per_s,

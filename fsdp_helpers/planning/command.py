@@ -53,9 +53,12 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     rows = plan.by_category() | {f"peak: {plan.peak.when}": plan.peak.bytes}
     rows |= {"outside the count": round(cluster.allowance_bytes)}
     if plan.host_bytes:
-        rows |= {"in host memory, of a node": plan.node_host_bytes}
+        rows |= {"in host memory, for each rank": plan.host_bytes}
+        rows |= {f"in host memory, of a node of {cluster.node_ranks:,}": plan.node_host_bytes}
     for name, size in rows.items():
         yield f"  {name:<34}{format_bytes(size):>8}"
+    if plan.host_bytes and cluster.node_ranks == 1 < cluster.world_size:
+        yield "Ranks of one node share its memory: say how many with --ranks-per-node."
     yield ""
     yield from _speed_lines(plan)
 
@@ -87,7 +90,7 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
 def _reason(plan: Plan) -> str:
     """Explain the range of a step."""
     if plan.cluster.device is None:
-        return "with all communication hidden behind arithmetic, and with none"
+        return f"with all communication hidden behind arithmetic; with none, and rates {TYPICAL_RANGE:.0%} below"
     device = named_device(plan.cluster.device)
     if device.measured:
         return f"published runs on {device.title} lie {TYPICAL_RANGE:.0%} to either side"

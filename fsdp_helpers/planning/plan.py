@@ -107,7 +107,7 @@ class Plan:
     @property
     def node_host_bytes(self) -> int:
         """Return the bytes in the host memory of a node."""
-        return self.host_bytes * min(self.cluster.ranks_per_node, self.cluster.world_size)
+        return self.host_bytes * self.cluster.node_ranks
 
     @property
     def needed_bytes(self) -> float:

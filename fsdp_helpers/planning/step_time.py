@@ -3,7 +3,7 @@
 What a rank does in a step, and in which order, is known from the walk (`planning.peak`). Here each thing gets its
 seconds, and the queues of `planning.streams` say what hides behind what. A step is one estimate with a range. If the
 device is named, the range is how far published runs of such devices lie apart; otherwise it goes from everything hidden
-to nothing hidden.
+to nothing hidden at rates that are as far below those stated.
 """
 
 from collections import Counter, defaultdict

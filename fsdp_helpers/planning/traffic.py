@@ -10,6 +10,7 @@ each rank keeps its part.
 from collections.abc import Sequence
 from math import prod
 
+from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.state import FP32_BYTES
 
 ALIGNED_VALUES = 4  # FSDP1 begins every parameter of its flat tensor at 16 bytes: 4 values of fp32
@@ -68,17 +69,19 @@ def step_sent_bytes(
 
 
 def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, float]:
-    """The shortest and the longest step, in seconds: all communication hidden behind the arithmetic, or none of it.
+    """Return the shortest and the longest step, in seconds: all communication hidden behind arithmetic, or none of it.
+
+    The longest is at rates that are TYPICAL_RANGE below those stated, as far as published runs lie from theirs.
 
     `communication_s` is the time in which the link carries what a rank sends: sent bytes over bytes per second. Where
     it is more than four times `arithmetic_s`, the network dominates: even a step that hides nothing takes less than
     25 % longer. How much is hidden depends on when the bytes are ready. DDP sends a bucket once backward has come to
     the last of its gradients, and forward and the optimiser always wait. Headers come on top: with TCP over Ethernet 66
-    of the 1,514 bytes of a packet. ShallowNet under DDP, most of whose bytes are one layer's, took 1.00 to 1.25 times
-    the longest step (`notebooks/reference/bandwidth.json`).
+    of the 1,514 bytes of a packet, and what is acknowledged and sent again. ShallowNet under DDP, most of whose bytes
+    are one layer's, hides nothing, and took 1.00 to 1.25 times both (`notebooks/reference/bandwidth.json`).
     Source: S. Li et al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
     """
-    return max(arithmetic_s, communication_s), arithmetic_s + communication_s
+    return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 
 
 def step_copied_bytes(unit_params: Sequence[int], num_ranks: int) -> tuple[int, int]:

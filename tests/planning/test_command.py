@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,22 @@ def test_every_argument_counts():
     )
 
 
+def squeezed(lines: Iterable[str]) -> str:
+    """Return the lines as one, without the room between columns."""
+    return " ".join(" ".join(lines).split())
+
+
+def test_host_memory_is_that_of_a_node():
+    # 16 bytes for each of 70,553,706,496 parameters, over 8 ranks: 141 GB a rank, 1,129 GB a node of eight
+    offload = ["--model", "llama-70b", "--world-size", "8", "--device-memory-gb", "80", "--strategy", "fsdp-offload"]
+    alone = squeezed(plan_lines(planned(*offload)))
+    assert "of a node of 1 141 GB" in alone and "say how many with --ranks-per-node" in alone
+    together = planned(*offload, "--ranks-per-node", "8", "--host-memory-gb", "1000")
+    lines = squeezed(plan_lines(together))
+    assert "for each rank 141 GB" in lines and "of a node of 8 1,129 GB" in lines
+    assert "--ranks-per-node" not in lines and not together.fits_host
+
+
 @pytest.mark.parametrize("model, batch", [("vit-b16", 8), ("llama-8b", 8192)])
 def test_what_is_not_said(model, batch):
     plan = planned("--model", model, "--world-size", "4", "--device-memory-gb", "80")
@@ -105,7 +122,7 @@ def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
     assert list(plan_lines(plan))[-4:] == [
         "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
         "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimiser 0.00 µs.",
-        "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic, and with none.",
+        "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic; with none, and rates 25% below.",
         "3 images/s over all ranks (3 to 4), 2 per rank, 2.96e+05 a day.",
     ]
 

@@ -40,7 +40,7 @@ def test_gathers_hide_behind_arithmetic():
 
 def test_the_range_goes_from_all_hidden_to_nothing_hidden():
     time = timed()
-    assert (time.shortest_s, time.longest_s) == (60.0, pytest.approx(72.064))
+    assert (time.shortest_s, time.longest_s) == (60.0, pytest.approx(72.064 / 0.75))
     named = timed(replace(SPEED, spread=0.25))
     assert (named.shortest_s, named.longest_s) == (named.estimate_s / 1.25, named.estimate_s / 0.75)
 
@@ -78,6 +78,22 @@ def test_operations_belong_to_the_innermost_unit():
 
 
 # ---------------------------------------------------------------- 10's runs, over links that were slowed down
+
+
+def test_steps_over_slow_links_lie_inside_the_estimate():
+    """ShallowNet under DDP on two machines: 78, 217 and 899 ms at 1,000, 200 and 50 Mbit/s."""
+    unlimited, *limited = json.loads(RECORD.read_text())["rates"]
+    profile = stack_profile([], {}, {"weight": (unlimited["sent_bytes"] // 4,)}, BLOCK)
+    step = walk_step(profile, TrainConfig(strategy="ddp"), 2)
+    for row in limited:
+        # of the step that no link slowed down, a third is forward: 1 operation, and 2 in backward
+        link = replace(LINK, between_bytes_per_s=row["bits_per_s"] / 8)
+        speed = Speed(flops_per_s=3 / unlimited["step_s"], network=link, shards=1, replicas=2)
+        time = time_step(step, {"": 1}, speed, backward_factor=2)
+        print(f"{row['step_s']:.3f} s: {time.shortest_s:.3f} to {time.longest_s:.3f} s")
+        assert step.sent_bytes == row["sent_bytes"]
+        assert time.shortest_s < row["step_s"] < time.longest_s
+    assert len(limited) == 3
 
 
 def test_sharding_within_a_machine_is_as_much_faster_as_it_was():

@@ -13,7 +13,7 @@ from fsdp_helpers.teaching.figures.findings import slowed_by, titled
 from fsdp_helpers.teaching.figures.style import STRATEGY_COLOURS, TEXT_COLOUR, figure_style
 
 MBIT = 1e6
-BAND = "the planner: from all of it overlapped to nothing"
+BAND = "the planner: all of it overlapped; none, and rates 25 % below"
 
 
 def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
