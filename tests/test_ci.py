@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from leftovers import PROJECT
 
+from fsdp_helpers.lab import book
+
 
 def load_stages():
     """Import .ci/stages.py, which is in no package."""
@@ -180,3 +182,26 @@ def test_the_entry_starts_the_stages():
     entry = (PROJECT / ".ci" / "run").read_text()
     assert "exec" in entry and entry.rstrip().endswith(".ci/stages.py")
     subprocess.run(["bash", "-n", str(PROJECT / ".ci" / "run")], check=True, timeout=60)
+
+
+# ---------------------------------------------------------------- the workflows
+
+WORKFLOWS = sorted((PROJECT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_targets_that_exist(path):
+    text = path.read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (PROJECT / "Makefile").read_text(), flags=re.MULTILINE))
+    called = set(re.findall(r"run: make ([a-z-]+)", text))
+    for listed in re.findall(r"target: \[(.*)\]", text):
+        called |= set(listed.split(", "))
+    assert called and called <= targets
+    assert "\npermissions:\n  contents: read\n" in text, "a job that needs more asks for it itself"
+
+
+def test_what_is_published_is_what_make_book_writes():
+    (published,) = re.findall(
+        r"^ +path: (\S+)$", (PROJECT / ".github" / "workflows" / "book.yml").read_text(), re.MULTILINE
+    )
+    assert PROJECT / published == book.DEFAULT_FOLDER

@@ -24,6 +24,7 @@ TITLE = "FSDP, learned by running it"
 MARKDOWN_PAGES = ("GLOSSARY", "WORKSHOP")
 FOLDERS = ("take_home", "cluster")  # files that pages link to
 SEARCH = Path(__file__).resolve().parent / "search.js"
+DEFAULT_FOLDER = PROJECT / "book"
 BOOK = pages.STYLES / "book.css"
 
 
@@ -181,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The executed notebooks as a small site.")
     parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
     parser.add_argument(
-        "--to", type=Path, default=PROJECT / "book", metavar="DIR", help="folder to write to (default: book/)"
+        "--to", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help="folder to write to (default: book/)"
     )
     options = parser.parse_args()
     written = write_book(chosen(options.names), options.to)

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from leftovers import PROJECT, SESSION_VARIABLE
 
-from fsdp_helpers.lab import handouts, slides
+from fsdp_helpers.lab import book, handouts, slides
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: `make test-browser` installs it")
 
@@ -20,6 +20,12 @@ pytestmark = [
 CHAPTERS = ("02_ddp_baseline", "03_fsdp", "04_fsdp_auto_wrap")
 SHOTS = PROJECT / ".pytest_cache" / "browser"
 A4_PX = {"width": 673, "height": 986}  # what the margins leave of 210 x 297 mm, at 96 pixels an inch
+ZOOMED = {"viewport": {"width": 853, "height": 480}, "device_scale_factor": 1.5}  # 1280 x 720 pixels at 150 %
+SCROLLS_SIDEWAYS = """() => [document.documentElement, ...document.querySelectorAll('main')]
+    .filter(one => one.scrollWidth > innerWidth).map(one => one.tagName + ': ' + one.scrollWidth)"""
+PICTURES = """() => [...document.querySelectorAll('main img, main svg')].map(one => {
+    const box = one.getBoundingClientRect(), words = one.getAttribute('alt') ?? one.getAttribute('aria-label');
+    return [words ?? '', Math.round(box.right)]; })"""
 TOO_LARGE = """() => [...document.querySelectorAll('section.present, section.present *')]
     .filter(one => { const box = one.getBoundingClientRect();
                      return box.right > innerWidth + 1 || box.bottom > innerHeight + 1 || box.left < -1 || box.top < -1; })
@@ -79,3 +85,25 @@ def test_nothing_of_a_handout_is_wider_than_the_paper(opened, name):
     page.emulate_media(media="print")
     assert page.evaluate(TOO_WIDE) == []
     assert asked == []
+
+
+@pytest.fixture(scope="module")
+def book_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("book")
+    book.write_book([PROJECT / "notebooks" / f"{name}.ipynb" for name in CHAPTERS], folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_the_book_is_readable_at_one_and_a_half_times_its_size_and_its_pictures_have_words(browser, book_folder, name):
+    page = browser.new_page(**ZOOMED)
+    page.goto((book_folder / f"{name}.html").as_uri())
+    assert page.evaluate(SCROLLS_SIDEWAYS) == []
+    title = page.locator("main h1").bounding_box()
+    assert title["y"] + title["height"] < 480, "the text begins on the first screen"
+    pictures = page.evaluate(PICTURES)
+    assert len(pictures) >= 3
+    assert [(words, right) for words, right in pictures if len(words) < 10 or right > 853] == []
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"book-{name}.png")
+    page.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,14 @@ def test_a_laptop_gets_all_of_it(folder, address, tmp_path, served):
     assert told["PIP_NO_INDEX"] == "1" and told["PIP_CONFIG_FILE"] == os.devnull
     assert told["PIP_FIND_LINKS"] == f"{address if served else folder.resolve().as_uri()}/packages/"
     assert told["PIP_TRUSTED_HOST"] == ("127.0.0.1" if served else "localhost")
+
+
+def test_three_laptops_at_once_are_served_by_one_machine(folder, address, tmp_path):
+    laptops = [tmp_path / f"laptop-{number}" for number in range(3)]
+    with ThreadPoolExecutor(len(laptops)) as pool:
+        ended = list(pool.map(lambda where: set_up(folder, address, where), laptops))
+    assert [done.returncode for done in ended] == [0, 0, 0], [done.stderr for done in ended]
+    assert all((where / "fsdp" / ".venv" / "installed").exists() for where in laptops)
 
 
 def test_what_cannot_work_is_said_in_one_line(folder, tmp_path):
