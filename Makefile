@@ -6,6 +6,7 @@
 # make test-browser every notebook in JupyterLab, in a browser
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-imagined the notebooks and every strategy beside GPUs that do not exist: needs gcc
+# make test-tools   install transformers and accelerate beside it, and run what compares 13 and 14 with them
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make run          install, then run every notebook and keep its outputs   (NOTEBOOKS="03 09" for some of them)
 # make handouts     the notebooks on paper, without solutions, in handouts/   (NOTEBOOKS="03 09", HANDOUT_ARGS=--solutions)
@@ -24,6 +25,9 @@ BIN := .venv/bin
 OLDEST_BIN := .venv-oldest/bin
 INSTALLED := .venv/installed
 OLDEST_INSTALLED := .venv-oldest/installed
+TOOLS_BIN := .venv-tools/bin
+TOOLS_INSTALLED := .venv-tools/installed
+TOOLS_PACKAGES := transformers==5.23.0 accelerate==1.15.0
 XLA_BIN := .venv-xla/bin
 XLA_INSTALLED := .venv-xla/installed
 XLA_PACKAGES := torch==2.9.1 torch_xla==2.9.0 numpy
@@ -44,7 +48,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab student reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest xla xla-all lint format relock outdated run clean
+.PHONY: lab student reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -55,6 +59,15 @@ $(INSTALLED): requirements.lock pyproject.toml
 $(OLDEST_INSTALLED): oldest.lock pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
 	$(call install_lock,$(OLDEST_BIN),oldest.lock)
+	touch $@
+
+# Transformers and accelerate alone: all else is that of the environment above, which a .pth file brings in.
+$(TOOLS_INSTALLED): $(INSTALLED)
+	rm -rf .venv-tools
+	$(PYTHON) -m venv .venv-tools
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  > "$$($(TOOLS_BIN)/python -c 'import site; print(site.getsitepackages()[0])')/environment.pth"
+	$(TOOLS_BIN)/python $(PIP_INSTALL) --constraint requirements.lock $(TOOLS_PACKAGES)
 	touch $@
 
 # The last torch_xla fits one version of torch, so it has an environment of its own.
@@ -137,6 +150,11 @@ test-slurm: $(INSTALLED)
 test-imagined: $(INSTALLED)
 	$(PYTEST) --dist load -m imagined tests/imagined_gpu
 
+# What is skipped where transformers and accelerate are not installed: nothing may be skipped here.
+test-tools: $(TOOLS_INSTALLED)
+	$(TOOLS_BIN)/python -c 'import accelerate, transformers; print(f"transformers {transformers.__version__}, accelerate {accelerate.__version__}")'
+	$(TOOLS_BIN)/python -m pytest -m tools tests
+
 test-oldest: BIN := $(OLDEST_BIN)
 test-oldest: $(OLDEST_INSTALLED)
 	@mkdir -p $(CACHE)
@@ -182,6 +200,10 @@ can-test-oldest:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or 3.12 is needed: the oldest versions have no builds for newer ones" if sys.version_info >= (3, 13) else 0)'
 	@$(call enough_disk,7)
 
+can-test-tools: $(INSTALLED)
+	@test -e $(TOOLS_INSTALLED) || $(BIN)/python -m pip index versions accelerate > /dev/null 2>&1 \
+	  || { echo "no package index is at hand that has accelerate"; exit 1; }
+
 can-xla: $(INSTALLED)
 	@$(call enough_disk,8)
 	@$(BIN)/python -m pip index versions torch_xla 2> /dev/null | grep -q 'versions:.* 2\.9\.0' \
@@ -212,4 +234,4 @@ run: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.lab.run_notebooks $(NOTEBOOKS)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-xla
+	rm -rf .venv .venv-oldest .venv-tools .venv-xla

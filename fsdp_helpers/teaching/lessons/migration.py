@@ -13,7 +13,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models import build_model
-from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.training.worker import first_batches
 from fsdp_helpers.vit import Block
@@ -89,20 +88,6 @@ def norms_by_both(rank: int, world_size: int, config: TrainConfig) -> dict[str, 
         torch.manual_seed(config.seed)
         norms[name] = [float(norm) for norm in train(build_model(config.model).to(rank_device()), mesh, steps)]
     return norms
-
-
-def two_norms(rank: int, world_size: int, config: TrainConfig) -> tuple[str, float, float, float]:
-    """Describe what `clip_grad_norm_` returns for slices: its type, its local value, the whole norm, one process's."""
-    ((images, labels),) = first_batches(rank, world_size, config)
-    torch.manual_seed(config.seed)
-    model = build_model(config.model).to(rank_device())
-    loss_of(model(images), labels).backward()
-    plain = sum_over_ranks(torch.cat([own.grad.flatten() for own in model.parameters()])).norm() / world_size
-    model.zero_grad()
-    fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))
-    loss_of(model(images), labels).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return f"{type(norm).__name__} {norm.placements}", norm.to_local().item(), norm.full_tensor().item(), plain.item()
 
 
 # Each argument of FullyShardedDataParallel, what FSDP2 has instead, and what to watch.

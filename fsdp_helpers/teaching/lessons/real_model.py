@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -199,20 +199,3 @@ def clip_in_two_dimensions(rank: int, world_size: int, config: TrainConfig, max_
     found["clip_by_mesh"] = f"{clip_by_mesh(model, max_norm):.6f}"
     found["afterwards"] = f"{clip_by_mesh(model, max_norm):.6f}"
     return found
-
-
-# ---------------------------------------------------------------- forward by another door
-
-
-def call_another_door(rank: int, world_size: int, shape: ViTShape) -> dict[str, str]:
-    """Call a sharded model's method, as it is and registered as a forward, and return what happens."""
-    model = shard_blocks(ViT(shape).to(rank_device()), init_device_mesh(rank_device().type, (world_size,)))
-    images = torch.zeros(2, shape.channels, shape.image_size, shape.image_size, device=rank_device())
-    answers = {"model(images)": str(list(model(images).shape))}
-    model.reshard()  # the root stays whole after a forward, and would hide what comes now
-    try:
-        answers["model.forward(images)"] = str(list(model.forward(images).shape))
-    except Exception as error:
-        answers["model.forward(images)"] = f"{type(error).__name__}: {error}"
-    register_fsdp_forward_method(model, "forward")
-    return answers | {"registered, model.forward(images)": str(list(model.forward(images).shape))}

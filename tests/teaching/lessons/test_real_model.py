@@ -83,9 +83,3 @@ def test_clipping_in_two_dimensions_finds_the_norm_of_one_process(config, capfd)
         assert afterwards == pytest.approx(0.1, rel=1e-4)
     said = capfd.readouterr().err
     assert "Warning" not in said and "suboptimal" not in said
-
-
-def test_forward_by_another_door():
-    doors = on_ranks(real_model.call_another_door, SHAPE)[0]
-    assert doors["model(images)"] == doors["registered, model.forward(images)"] == "[2, 10]"
-    assert "got mixed torch.Tensor and DTensor" in doors["model.forward(images)"]
