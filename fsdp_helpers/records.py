@@ -66,7 +66,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """All collectives of one kind within one step: bytes of the full tensors, and what this rank sends for them."""
+    """All collectives of one kind in a step: bytes of the full tensors, and what this rank sends for them."""
 
     op: str
     count: int
@@ -103,7 +103,7 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """Everything seen in one steady step of one rank: for plots, not for JSON."""
+    """Everything observed in one steady step of one rank: for plots, not for JSON."""
 
     curve: MemoryCurve
     collectives: tuple[Collective, ...]
@@ -147,7 +147,7 @@ class RunRecord:
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
-        """The largest difference between the losses of this run and of another (or a list of them), step by step.
+        """Return the largest difference between this run's losses and a different run's (or a list), step by step.
 
         Raises ValueError if they differ in their number of steps.
         """
@@ -158,7 +158,7 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Say why a run took fewer steps than `max_steps`, or none, and what to do; None for any other run."""
+        """Return why a run took fewer steps than `max_steps`, or none, and what to do; None for any other run."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
@@ -172,7 +172,7 @@ class RunRecord:
         return None
 
     def to_json(self) -> dict:
-        """The record as the command line writes it; memory curves stay behind."""
+        """Return the record as the command line writes it, without memory curves."""
         fields = asdict(self)
         del fields["traces"]
         return fields
@@ -191,7 +191,7 @@ class SavingRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One rung of a ladder of memory levers: one change more than the rung above it, measured on rank 0."""
+    """One rung of a ladder of memory levers: one more change than the rung above it, measured on rank 0."""
 
     name: str
     strategy: str

@@ -1,4 +1,4 @@
-"""Text as bytes, cut into sequences: a token is a byte, and what comes next is the byte to predict."""
+"""Text as bytes, cut into sequences: a token is a byte, and the next byte is the one to predict."""
 
 import hashlib
 import importlib

@@ -49,8 +49,8 @@ class Block(nn.Module):
 class ViT(nn.Module):
     """Patches become tokens, blocks let them look at each other. (N, channels, size, size) -> (N, classes), logits.
 
-    Classified is the class token or, without one, the mean over all tokens. `reset_parameters` draws anew what
-    belongs to no layer, so that a model that began on the meta device can be filled module by module.
+    The class token is classified or, without one, the mean over all tokens. `reset_parameters` draws new values for
+    what belongs to no layer, so that a model that began on the meta device can be filled module by module.
     """
 
     def __init__(self, shape: ViTShape) -> None:

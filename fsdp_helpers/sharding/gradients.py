@@ -32,9 +32,9 @@ def hold_back_reduction(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Within the block, backward leaves FSDP2's units whole, so that the next forward need not gather them again.
+    """Within the block, backward keeps FSDP2's units unsharded, so that the next forward need not gather them again.
 
-    The first backward after the block frees them. Until then every unit is whole at once.
+    The first backward after the block reshards them. Until then all units are unsharded at once.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -48,7 +48,7 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients down together, so that their norm is at most `max_norm`; returns the norm before, shape ().
+    """Scale all gradients down together so that their norm is at most `max_norm`; return the norm before, shape ().
 
     It is the norm of the whole model's gradient, the same number on every rank: squares are summed over the slices,
     then over the ranks that share them. Clipping each slice by its own norm would change the gradient's direction.
@@ -76,7 +76,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def ranks_that_share(model: nn.Module, parameter: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
-    """The groups of ranks whose slices make the whole `parameter`, one per sharded dimension, and where they meet.
+    """Return the groups of ranks whose slices make the whole `parameter`, one per sharded dimension, and the device.
 
     Without a group, each rank has all of it.
     """

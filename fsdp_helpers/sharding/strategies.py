@@ -42,12 +42,12 @@ WRAPPER_NAMES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # what F
 
 
 def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """One process, one whole model."""
+    """Keep the whole model in one process."""
     return recompute_units(model, config).to(device)
 
 
 def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Every rank a whole model; gradients are averaged in buckets while backward still runs."""
+    """Give every rank a whole model; gradients are averaged in buckets while backward still runs."""
     return DistributedDataParallel(
         recompute_units(model, config).to(device),
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -56,17 +56,17 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Every rank a slice of the model, as one unit: gathered whole for forward and backward."""
+    """Give every rank a slice of the model as one unit, gathered whole for forward and backward."""
     return shard(model, device, config, policy=None)
 
 
 def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Every rank a slice of each unit; units are cut by size and gathered one after the other."""
+    """Give every rank a slice of each unit; units are chosen by size and gathered one after the other."""
     return shard(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)))
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """As auto-wrap, and between its uses each slice lives in host memory, with its gradient and optimiser state."""
+    """Do as auto-wrap, and keep each slice, its gradient and its optimiser state in host memory between uses."""
     return shard(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True)
 
 
@@ -82,7 +82,7 @@ APPLY_STRATEGY = {
 def shard(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool = False
 ) -> nn.Module:
-    """Shard `model` through the API that `config` names, with the units that `policy` chooses, below the root.
+    """Shard `model` through the API that `config` names, with the units that `policy` chooses below the root.
 
     Raises ValueError for a model without parameters.
     """
@@ -102,7 +102,7 @@ def shard(
 def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
     """Wrap the units of the size policy for activation checkpointing, if `config` asks for it.
 
-    Comes before sharding: backward then gathers a unit once, for its second forward and its backward together.
+    Call this before sharding: backward then gathers a unit once, for its second forward and its backward together.
     """
     if config.activation_checkpointing == "none":
         return model
@@ -113,7 +113,7 @@ def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
 def shard_fsdp1(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
 ) -> nn.Module:
-    """`FullyShardedDataParallel`: wraps every unit in a module of its own, parameters in one flat tensor a unit."""
+    """Wrap every unit in a `FullyShardedDataParallel`, which keeps the unit's parameters in one flat tensor."""
     # Gathered and computed in bfloat16; kept, reduced and updated in fp32, where a small gradient still changes a sum.
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with warnings.catch_warnings():
@@ -137,9 +137,9 @@ def shard_fsdp1(
 def shard_fsdp2(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
 ) -> nn.Module:
-    """`fully_shard`: changes the modules in place; every parameter becomes a DTensor sharded along its first dimension.
+    """Apply `fully_shard`, in place: every parameter becomes a DTensor sharded along its first dimension.
 
-    The root is not freed after forward in either case: backward begins with it.
+    The root is never freed after forward: backward begins with it.
     """
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # pinning needs an accelerator
@@ -155,10 +155,10 @@ def shard_fsdp2(
 
 
 def settle_buckets(model: nn.Module, images: Tensor) -> None:
-    """Let DDP arrange its buckets as in a run under way; other strategies have none.
+    """Let DDP arrange its buckets as in a run that is under way; other strategies have none.
 
-    It does so after the first backward, and a sum over three or more ranks depends in its last bit on where in a
-    bucket a gradient lies. A resumed run has to have that behind it. The gradients are thrown away.
+    It does so after the first backward, and the last bit of a sum over three or more ranks depends on where in a bucket
+    a gradient lies. A resumed run has to have done that already. The gradients are discarded.
     """
     if isinstance(model, DistributedDataParallel):
         model(images).sum().backward()
@@ -168,7 +168,7 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 def wait_for_buckets(model: nn.Module) -> None:
     """Let DDP wait for each bucket if a time-out is set on CUDA; other strategies do so by themselves.
 
-    DDP only has later kernels wait. A rank that waits in vain would then hang in its next look at the GPU.
+    DDP only makes later kernels wait. A rank that waits in vain would then hang when it next synchronises with the GPU.
     """
     if isinstance(model, DistributedDataParallel) and waits_in_the_open():
         model.register_comm_hook(None, average_and_wait)
@@ -184,7 +184,7 @@ def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    """The modules of `model` that are FSDP units, by their names in the unwrapped model; the root is called "root"."""
+    """Return the FSDP units of `model`, by their names in the unwrapped model; the root is called "root"."""
     return [
         ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES) or "root"
         for name, module in model.named_modules()
@@ -193,12 +193,12 @@ def unit_names(model: nn.Module) -> list[str]:
 
 
 def count_units(model: nn.Module) -> int:
-    """The number of FSDP units in `model`, the root included; 0 if nothing is sharded."""
+    """Count the FSDP units in `model`, the root included; 0 if nothing is sharded."""
     return len(unit_names(model))
 
 
 def make_mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
-    """All ranks in a row or, for "hybrid", in two groups: copies along the first dimension, shards along the second."""
+    """Make a mesh: all ranks in a row or, for "hybrid", two groups: copies along dimension 0, shards along 1."""
     if config.sharding == "hybrid":
         mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
         for group in mesh.get_all_groups():

@@ -21,9 +21,9 @@ Policy: TypeAlias = Callable[..., bool] | CustomPolicy
 
 
 def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:
-    """Make every module a unit that has at least `min_num_params` parameters outside smaller units.
+    """Return a policy: modules with at least `min_num_params` parameters outside smaller units become units.
 
-    Except those in `tied` (see `holders_of_ties`), whose parameters are then left to a unit around all their holders.
+    It leaves out those in `tied` (see `holders_of_ties`), whose parameters then belong to a unit around all holders.
     """
     if min_num_params < 0:
         raise ValueError(f"min_num_params is {min_num_params}; it must be 0 or more")
@@ -32,12 +32,12 @@ def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Poli
 
 
 def unless_tied(by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Decide as `by_size` does, but leave modules that hold a tied parameter to the unit around them."""
+    """Decide as `by_size` does, but leave modules with a tied parameter to the unit around them."""
     return (recurse or module not in tied) and by_size(module, recurse, nonwrapped_numel)
 
 
 def holders_of_ties(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that hold a parameter which a module outside them holds too: none of them can be a unit."""
+    """Return the modules that share a parameter with a module outside them: none of them can be a unit."""
     homes: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         homes[parameter].append(name)
@@ -51,8 +51,8 @@ def holders_of_ties(model: nn.Module) -> set[nn.Module]:
 def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
     """The names of the modules below the root that `policy` makes units, inner ones before outer ones.
 
-    FSDP1 walks the model in this way by itself (`auto_wrap_policy`); FSDP2 leaves the choice to you. Raises ValueError
-    for a `CustomPolicy` that gives a unit settings of its own.
+    FSDP1 walks the model in this way itself (`auto_wrap_policy`); FSDP2 leaves the choice to you. Raises ValueError for
+    a `CustomPolicy` that gives a unit its own settings.
     """
     if isinstance(policy, CustomPolicy):
         policy = as_callable(policy)
@@ -64,7 +64,7 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
 
 
 def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
-    """Append the units in `module`, and its own `name` if it is one, to `names`; returns how many parameters they took.
+    """Append the units in `module`, and its own `name` if it is one, to `names`; return how many parameters they took.
 
     The policy is asked twice: whether to look at the children, and, with what they left, whether to take `module`.
     """
@@ -79,7 +79,7 @@ def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str])
 
 
 def as_callable(policy: CustomPolicy) -> Policy:
-    """Torch's `CustomPolicy`, to be asked like any other. Its answers have to be yes or no: see `choose_units`."""
+    """Turn torch's `CustomPolicy` into a callable like any other. It must answer yes or no: see `choose_units`."""
     return partial(lambda_auto_wrap_policy, lambda_fn=partial(_yes_or_no, policy))
 
 

@@ -16,7 +16,7 @@ SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
-    """Every model with every strategy in all its ways that runs on `device`; see `left_out` for the rest."""
+    """Return every model with every strategy, in all ways that run on `device`; see `left_out` for the rest."""
     chosen = [
         replace(base, model=model, strategy=strategy, **way)
         for model in models
@@ -27,14 +27,14 @@ def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) ->
 
 
 def ways_to_run(strategy: str) -> list[dict]:
-    """The settings that make a row of the comparison each: FSDP's two APIs; DDP as it comes, and lean."""
+    """Return the settings of a strategy's rows in the comparison: FSDP's two APIs; DDP by default, and lean."""
     if is_sharded(strategy):
         return [{"api": api} for api in APIS]
     return [{"bucket_view": False}, {"bucket_view": True}] if strategy == "ddp" else [{}]
 
 
 def left_out(config: TrainConfig, device: str) -> str | None:
-    """Say why this configuration cannot run on `device`; None if it can."""
+    """Return why this configuration cannot run on `device`; None if it can."""
     try:
         config.check_device(device)
     except ValueError as reason:
@@ -49,7 +49,7 @@ def compare(
     device: str,
     on_done: Callable[[int, int, str, str], None] = lambda done, total, title, details: None,
 ) -> list[ComparisonRow]:
-    """Run one configuration after the other; `on_done(done, total, title, details)` hears of each that is finished."""
+    """Run the configurations one by one; call `on_done(done, total, title, details)` after each."""
     rows = []
     on_done(0, len(configs), "compare", "")
     for config in configs:
@@ -79,7 +79,7 @@ def comparison_row(record: RunRecord) -> ComparisonRow:
 
 
 def comparison_cells(row: ComparisonRow) -> list[str]:
-    """One row as text, under HEADERS."""
+    """Return a row as text, under HEADERS."""
     return [
         row.model,
         row.label,
@@ -93,7 +93,7 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
 
 
 def plain_table(rows: Sequence[ComparisonRow]) -> str:
-    """The comparison for a terminal of 80 columns: names to the left, numbers to the right.
+    """Return the comparison for a terminal of 80 columns: names to the left, numbers to the right.
 
     Times are medians, bytes those of one rank, sent in one step; the loss is that of the last step.
     """

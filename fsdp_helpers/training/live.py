@@ -1,6 +1,6 @@
 """A run that is watched in a notebook: a line for each rank, the loss as a curve, and memory, drawn while it trains.
 
-What is shown is text and a picture that are replaced in place, no widget, so a saved notebook keeps the last of them.
+It shows text and a picture that are replaced in place, not a widget, so a saved notebook keeps the last of them.
 """
 
 import base64
@@ -24,7 +24,7 @@ BLUE, GREY = "#0072b2", "#6b7280"
 
 
 class LiveView:
-    """Takes the place of a `ProgressBar` in `launch`: every rank reports, and all are shown."""
+    """A view that replaces the `ProgressBar` of `launch`: every rank reports, and all are shown."""
 
     wants_all_ranks = True
 
@@ -92,7 +92,7 @@ class LiveView:
             self._waiting = None
 
     def summarise(self, record: RunRecord) -> None:
-        """A run that has ended: what each rank held, and the loss of every step over the global batch."""
+        """Show a run that has ended: what each rank held, and the loss of every step over the global batch."""
         last = record.epochs[-1]
         text = [f"{self._title}: {len(record.step_losses)} steps, test accuracy {last.test_accuracy:.2%}"]
         for rank in record.ranks:
@@ -128,8 +128,8 @@ def run_picture(
 ) -> tuple[str, dict[str, int]]:
     """Return a PNG in base64, and the width and height in which it is to be shown.
 
-    It has the loss as far as the run has come, smoothed, over a pale line of each step's; and beside it, once they are
-    known, the bytes that each rank holds between two steps (solid) and at the peak of one (pale).
+    It shows the loss so far, smoothed, over a pale line of each step's loss; and beside it, once they are known, the
+    bytes that each rank holds between two steps (solid) and at the peak of one (pale).
     """
     from matplotlib.figure import Figure  # takes half a second, which other runs need not wait
 

@@ -20,7 +20,7 @@ def train_one_epoch(
     after_step: Callable[[Tensor, int], None] | None = None,
     **step_settings,
 ) -> Tensor:
-    """Train on every batch once and return this rank's loss of each step, shape (num_steps,).
+    """Train on every batch once; return this rank's loss of each step, shape (num_steps,).
 
     `after_step(loss, batch_bytes)` is called after each step; reading the loss there makes a GPU wait.
     `step_settings` are those of `train_step`.
@@ -46,7 +46,7 @@ def train_step(
     clip_norm: float | None = None,
     norms: list[Tensor] | None = None,
 ) -> Tensor:
-    """One step of training; returns the mean loss over this rank's images, before the update.
+    """Take one step of training; return the mean loss over this rank's images, before the update.
 
     The batch goes through in `micro_batches` equal parts, see `add_up_gradients`. With `clip_norm` the gradients are
     scaled down to that norm, and their norm before is appended to `norms`. The named phases cost next to nothing and
@@ -72,10 +72,10 @@ def add_up_gradients(
     sync_micro_batches: bool = False,
     reshard_after_backward: bool = True,
 ) -> Tensor:
-    """Forward and backward of each micro-batch, one after the other; returns the mean loss over all images.
+    """Run forward and backward of each micro-batch in turn; return the mean loss over all images.
 
-    Ranks reduce the sum of the gradients once, after the last part, or each part's with `sync_micro_batches`. They
-    free gathered parameters after every part, or with `reshard_after_backward=False` (FSDP2) after the last only.
+    Ranks reduce the sum of the gradients once, after the last part, or each part's with `sync_micro_batches`. They free
+    gathered parameters after every part, or with `reshard_after_backward=False` (FSDP2) only after the last.
     """
     assert len(images) % micro_batches == 0, f"{len(images)} images do not divide by {micro_batches} micro-batches"
     losses = []
@@ -94,7 +94,7 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss over `images` or, of sequences, over their tokens; in fp32 whatever the model computes in.
+    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32 whatever the model computes in.
 
     Cross-entropy serves logits and log-probabilities alike, since log-softmax leaves log-probabilities as they are.
     """
@@ -103,9 +103,9 @@ def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 @contextmanager
 def layer_by_layer() -> Iterator[None]:
-    """Within the block, transformer layers call the layers that they are made of, in evaluation as in training.
+    """Within the block, transformer layers call their inner layers in evaluation, as they do in training.
 
-    Else `nn.TransformerEncoderLayer` takes a fast path there, which reads the weights of its layers without calling
+    Otherwise `nn.TransformerEncoderLayer` takes a fast path, which reads the weights of its layers without calling
     them. FSDP1 gathers the weights of a unit when the unit is called.
     """
     usual = torch.backends.mha.get_fastpath_enabled()
@@ -119,7 +119,7 @@ def layer_by_layer() -> Iterator[None]:
 @torch.no_grad()
 @layer_by_layer()
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
-    """This rank's sums over its test images or tokens: loss, correct answers, number. Shape (3,), float64.
+    """Return this rank's sums over its test images or tokens: loss, correct answers, number. Shape (3,), float64.
 
     Sums, not means: ranks with different numbers of images can add them up and divide once.
     """

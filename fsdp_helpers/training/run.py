@@ -41,11 +41,11 @@ def train(
     on_data: Callable[[str], None] | None = None,
     **changes: object,
 ) -> RunRecord:
-    """One run of `config`, with `changes` to its fields, in processes of its own; returns the record of rank 0.
+    """Run `config`, with `changes` to its fields, in new processes; return the record of rank 0.
 
     `world_size` is 1 for strategy "local" and 2 for the others, unless it is given. The data are prepared before any
-    process starts, and `on_data` hears which they are: "mnist" or "digits". With `watch` a notebook shows a line for
-    each rank and the loss, step by step; elsewhere, and without it, one line says how far the run has come.
+    process starts, and `on_data` is called with their source, "mnist" or "digits". With `watch` a notebook shows a line
+    for each rank and the loss, step by step; otherwise one line says how far the run has come.
 
     Raises ValueError, DataError or CheckpointError before anything starts, for settings that cannot work, data that
     cannot be used and checkpoints that do not fit; RankError and RankTimeout as `launch` does, which also says what
@@ -89,11 +89,11 @@ def train_as_rank_of_torchrun(
     group_timeout_s: float | None = None,
     on_data: Callable[[str], None] | None = None,
 ) -> RunRecord | None:
-    """This process is one rank; the first rank of each machine prepares the data, rank 0 returns the record.
+    """Train as one rank; the first rank of each machine prepares the data, and rank 0 returns the record.
 
-    A run with a `checkpoint_dir` that receives SIGTERM saves after the step at hand, and nobody returns a record.
-    Raises ValueError, DataError or CheckpointError as `train` does, and also for an environment that lacks or
-    contradicts something; RankError for a worker that fails, or waits in vain for other ranks.
+    A run with a `checkpoint_dir` that receives SIGTERM saves after the current step, and no rank returns a record.
+    Raises ValueError, DataError or CheckpointError as `train` does, and also for an environment that is incomplete or
+    contradicts itself; RankError for a worker that fails, or waits in vain for other ranks.
     """
     place = read_place()
     if world_size not in (None, place.world_size):
@@ -122,7 +122,7 @@ def train_as_rank_of_torchrun(
 
 @contextmanager
 def _failures_of_rank(place: Place) -> Iterator[None]:
-    """Whatever goes wrong within the block is this rank's failure, no bad input."""
+    """Turn any error within the block into this rank's failure: it is not bad input."""
     try:
         yield
     except Exception as error:
@@ -130,7 +130,7 @@ def _failures_of_rank(place: Place) -> Iterator[None]:
 
 
 def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str], None] | None) -> Exception | None:
-    """Data on every machine, checkpoints looked at by rank 0; what is wrong on one of them is told to every rank."""
+    """Prepare data on every machine and check checkpoints on rank 0; every rank raises what is wrong on any of them."""
     problem = None
     try:
         if place.local_rank == 0:
@@ -145,7 +145,7 @@ def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str]
 
 
 def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
-    """The record of the run; None if SIGTERM ended it early, which rank 0 says."""
+    """Train and return the record; None if SIGTERM ended the run early, which rank 0 reports."""
     try:
         with heeding_sigterm() if config.checkpoint_dir else nullcontext():
             return train_worker(place.rank, place.world_size, config)
@@ -156,7 +156,7 @@ def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
 
 
 def prepare_run_data(config: TrainConfig) -> str:
-    """Make sure that workers find their data, and say which: "mnist", "digits", or a text by its digest.
+    """Make sure that workers find their data; return the source: "mnist", "digits", or a text with its digest.
 
     Raises ValueError if there are too few images or sequences.
     """
@@ -169,7 +169,7 @@ def prepare_run_data(config: TrainConfig) -> str:
 
 
 def prepare_text(config: TrainConfig) -> str:
-    """Return the name of the text that `config` trains on, once it is known to be readable and long enough."""
+    """Return the name of the text that `config` trains on, after checking that it is readable and long enough."""
     text, context = read_text(config.text), BYTE_LLAMA.context
     num_test = text.num_test_sequences(context)
     if num_test == 0:

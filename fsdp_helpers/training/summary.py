@@ -1,4 +1,4 @@
-"""A run in a few lines of text, as the command line prints it when it ends. No torch."""
+"""A run in a few lines of text, as the command line prints it at the end. No torch."""
 
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RankRecord, RunRecord

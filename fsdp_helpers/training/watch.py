@@ -17,10 +17,10 @@ STEADY_STEP = 3  # the first step creates optimiser state, the second may rearra
 
 
 class StepWatch:
-    """Looks on while a rank trains: times every step, measures a steady one, reports progress.
+    """An observer of a rank's training: times every step, measures a steady one, reports progress.
 
-    Begin before the model is built and after the images are loaded: the memory trace counts all that comes later.
-    A resumed run has `steps_before` behind it; its reports count on from there.
+    Start it before the model is built and after the images are loaded: the memory trace counts everything after that.
+    A resumed run has already taken `steps_before` steps; its reports count on from there.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StepWatch:
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, between_steps: Callable[[], None] = lambda: None
     ) -> None:
-        """Look at these two from now on; `between_steps` is called after every step, and belongs to none."""
+        """Watch these two from now on; `between_steps` is called after every step, and its time does not count."""
         self._model, self._optimizer, self._between_steps = model, optimizer, between_steps
         if self._num_steps == 0:  # a resumed run with nothing left to train
             self._memory.stop()
@@ -58,7 +58,7 @@ class StepWatch:
         return sum(self.step_seconds[self._first_step :])
 
     def after_step(self, loss: Tensor, batch_bytes: int) -> None:
-        """Called after each step; what happens in here is on nobody's clock."""
+        """Note a step that has ended; the time spent in here is not counted."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.step_seconds.append(time.perf_counter() - self._clock_s)
@@ -88,7 +88,7 @@ class StepWatch:
         )
 
     def evaluation(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """`batches`, one by one, with reports of how many images have been looked at."""
+        """Yield `batches`, and report how many images have been evaluated."""
         num_images, done, last = 0, self._done, self._last_step
         for images, labels in batches:
             if progress.wants_report(done, last):

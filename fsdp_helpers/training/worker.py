@@ -44,7 +44,7 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
 def run_training(
     rank: int, world_size: int, config: TrainConfig, dataset: Dataset, checkpoints: RunCheckpoints
 ) -> RunRecord:
-    """Set-up, the epochs, the record; from the beginning, or from where `checkpoints` stand."""
+    """Set up, train the epochs and return the record, from the beginning or from where `checkpoints` are."""
     first_step = checkpoints.step  # 0, unless the run is resumed
     parts = epochs_to_train(config, len(dataset.train) // config.global_batch_size, first_step)
     num_steps = sum(part.num_steps for part in parts)
@@ -68,7 +68,7 @@ def run_training(
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model under its strategy, and its optimiser, which has to see the parameters as the strategy leaves them."""
+    """Return the model under its strategy, and its optimiser, built from the parameters that the strategy leaves."""
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
     model = APPLY_STRATEGY[config.strategy](model, rank_device(), config)
@@ -112,9 +112,9 @@ def train_epochs(
     optimizer: torch.optim.Optimizer,
     watch: StepWatch,
 ) -> tuple[list[EpochRecord], list[float]]:
-    """Train, then evaluate, epoch by epoch; returns the epochs' records and the loss of every step.
+    """Train, then evaluate, epoch by epoch; return the epochs' records and the loss of every step.
 
-    A rank sees its own images only, so it knows a part of each sum: the parts are added up over the ranks, and the
+    A rank sees only its own images, so it knows only part of each sum: the parts are added up over the ranks, and the
     sum is divided once. Every rank returns the same.
     """
     epochs, step_losses = [], []
@@ -144,7 +144,7 @@ def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
 
 
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
-    """The images or the text that `config` asks for, whole on every rank, on its device."""
+    """Load the images or the text that `config` asks for, all of it on every rank's device."""
     if config.learns_text:
         dataset = text_dataset(
             read_text(config.text),
@@ -167,7 +167,7 @@ def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
 def config_batches(
     dataset: Dataset, config: TrainConfig, rank: int, world_size: int, epoch: int, first_step: int = 0
 ) -> Batches:
-    """This rank's training batches of one epoch: images (B / world_size, 1, 28, 28), labels (B / world_size,)."""
+    """Yield this rank's batches of one epoch: images (B / world_size, 1, 28, 28), labels (B / world_size,)."""
     return rank_batches(
         dataset.train,
         rank=rank,
@@ -181,7 +181,7 @@ def config_batches(
 
 @record_function("data")  # under this name a trace leaves the images out
 def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
-    """This rank's part of the first `config.max_steps` batches, on its device: all that a short lesson trains on."""
+    """Return this rank's part of the first `config.max_steps` batches, on its device, for a short lesson."""
     dataset = load_rank_data(config, rank_device())
     return list(islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps))
 
@@ -189,7 +189,7 @@ def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple
 def epoch_record(
     config: TrainConfig, epoch: int, losses: list[float], seconds: float, test_sums: Tensor
 ) -> EpochRecord:
-    """Means from sums: every image once, whatever the number of ranks."""
+    """Compute means from sums: every image counts once, whatever the number of ranks."""
     test_loss, test_correct, test_images = test_sums.tolist()
     train_images = len(losses) * config.global_batch_size
     return EpochRecord(
@@ -215,7 +215,7 @@ def run_record(
     step_losses: list[float],
     watch: StepWatch,
 ) -> RunRecord:
-    """Gather what every rank saw: the same record on all of them."""
+    """Gather what every rank saw; return the same record on all of them."""
     ranks = gather_over_ranks(watch.rank_record(rank))
     traces = gather_over_ranks(watch.trace)
     return RunRecord(
@@ -237,7 +237,7 @@ def run_record(
 
 
 def time_stamp() -> str:
-    """Date and time, UTC, to the second."""
+    """Return date and time, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
