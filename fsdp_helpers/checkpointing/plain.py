@@ -51,7 +51,7 @@ def put_together(content: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensor_names(content: Any) -> list[str]:
-    """The names of all tensors that `take_apart` took out of a value."""
+    """Return the names of all tensors that `take_apart` took out of a value."""
     if isinstance(content, dict) and content.keys() == {"!tensor"}:
         return [content["!tensor"]]
     branches = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()

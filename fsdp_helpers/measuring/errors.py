@@ -132,7 +132,7 @@ def error_row(config: TrainConfig, run: Run, measured: RankOfN) -> ErrorRow:
 
 
 def read_errors(path: str | Path) -> list[ErrorRow]:
-    """The rows of a kept record."""
+    """Return the rows of a kept record."""
     return [ErrorRow(**row) for row in json.loads(Path(path).read_text())["rows"]]
 
 

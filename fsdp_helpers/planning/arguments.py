@@ -39,7 +39,7 @@ VIT_FLAGS = {
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """The arguments of `plan`; those that `train` has too mean the same."""
+    """Add the arguments of `plan`; those that `train` has too mean the same."""
     _add_model(plan)
     _add_training(plan)
     _add_cluster(plan)
@@ -125,7 +125,7 @@ def _add_cluster(plan: argparse.ArgumentParser) -> None:
 
 
 def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
-    """The model and the plan that the arguments ask for. Raises ValueError for what cannot be."""
+    """Return the model and the plan that the arguments ask for. Raises ValueError for what is impossible."""
     subject = read_subject(options)
     settings = Settings(
         batch=_batch(options, subject),

@@ -9,7 +9,7 @@ from fsdp_helpers.planning.transformer import BlockBytes
 
 
 def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, value_bytes: int = 4) -> BlockBytes:
-    """A pre-norm block with GELU, for `tokens` in all. Values a token; h the width, m the hidden layer's, a heads:
+    """Count a pre-norm block with GELU, for `tokens` in all. Values per token; h width, m the hidden layer's, a heads:
 
     - attention: the norm's input h and output h; q, k and v 3 h; the product, which the output projection keeps, h
     - hidden layer: the norm's input h and output h; GELU's input m and output m
@@ -36,7 +36,7 @@ def llama_block_bytes(
     q_width: int | None = None,  # as the block's, if left out
     value_bytes: int = 4,
 ) -> BlockBytes:
-    """A block with RMSNorm, grouped keys and values, and SwiGLU. Values a token; k is `kv_width`, q is `q_width`:
+    """Count a block with RMSNorm, grouped keys and values, and SwiGLU. Values per token; k is `kv_width`, q `q_width`:
 
     - attention: the norm's input h and output h; queries q, keys and values k each; the product q
     - hidden layer: the norm's input h and output h; the gate before and after SiLU, the other half, their product, 4 m

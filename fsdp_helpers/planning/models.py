@@ -52,7 +52,7 @@ NAMED_MODELS = (*VIT_SHAPES, *LLAMA_SHAPES)
 
 
 def named_subject(name: str) -> Subject:
-    """The model of that name. Raises ValueError for one that is not among NAMED_MODELS."""
+    """Return the model of that name. Raises ValueError for one that is not among NAMED_MODELS."""
     if name in VIT_SHAPES:
         return vit_subject(name, VIT_SHAPES[name])
     if name in LLAMA_SHAPES:
@@ -78,7 +78,7 @@ def _stacked_subject(
     tied: dict[str, str] | None = None,
     sequence: int = 1,
 ) -> Subject:
-    """A model of equal blocks, each a unit."""
+    """Describe a model of equal blocks, each a unit."""
 
     def profile_of(batch: int, precision: str, activation_checkpointing: str) -> StepProfile:
         block, head = (count(batch, VALUE_BYTES[precision]) for count in (block_bytes, head_bytes))
@@ -105,7 +105,7 @@ def _stacked_subject(
 
 
 def vit_subject(name: str, shape: ViTShape) -> Subject:
-    """A vision transformer; a batch counts images."""
+    """Describe a vision transformer; a batch counts images."""
 
     def block_bytes(images: int, value_bytes: int) -> BlockBytes:
         return vit_block_bytes(
@@ -155,7 +155,7 @@ def vit_root_shapes(shape: ViTShape) -> Shapes:
 
 
 def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
-    """The last norm keeps its input, h a token, and two statistics; backward has its gradient twice in flight.
+    """Count the head: the last norm keeps its input, h per token, and two statistics; its gradient is in flight twice.
 
     In bf16 the patches keep the images, which were cast.
     """
@@ -192,7 +192,7 @@ def linear_shapes(layers: Shapes) -> Shapes:
 
 
 def llama_subject(name: str, shape: LlamaShape, *, loss_chunks: int = 1) -> Subject:
-    """A Llama-like model; a batch counts tokens, in sequences of `shape.context`.
+    """Describe a Llama-like model; a batch counts tokens, in sequences of `shape.context`.
 
     The embedding and the head are units of their own, unless they are tied and belong to the root. With `loss_chunks`
     the logits are computed for one of that many parts of the tokens after the other, and once more in backward.
@@ -258,7 +258,7 @@ def llama_root_shapes(shape: LlamaShape) -> Shapes:
 
 
 def llama_head_bytes(shape: LlamaShape, tokens: int, value_bytes: int, *, loss_chunks: int = 1) -> HeadBytes:
-    """The last norm keeps input and output; the loss keeps log-probabilities in fp32, a value for each word and token.
+    """Count the head: the last norm keeps input and output; the loss keeps fp32 log-probabilities, per word and token.
 
     When backward goes through the loss their gradient and that of the logits are there too, in fp32; when it enters the
     head, only that of the logits is, in the head's precision. In chunks no log-probabilities are kept. A chunk's are

@@ -44,7 +44,7 @@ class Step:
 def peak_of_step(
     profile: StepProfile, config: TrainConfig, world_size: int, units: Sequence[str] = (), *, backend: str = "gloo"
 ) -> Peak:
-    """The highest point of `walk_step`, with its arguments."""
+    """Return the highest point of `walk_step`, with its arguments."""
     return walk_step(profile, config, world_size, units, backend=backend).peak
 
 
@@ -60,7 +60,7 @@ def walk_step(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> Step:
-    """A steady step of `config`, on the rank with the largest slices.
+    """Walk through a steady step of `config`, on the rank with the largest slices.
 
     `profile` is of the images of one micro-batch; `units` names the FSDP units below the root, none is one unit.
     With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with "fake" and "nccl" none; the

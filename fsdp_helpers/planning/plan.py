@@ -177,7 +177,7 @@ class Plan:
         return {words: sizes[kind] for kind, words in CATEGORIES.items()}
 
     def to_json(self) -> dict:
-        """The plan as plain values."""
+        """Return the plan as plain values."""
         return {
             "model": self.model,
             "num_params": self.num_params,
@@ -206,7 +206,7 @@ class Plan:
 
 
 def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
-    """The plan of `subject` on `cluster`, for devices beside a host, whose collectives need no copies.
+    """Plan `subject` on `cluster`, for devices beside a host, whose collectives need no copies.
 
     Raises ValueError if the ranks do not go with the settings.
     """
@@ -247,7 +247,7 @@ def passes(settings: Settings) -> int:
 
 
 def step_flops(subject: Subject, settings: Settings) -> int | None:
-    """The operations of a step of one rank, with what is recomputed."""
+    """Count the operations of one rank's step, with what is recomputed."""
     forward = _forward_flops(subject, settings)
     return None if forward is None else passes(settings) * forward
 
@@ -264,7 +264,7 @@ def _forward_flops(subject: Subject, settings: Settings) -> int | None:
 
 
 def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepProfile, step: Step) -> StepTime | None:
-    """The seconds of a step, if the rate is known."""
+    """Return the seconds of a step, if the rate is known."""
     if cluster.flops_per_s is None or subject.forward_flops is None:
         return None
     sharded = settings.config().is_sharded
@@ -286,7 +286,7 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
 
 
 def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
-    """An update reads parameters, gradients and state, and writes all but gradients: memory is what it waits for."""
+    """Return the time of an update, which waits for memory: it reads everything, and writes all except gradients."""
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes

@@ -44,5 +44,5 @@ def held_bytes(strategy: str, num_params: int, world_size: int, *, bucket_view: 
 
 
 def num_shards(sharding: str, world_size: int) -> int:
-    """The ranks that share one copy of the state: all of them, half of them with "hybrid", one with "none"."""
+    """Return how many ranks share a copy of the state: all of them, half of them with "hybrid", one with "none"."""
     return {"hybrid": world_size // 2, "none": 1}.get(sharding, world_size)

@@ -26,7 +26,7 @@ class BlockBytes:
 def transformer_block_bytes(
     *, images: int, tokens: int, width: int, num_heads: int, dropout: bool = True
 ) -> BlockBytes:
-    """An fp32 `nn.TransformerEncoderLayer` (norm first, ReLU, hidden layer 4 x width) on the CPU.
+    """Count an fp32 `nn.TransformerEncoderLayer` (norm first, ReLU, hidden layer 4 x width) on the CPU.
 
     The count of Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, redone for this layer: fp32 instead of
     16-bit values, a second dropout in the hidden layer, masks of 4 bytes instead of 1, attention written out (with
@@ -108,7 +108,7 @@ def stack_profile(
 
 
 def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> Iterator[Moment]:
-    """The head's forward, the loss in both directions, and the head's backward."""
+    """Return the events of the head's forward, the loss in both directions, and the head's backward."""
     at_the_end = blocks_bytes + head.kept_bytes
     entering = at_the_end if head.entering_bytes is None else blocks_bytes + head.entering_bytes
     yield from _forward_of(name, at_the_end, at_the_end + head.forward_bytes)

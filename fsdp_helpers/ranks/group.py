@@ -48,7 +48,7 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
 
 
 def rank_device() -> torch.device:
-    """The device of this rank; outside a group, the first CUDA device or, if there is none or it is hidden, the CPU."""
+    """Return this rank's device; outside a group, the first CUDA device or, if none is visible, the CPU."""
     if _device is not None:
         return _device
     return torch.device("cuda", 0) if not are_hidden() and torch.cuda.is_available() else torch.device("cpu")

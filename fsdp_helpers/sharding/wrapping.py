@@ -49,7 +49,7 @@ def holders_of_ties(model: nn.Module) -> set[nn.Module]:
 
 
 def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
-    """The names of the modules below the root that `policy` makes units, inner ones before outer ones.
+    """Return the names of the modules below the root that `policy` makes units, inner ones before outer ones.
 
     FSDP1 walks the model in this way itself (`auto_wrap_policy`); FSDP2 leaves the choice to you. Raises ValueError for
     a `CustomPolicy` that gives a unit its own settings.

@@ -187,7 +187,7 @@ class Shards:
         self.free_buffer(JOINED, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The shape of each parameter with a gradient, and the same with the rows that the ranks divide."""
+        """Return the shape of each parameter with a gradient, and the same with the rows that the ranks divide."""
         for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
@@ -225,7 +225,7 @@ class Shards:
         self._ledger.hold(parameter, Term(kind="gradients", name=name, values=values, value_bytes=value_bytes))
 
     def waiting(self, unit: Unit) -> list[str]:
-        """The parameters whose whole gradients are there."""
+        """Return the parameters whose whole gradients are there."""
         return [name for name in unit.parameters if self._ledger.holds(name, "gradients", self._whole(unit))]
 
     def is_waiting(self, parameter: str) -> bool:

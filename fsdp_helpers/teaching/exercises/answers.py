@@ -1,4 +1,4 @@
-"""Handling a reader's answer: ask for it, call it, refuse it in one line, or count it as solved."""
+"""What happens to a reader's answer: it is asked for, called, refused in one line, or counted as solved."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not 
 
 
 class NotYet(AssertionError):
-    """The answer is missing or wrong; a notebook shows the message alone, behind an amber label, without a traceback."""
+    """The answer is missing or wrong; a notebook shows only the message, behind an amber label."""
 
     look = "\x1b[30;43m"  # black on amber
 
@@ -19,7 +19,7 @@ class NotYet(AssertionError):
 
 
 class Crash(NotYet):
-    """The answer could not be run to its end; the label is red."""
+    """The answer failed while it ran; the label is red."""
 
     look = "\x1b[97;41m"  # white on red
 
@@ -42,9 +42,9 @@ _solved: set[str] = set()
 
 
 def exercise(notebook: str) -> Callable:
-    """Make a function the checker of an exercise of this notebook: its verdict counts, and it fails as NotYet alone.
+    """Make a function the checker of one of this notebook's exercises: its verdict counts, and it raises only NotYet.
 
-    An answer of a kind that the checker does not expect must not end in its traceback, which shows the solution.
+    An unexpected kind of answer must not end in the checker's traceback, which shows the solution.
     """
 
     def register(checker: Callable[..., str]) -> Callable[..., Solved]:
@@ -93,14 +93,14 @@ def expect_whole(given: Any) -> None:
 
 
 def call(function: Callable | None, *arguments: object, **named: object) -> Any:
-    """Return what the reader's function returns. NotYet if it is none, fails, or still returns the dots."""
+    """Call the reader's function and return its result. Raises NotYet if that fails, or is still the dots or None."""
     given = call_or_none(function, *arguments, **named)
     expect_answered(given)
     return given
 
 
 def call_or_none(function: Callable | None, *arguments: object, **named: object) -> Any:
-    """The same where None is an answer."""
+    """Call the reader's function as `call` does, but accept None as an answer."""
     expect_answered(function)
     expect(callable(function), f"the answer is {in_short(function)}; a function is asked for")
     try:
@@ -113,11 +113,11 @@ def call_or_none(function: Callable | None, *arguments: object, **named: object)
 
 
 def error_line(error: BaseException) -> str:
-    """An error's name and message, whatever the message looks like, as one line."""
+    """Return an error's name and message as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 def in_short(value: Any) -> str:
-    """A value as it is shown in a message: its type and its beginning, in one line."""
+    """Return a value as a message shows it: its type and its beginning, in one line."""
     text = " ".join(repr(value).split())
     return f"a {type(value).__name__}, {text[:60]}{'...' if len(text) > 60 else ''}"

@@ -166,7 +166,7 @@ def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
 
 
 def has_unit(module: nn.Module) -> bool:
-    """True if each parameter in `module` belongs to a unit that is `module` or lies within it."""
+    """Return True if each parameter in `module` belongs to a unit that is `module` or lies within it."""
     if isinstance(module, FSDPModule):
         return True
     own = list(module.parameters(recurse=False))

@@ -91,7 +91,7 @@ def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: st
 
 
 def _rows(num_rows: int, world_size: int, rank: int) -> range:
-    """The rows of a tensor that FSDP gives to a rank: as many as `torch.chunk` would, the last ones perhaps none."""
+    """Return the rows of a tensor that FSDP gives to a rank, as `torch.chunk` does; the last ranks may get none."""
     rows_a_rank = -(-num_rows // world_size)
     return range(min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows))
 
@@ -143,7 +143,7 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
 
 
 def _run_until_killed(module: str, world_size: int, folder: str) -> int:
-    """The exit status of the reader's loop, ended from outside as a job is that loses its machine."""
+    """Run the reader's loop until it is killed, as a job is that loses its machine; return its exit status."""
     try:
         run_on_ranks(run_readers_loop, module, world_size, folder, True)
     except NotYet as failure:
@@ -170,7 +170,7 @@ def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
 def run_readers_loop(
     rank: int, world_size: int, module: str, folder: str, is_killed: bool
 ) -> tuple[dict[int, float], list[float]]:
-    """The loss of each step that the reader's loop took, and those of an undisturbed run in one process.
+    """Return the loss of each step that the reader's loop took, and those of an undisturbed run in one process.
 
     With `is_killed` all ranks end in the save after KILLED_AFTER steps or, if that writes nothing that is known here,
     in a step soon after it.
@@ -200,7 +200,7 @@ def run_readers_loop(
 
 
 def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """A schedule that computes the rate from its own count of steps; others go on from the rate in the optimiser."""
+    """Return a schedule that computes the rate from its own step count; others start from the optimiser's rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.7**steps)
 
 

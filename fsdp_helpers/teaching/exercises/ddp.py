@@ -59,7 +59,7 @@ def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RAN
 def average_by_reader(
     rank: int, world_size: int, module: str
 ) -> dict[int, tuple[list[float], list[float], list[Collective]]]:
-    """By bucket size: the losses with the reader's averaging, those of DDP, and the collectives of a last step."""
+    """Return, by bucket size, the losses with the reader's averaging and with DDP, and a last step's collectives."""
     average_gradients = import_own(module, "average_gradients")
     model = DistributedDataParallel(build_net())
     right = train_averaging(model, rank, world_size, lambda: None)

@@ -1,4 +1,4 @@
-"""Fresh cases for answers that are functions: drawn anew at each call, so that no table of known answers passes."""
+"""Fresh cases for answers that are functions: drawn at each call, so that a table of known answers cannot pass."""
 
 import random
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ DRAW = random.SystemRandom()  # not to be foreseen, whatever a notebook seeds
 
 
 def sizes_and_ranks(*edge_cases: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """A number of bytes or parameters, and a number of ranks that divides it: edge cases, then fresh ones."""
+    """Yield a number of bytes or parameters, and a number of ranks that divides it: edge cases, then fresh ones."""
     yield from edge_cases
     for _ in range(FRESH_CASES):
         world_size = DRAW.randint(2, 64)

@@ -97,7 +97,7 @@ class Torchrun:
 
 
 def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchrun:
-    """Raises NotYet for arguments that torchrun does not take."""
+    """Return how torchrun was called; raise NotYet for arguments that it does not take."""
     said = io.StringIO()
     try:
         with redirect_stderr(said), patch.dict(os.environ):
@@ -113,7 +113,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
 
 
 def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool) -> tuple[Done, int]:
-    """The script among the stand-ins: until it ends by itself, or gets its own signal once all torchruns are there."""
+    """Run the script among the stand-ins until it ends, or gets its own signal once all torchruns are there."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
         folder, left_early = Path(name), False
         _write_stand_ins(folder / "bin")
@@ -176,7 +176,7 @@ def _write_stand_ins(folder: Path) -> None:
 
 
 def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """True as soon as it holds, False if it never does."""
+    """Return True as soon as the condition holds, False if it never does."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if holds():

@@ -43,7 +43,7 @@ def check_job_script(path: str) -> str:
 
 
 def read_directives(text: str) -> dict[str, str]:
-    """The options of the #SBATCH lines above the first command, by their long names."""
+    """Return the options of the #SBATCH lines above the first command, by their long names."""
     told = {}
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -57,7 +57,7 @@ def read_directives(text: str) -> dict[str, str]:
 
 
 def seconds_of(limit: str) -> int:
-    """A time limit as Slurm reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds."""
+    """Read a time limit as Slurm does: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds."""
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:
@@ -100,7 +100,7 @@ def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
 
 
 def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
-    """Submitted with fewer nodes, which have names of their own."""
+    """Run the script as if submitted with fewer nodes, with different names, until its time is up."""
     done, _ = run_script(path, told, job, FEWER, ends=False)
     _expect_one_per_node(done, FEWER)
     expect(

@@ -67,7 +67,7 @@ def _expect_tokens(found: dict[str, float], says: str) -> None:
 
 
 def tokens_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
-    """The reader's gradient and loss of one batch, beside those of one process."""
+    """Compare the reader's gradient and loss of one batch with those of one process."""
     backward_by_tokens = import_own(module, "backward_by_tokens")
     documents = [chr(97 + index) * (length // 2) + "z" * (length - length // 2) for index, length in enumerate(LENGTHS)]
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
@@ -90,7 +90,7 @@ def tokens_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
 
 
 def build_llama() -> Llama:
-    """The same on every rank, with weights large enough that tokens differ."""
+    """Build a small Llama, the same on every rank, with weights large enough that tokens differ."""
     torch.manual_seed(0)
     model = Llama(SHAPE)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
 
 
 def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
-    """The reader's loss in a sharded model, and by itself its memory."""
+    """Run the reader's loss in a sharded model, and measure its memory alone."""
     chunked_loss = import_own(module, "chunked_loss")
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     random = torch.Generator().manual_seed(1)

@@ -113,7 +113,7 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """A number, or a plain tensor that holds one, as a float; of anything else, a DTensor too, the name of its type."""
+    """Return a number, or a plain tensor that holds one, as a float; for anything else (DTensors too) its type."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 

@@ -40,7 +40,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
 
 @exercise("01")
 def check_largest_batch(record: RunRecord | None) -> str:
-    """Notebook 01: the largest power of two as batch with which ShallowNet peaks below 60 MB in one process."""
+    """Notebook 01: the largest power of two as batch size with which ShallowNet peaks below 60 MB in one process."""
     verdict = judge_run(record, LARGEST_BATCH)
     batch_size = record.config.global_batch_size
     expect(batch_size & (batch_size - 1) == 0, f"{batch_size} is below the limit, but no power of two")

@@ -114,7 +114,7 @@ def _plan_cases() -> list[dict[str, int]]:
 
 
 def _plan_of_reader(plan: Callable, case: dict[str, int]) -> int | None:
-    """The reader's answer; None is one, so a function that returns nothing at all is found by its other cases."""
+    """Return the reader's answer, which may be None: a function that never returns anything fails in other cases."""
     given = call_or_none(plan, *case.values())
     if given is not None:
         expect_whole(given)

@@ -1,4 +1,4 @@
-"""A reader's module on ranks: started with a time limit, its failures told in one line, its losses compared."""
+"""A reader's module on ranks: run with a time limit, with failures in one line and losses compared."""
 
 from collections.abc import Callable
 from textwrap import shorten
@@ -18,7 +18,7 @@ IN_OUR_WORDS = "a part of a unit was made a unit after it; inner ones first, the
 
 
 def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
-    """Run `worker` on ranks and return their results; NotYet, in one line, if the reader's code fails or never ends."""
+    """Run `worker` on ranks and return the results; raise NotYet, in one line, if the reader's code fails or hangs."""
     try:
         return launch_readers(worker, module, world_size, *arguments)
     except RankError as error:
@@ -28,7 +28,7 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
 
 
 def launch_readers(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
-    """The same, but a failure is a RankError."""
+    """Run `worker` as `run_on_ranks` does, but let a RankError through."""
     bar = ProgressBar()
     bar.start(f"{module}.py, {count_ranks(world_size)} on cpu")
     settings = {"device": "cpu", "stall_s": STALL_S, "timeout_s": TIMEOUT_S, "progress": bar}

@@ -16,9 +16,9 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
-    """Run the module's file anew and return its `name`. NotYet if the file is missing, broken, or has no such name.
+    """Run the module's file and return its `name`. Raises NotYet if the file is missing, broken, or lacks that name.
 
-    Unless `with_package`, also NotYet for a module that imports this package, which has many of the answers.
+    Unless `with_package`, it also refuses a module that imports this package, which has many of the answers.
     """
     expect(isinstance(module, str), f"the answer is {module!r}; the name of your module is asked for, as a text")
     sys.modules.pop(module, None)
@@ -36,7 +36,7 @@ def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
 
 
 def _imported(source: str) -> set[str]:
-    """The packages that a module imports, wherever in it."""
+    """Return the packages that a module imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -47,12 +47,12 @@ def _imported(source: str) -> set[str]:
 
 
 def import_own(module: str, name: str) -> Any:
-    """In a rank: what the reader's module calls `name`."""
+    """Import, in a rank, what the reader's module calls `name`."""
     with loading_worker():  # a module that launches is refused, else ranks would launch ranks
         return getattr(importlib.import_module(module), name)
 
 
 def last_line_in(module: str, details: str) -> str:
-    """Return the traceback's last place in the reader's file, such as " in line 12"; nothing if it was never there."""
+    """Return the traceback's last place in the reader's file, such as " in line 12"; "" if it was never there."""
     lines = re.findall(rf'{re.escape(module)}\.py", line (\d+)', details)
     return f" in line {lines[-1]}" if lines else ""

@@ -87,7 +87,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
 
 
 def _starts() -> list[tuple[list[int], int]]:
-    """Layers and bytes of a device: edges with known outcomes, then fresh ones, some of which never fit."""
+    """Yield layers and a device's bytes: edges with known outcomes, then fresh ones, some of which never fit."""
     # 4 bytes x (1,000 / N + 1,000 + 1,000 / N): 12,000 on one rank, 8,000 on two, more than 4,000 on any number
     cases = [([1_000], 12_000), ([1_000], 11_999), ([1_000], 8_000), ([1_000], 4_000), ([64] * 10, 10**9)]
     for _ in range(FRESH_CASES):

@@ -24,14 +24,14 @@ BLOCKS, BLOCK_WIDTH, TOKENS = 8, 48, 4
 
 
 def build_net() -> nn.Sequential:
-    """Three layers, the same values on every rank: (B, WIDTH) -> (B, CLASSES)."""
+    """Build three layers, with the same values on every rank: (B, WIDTH) -> (B, CLASSES)."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)]
     return nn.Sequential(*layers)
 
 
 def shard_net(world_size: int) -> nn.Sequential:
-    """The same, sharded: two layers are units, the third belongs to the root."""
+    """Build the same model, sharded: two layers are units, the third belongs to the root."""
     model, mesh = build_net(), init_device_mesh("cpu", (world_size,))
     for unit in (model[0], model[2], model):
         fully_shard(unit, mesh=mesh)
@@ -39,7 +39,7 @@ def shard_net(world_size: int) -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """The batch of all ranks: inputs (BATCH, WIDTH), labels (BATCH,)."""
+    """Return the batch of all ranks: inputs (BATCH, WIDTH), labels (BATCH,)."""
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
     return inputs, inputs[:, :CLASSES].argmax(dim=-1)
 
@@ -54,14 +54,14 @@ def mean_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def over_ranks(losses: list[Tensor]) -> list[float]:
-    """The mean over the ranks of each loss."""
+    """Return the mean of each loss over the ranks."""
     return (sum_over_ranks(torch.stack(losses)) / dist.get_world_size()).tolist()
 
 
 def plain_losses(
     model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable = list, num_steps: int = STEPS
 ) -> list[float]:
-    """Training in one process; `after_step()` is called after each step."""
+    """Train in one process, calling `after_step()` after each step; return the losses."""
     losses = []
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -74,7 +74,7 @@ def plain_losses(
 
 
 def train_averaging(model: nn.Module, rank: int, world_size: int, average: Callable[[], None]) -> list[float]:
-    """The losses of a few steps in which `average()` comes between backward and the optimiser's step."""
+    """Return the losses of a few steps, with `average()` between backward and the optimiser's step."""
     optimizer = sgd(model)
     losses = []
     for step in range(STEPS):
@@ -88,10 +88,10 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD, which sees whether a gradient is a mean or a sum; Adam would hide it."""
+    """Return SGD, which shows whether a gradient is a mean or a sum; Adam would hide it."""
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Adam with so large an `eps` that it sees it, too."""
+    """Return Adam with an `eps` so large that it shows it, too."""
     return torch.optim.Adam(parameters, lr=0.1, eps=0.1)

@@ -92,7 +92,7 @@ class SlicedBlock:
 
 
 class Onlooker:
-    """Sees which blocks have bytes, and when."""
+    """An observer of which blocks have bytes, and when."""
 
     def __init__(self, blocks: list[SlicedBlock]) -> None:
         self.blocks = blocks

@@ -71,7 +71,7 @@ def _is_named(line: Line2D) -> bool:
 
 
 def _bars(ax: Axes) -> list[str]:
-    """The lengths of the bars, row by row."""
+    """Return the lengths of the bars, row by row."""
     rows: dict[str, list[str]] = {}
     for container in ax.containers:
         if isinstance(container, BarContainer):
@@ -83,7 +83,7 @@ def _bars(ax: Axes) -> list[str]:
 
 
 def _lengths(ax: Axes, container: BarContainer) -> Iterator[tuple[str, float]]:
-    """The name of each bar's row or column, and the bar's length."""
+    """Return the name of each bar's row or column, and the bar's length."""
     lying = container.orientation == "horizontal"
     names = _row_names(ax) if lying else _tick_names(ax.xaxis)
     for bar in container.patches:

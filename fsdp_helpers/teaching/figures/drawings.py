@@ -199,7 +199,7 @@ def _unit_sizes(leaves: Mapping[str, int], units: Sequence[str]) -> dict[str, in
 
 
 def _owner(leaf: str, units: Sequence[str]) -> str:
-    """The innermost unit around a module."""
+    """Return the innermost unit around a module."""
     around = [unit for unit in units if leaf == unit or leaf.startswith(f"{unit}.")]
     return max(around, key=len, default="root")
 

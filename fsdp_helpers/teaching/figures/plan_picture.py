@@ -73,5 +73,5 @@ def _key() -> str:
 
 
 def _y(size: float, highest_bytes: float) -> float:
-    """The height of that many bytes; what is more than the axis has stays at its end."""
+    """Return the height at which `size` bytes are drawn, at most the end of the axis."""
     return BOTTOM - (BOTTOM - TOP) * min(1.0, size / highest_bytes)

@@ -42,7 +42,7 @@ def plot_waterfall(plans: Sequence[Plan], subject: str) -> tuple[Figure, Axes]:
 
 
 def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
-    """The bars of `plot_waterfall`."""
+    """Draw the bars of `plot_waterfall`."""
     places = range(len(plans))
     below = [0.0] * len(plans)
     for category in CATEGORIES.values():
@@ -64,7 +64,7 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
 
 
 def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figure, Sequence[Axes]]:
-    """For each name a grid, ranks across, device memory down: what a rank needs in GB, and whether that fits."""
+    """Plot a grid for each name, ranks across, device memory down: what a rank needs in GB, and whether it fits."""
     with figure_style():
         fig, axes = plt.subplots(1, len(plans), figsize=(9, 2.2), layout="constrained", sharey=True, squeeze=False)
         for ax, (name, rows) in zip(axes[0], plans.items(), strict=True):

@@ -44,7 +44,7 @@ HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
-    """Training loss of each step, one line per run. Where runs coincide, thin broken lines lie on thick pale ones."""
+    """Plot each step's training loss, a line per run. Where runs coincide, thin broken lines lie on thick pale ones."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
@@ -58,7 +58,7 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
 
 
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
-    """A row of digits, images (N, 1, 28, 28), titled with the label, or the prediction: "7 ≠ 1" is a wrong one."""
+    """Plot a row of digits (N, 1, 28, 28), titled with label or prediction: "7 ≠ 1" is a wrong prediction."""
     with figure_style():
         size = (0.75 * len(images), 1.1)
         fig, axes = plt.subplots(1, len(images), figsize=size, layout="constrained", squeeze=False)
@@ -87,7 +87,7 @@ def plot_memory_curve(
 
 
 def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
-    """Notes for the memory curve of a model in a single FSDP unit: what each of its jumps is, and when it comes."""
+    """Return notes for the memory curve of a model in a single FSDP unit: what each jump is, and when it comes."""
     gather = next(seen for seen in trace.collectives if seen.op == "all_gather")
     reduce = next(seen for seen in trace.collectives if seen.op == "reduce_scatter")
     forward = next(phase for phase in trace.curve.phases if phase.name == "forward")
@@ -180,7 +180,7 @@ def apart(ends: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, flo
 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
-    """One bar per rung: bytes held (solid), peak (light), its prediction (a mark) and its change; and the step time."""
+    """Plot a bar per rung: bytes held (solid), peak (light), its prediction (a mark), its change; and the step time."""
     with figure_style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
@@ -201,7 +201,7 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
 
 
 def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axes]]:
-    """For each model: bytes held (solid) and peak (light) of every strategy, and its step time."""
+    """Plot, for each model, bytes held (solid) and peak (light) of every strategy, and its step time."""
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
         fig, axes = plt.subplots(len(models), 2, figsize=(9, 0.6 + 2.4 * len(models)), layout="constrained")
@@ -219,7 +219,7 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
 
 
 def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> tuple[Figure, Axes]:
-    """One step with offload on a time line: collectives, and the copies between host and device, unit by unit."""
+    """Plot one step with offload on a time line: collectives, and copies between host and device, unit by unit."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
         draw_copies(ax, trace, copies, units)

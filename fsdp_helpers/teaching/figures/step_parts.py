@@ -107,13 +107,13 @@ def _height(name: str) -> float:
 
 
 def _kept(place: Place, rank: int) -> Iterator[Part]:
-    """The slices of parameters and optimiser state, which never leave."""
+    """Yield the slices of parameters and optimiser state, which never leave."""
     for name in ("parameters", "optimiser"):
         yield Part(shape=place.half(rank).box(TOPS[name][rank], _height(name), STATE_COLOURS[name]))
 
 
 def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """The other rank's slice of the parameters: it comes with each all-gather, and goes when the unit is freed."""
+    """Yield the other rank's parameter slice: it comes with each all-gather, and goes when the unit is freed."""
     top, its_top = TOPS["parameters"][rank], TOPS["parameters"][OTHER[rank]]
     keys: list[Key] = []
     for number, stay in enumerate(seen.stays[unit]):
@@ -125,7 +125,7 @@ def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUni
 
 
 def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """The slice of the mean, but for zero_grad; whole gradients, tensor by tensor; their halves on the way."""
+    """Yield the slice of the mean until zero_grad, whole gradients tensor by tensor, and their halves on the way."""
     top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
     reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
     begins_s = max(reduce.start_s, theirs.start_s)

@@ -72,7 +72,7 @@ def ink_on(colour: str) -> str:
 
 
 def figure_style() -> AbstractContextManager:
-    """A context in which figures are drawn. The backend is loaded first: what it sets while loading must outlive it."""
+    """Set the style within the block. The backend is loaded first, since what it sets while loading must stay."""
     plt.switch_backend(plt.get_backend())
     _describe_in_notebook()
     return plt.rc_context(STYLE)

@@ -31,7 +31,7 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
 
 
 def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None:
-    """Texts above the curve, each on a height of its own, in an order in which no line crosses a text."""
+    """Draw texts above the curve, each at its own height, in an order in which no line crosses a text."""
     peak_mb = curve.peak_bytes / MB
     in_time = sorted(notes.items(), key=lambda note: note[1])
     early = [note for note in in_time if note[1] < curve.times_s[-1] / 2]
@@ -66,7 +66,7 @@ def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
 
 
 def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> None:
-    """Collectives as bars on the first line; below them the copies of each unit, to the device and to the host."""
+    """Draw collectives as bars on the first line; below them each unit's copies, to the device and to the host."""
     lines = ("collectives", TO_DEVICE, TO_HOST)
     for phase in trace.curve.phases:
         ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
@@ -87,7 +87,7 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
 
 
 def unit_copies(copies: Sequence[OffloadCopy], units: Sequence[str]) -> list[tuple[str, str, float]]:
-    """Unit, way and time of each group of copies: one of each parameter of a unit, one after the other."""
+    """Return unit, direction and time of each group of copies: one of each parameter of a unit, in turn."""
     found: list[tuple[str, str, float]] = []
     names: set[str] = set()  # of the parameters in the last group
     for copy in copies:
@@ -100,7 +100,7 @@ def unit_copies(copies: Sequence[OffloadCopy], units: Sequence[str]) -> list[tup
 
 
 def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms: float) -> None:
-    """A bar for each collective; those too narrow for a number are added up in a note at the end of the row."""
+    """Draw a bar for each collective; those too narrow for a number are added up in a note at the end of the row."""
     narrow = []
     for seen in collectives:
         width_ms = 1e3 * (seen.end_s - seen.start_s)

@@ -17,7 +17,7 @@ from fsdp_helpers.training.worker import first_batches
 
 
 def train_ddp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
-    """Data parallelism in a dozen lines: the same model everywhere, gradients averaged after backward."""
+    """Train data-parallel in a dozen lines: the same model everywhere, gradients averaged after backward."""
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
     model = build_model(config.model, dropout=config.dropout).to(rank_device())
@@ -70,7 +70,7 @@ class FlatUnit:
         self.free()
 
     def gather(self) -> None:
-        """All-gather: every rank's slice becomes the whole, and the module's parameters are views of it."""
+        """All-gather the slices of all ranks into the whole tensor, and make the module's parameters views of it."""
         whole = self.shard.new_empty(sum(self.sizes) + self.padding)
         dist.all_gather_into_tensor(whole, self.shard.data)
         views = whole[: sum(self.sizes)].split(self.sizes)
@@ -78,7 +78,7 @@ class FlatUnit:
             parameter.data = view.view(shape)
 
     def reduce_gradients(self) -> None:
-        """Reduce-scatter: whole gradients, summed over the ranks, and each rank gets its slice of the mean."""
+        """Reduce-scatter the whole gradients: summed over the ranks, so that each rank gets a slice of the mean."""
         whole = self._flatten([parameter.grad for parameter in self.parameters])
         self.shard.grad = torch.empty_like(self.shard)
         dist.reduce_scatter_tensor(self.shard.grad, whole)
@@ -96,7 +96,7 @@ class FlatUnit:
 
 
 def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
-    """Sharded data parallelism with one unit: gather, forward, backward, reduce-scatter, free, step on the slice."""
+    """Train sharded, with one unit: gather, forward, backward, reduce-scatter, free, step on the slice."""
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
     model = build_model(config.model, dropout=config.dropout).to(rank_device())
@@ -120,7 +120,7 @@ def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[
 
 
 def train_by_fully_shard(rank: int, world_size: int, config: TrainConfig) -> list[float]:
-    """Sharded data parallelism by PyTorch, with one unit: FSDP2 gathers, reduces and frees in hooks of its own."""
+    """Train sharded by PyTorch, with one unit: FSDP2 gathers, reduces and frees in its own hooks."""
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
     model = build_model(config.model, dropout=config.dropout).to(rank_device())

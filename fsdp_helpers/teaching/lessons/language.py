@@ -108,7 +108,7 @@ def backward_by_tokens(model: nn.Module, parts: Sequence[Batch], loss: Loss | No
 
 
 def backward_by_means(model: nn.Module, parts: Sequence[Batch], loss: Loss | None = None) -> Tensor:
-    """The usual mistake: a mean over the tokens of each part, then over the parts, and over the ranks."""
+    """Make the usual mistake: a mean over the tokens of each part, then over the parts, then over the ranks."""
     total = torch.zeros((), device=rank_device())
     for index, (numbers, targets) in enumerate(parts):
         if isinstance(model, FSDPModule):

@@ -79,7 +79,7 @@ def train_fsdp2(
 
 
 def norms_by_both(rank: int, world_size: int, config: TrainConfig) -> dict[str, list[float]]:
-    """The gradient norm of each step by either training, of the same model on the same images, in two parts each."""
+    """Return each step's gradient norm in both trainings, of the same model on the same images, in two parts each."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     batches = first_batches(rank, world_size, config)
     steps = [list(zip(images.chunk(2), labels.chunk(2), strict=True)) for images, labels in batches]

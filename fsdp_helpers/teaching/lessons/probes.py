@@ -44,7 +44,7 @@ def show_all_reduce(rank: int, world_size: int) -> tuple[list[float], list[float
 
 
 def gradient_norm(rank: int, world_size: int, config: TrainConfig, average: bool) -> float:
-    """The norm of the first step's gradient after an all-reduce, with or without the division by the ranks."""
+    """Return the norm of the first step's gradient after an all-reduce, divided by the number of ranks or not."""
     images, labels = first_batches(rank, world_size, config)[0]
     torch.manual_seed(config.seed)
     model = build_model(config.model, dropout=False).to(rank_device())
@@ -55,7 +55,7 @@ def gradient_norm(rank: int, world_size: int, config: TrainConfig, average: bool
 
 
 def describe_sharded(rank: int, world_size: int, config: TrainConfig) -> tuple[str, list[tuple[str, str, list, list]]]:
-    """The printed model after sharding; and name, type, whole shape and local shape of each of its parameters."""
+    """Return the printed sharded model; and name, type, whole shape and local shape of each parameter."""
     model = APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config)
     parameters = []
     for name, parameter in model.named_parameters():
@@ -65,7 +65,7 @@ def describe_sharded(rank: int, world_size: int, config: TrainConfig) -> tuple[s
 
 
 def nest_by_hand(rank: int, world_size: int) -> str:
-    """FSDP1 without a policy: `wrap` marks the units, while `enable_wrap` says what to wrap them with."""
+    """Use FSDP1 without a policy: `wrap` marks the units, and `enable_wrap` says what to wrap them with."""
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=rank_device(), use_orig_params=True):
         model = wrap(
             nn.Sequential(
@@ -78,7 +78,7 @@ def nest_by_hand(rank: int, world_size: int) -> str:
 
 
 def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tuple[float, float]:
-    """The norm of what this rank keeps of the first step's gradient, and the norm that clipping works with."""
+    """Return the norm of this rank's slice of the first step's gradient, and the norm that clipping works with."""
     images, labels = first_batches(rank, world_size, config)[0]
     torch.manual_seed(config.seed)
     model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
@@ -90,7 +90,7 @@ def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tupl
 
 
 def train_your_own(rank: int, world_size: int) -> list[float]:
-    """Any module, any loop: here two transformer layers, each a unit, and two steps of SGD."""
+    """Train any module in any loop: here two transformer layers, each a unit, and two steps of SGD."""
     device = rank_device()
     layers = [nn.TransformerEncoderLayer(128, nhead=4, batch_first=True) for _ in range(2)]
     model = nn.Sequential(*layers)
@@ -114,7 +114,7 @@ def train_your_own(rank: int, world_size: int) -> list[float]:
 
 
 def losses_when_built(rank: int, world_size: int, when: str) -> list[float]:
-    """Four losses of one linear layer, whose optimiser is built "before" or "after" `fully_shard`."""
+    """Return four losses of one linear layer, whose optimiser is built "before" or "after" `fully_shard`."""
     torch.manual_seed(0)
     model = nn.Linear(8, 1).to(rank_device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # it holds the whole parameters ...
@@ -133,7 +133,7 @@ def losses_when_built(rank: int, world_size: int, when: str) -> list[float]:
 
 
 def dtypes_in_forward(rank: int, world_size: int, way: str) -> dict[str, str]:
-    """The dtype of a weight in forward, of what layers return, of the loss, and of the gradient that is kept.
+    """Return the dtypes of a weight in forward, of the layers' outputs, of the loss and of the gradient that is kept.
 
     `way` is "policy" (FSDP's, for the whole model), "norm apart" (a policy of its own for the norm) or "autocast".
     """
@@ -158,7 +158,7 @@ def dtypes_in_forward(rank: int, world_size: int, way: str) -> dict[str, str]:
 
 
 def add_up_without(rank: int, world_size: int, stopped: int) -> float:
-    """Ranks that add up ones, but for one that is stopped before: as by a debugger, or a machine that hangs."""
+    """Add up ones over the ranks, one of which is stopped before, as by a debugger or a machine that hangs."""
     total = torch.ones(1)
     if rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -32,7 +32,7 @@ LEARNING_RATE = 0.01  # of SGD, which sees whether a gradient is right; Adam wou
 
 
 def cut_by_class(rank: int, world_size: int, shape: ViTShape) -> dict[str, list[str]]:
-    """The units of three ways to say "one per block": FSDP1's two policies, and a loop over the blocks with FSDP2."""
+    """Return the units of three ways to say "one per block": FSDP1's two policies, and FSDP2's loop over the blocks."""
     policies = {
         "FSDP1, ModuleWrapPolicy": ModuleWrapPolicy({Block}),
         "FSDP1, transformer_auto_wrap_policy": partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
@@ -77,7 +77,7 @@ def order_of_forward(rank: int, world_size: int, shape: ViTShape, ahead: int) ->
 
 
 def note(name: str, module: nn.Module, inputs: tuple) -> None:
-    """A mark in the profiler's trace."""
+    """Leave a mark in the profiler's trace."""
     with record_function(name):
         pass
 
@@ -88,7 +88,7 @@ def note(name: str, module: nn.Module, inputs: tuple) -> None:
 def sgd_losses(
     model: nn.Module, batches: list[tuple[Tensor, Tensor]], optimizer: torch.optim.Optimizer | None = None
 ) -> list[float]:
-    """One step for each batch; the mean of each step's loss over the ranks."""
+    """Take a step for each batch; return the mean of each step's loss over the ranks."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for images, labels in batches:
@@ -101,13 +101,13 @@ def sgd_losses(
 
 
 def seeded_model(config: TrainConfig) -> nn.Module:
-    """The same on every rank."""
+    """Build the model with the same values on every rank."""
     torch.manual_seed(config.seed)
     return build_model(config.model).to(rank_device())
 
 
 def losses_compiled(rank: int, world_size: int, config: TrainConfig, backend: str | None) -> list[float]:
-    """Losses of a model whose blocks are compiled one by one, and then sharded; None leaves them as they are."""
+    """Return the losses of a model whose blocks are compiled one by one and then sharded; None compiles nothing."""
     model = seeded_model(config)
     # Ranks share the cores: one compiler for each instead of a pool, no trial of every kind of vector first, and no
     # compiled headers, which would stay in the folder for temporary files.
@@ -145,9 +145,9 @@ def shard_in_two_dimensions(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def train_in_two_dimensions(
     rank: int, world_size: int, config: TrainConfig
 ) -> tuple[list[float], list[tuple[str, str, list[int], list[int]]], dict[str, int]]:
-    """Losses with pairs of ranks that share the arithmetic of each block, and FSDP across the pairs.
+    """Return the losses with pairs of ranks that share each block's arithmetic, and FSDP across the pairs.
 
-    Besides: of one block's parameters the name, placements, whole shape and local shape; and a last step's collectives.
+    Also name, placements, whole shape and local shape of one block's parameters; and a last step's collectives.
     """
     mesh = init_device_mesh(rank_device().type, (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
     model = shard_in_two_dimensions(seeded_model(config), mesh)
@@ -167,7 +167,7 @@ def train_in_two_dimensions(
 
 
 def losses_unsharded(rank: int, world_size: int, config: TrainConfig) -> list[float]:
-    """The same steps in one process."""
+    """Return the losses of the same steps in one process."""
     return sgd_losses(seeded_model(config), first_batches(rank, world_size, config))
 
 

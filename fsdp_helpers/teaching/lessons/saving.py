@@ -37,7 +37,7 @@ Built = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSched
 
 
 def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str) -> list[SavingRecord]:
-    """One training state, saved in three ways: time, bytes on disk and memory of each."""
+    """Save one training state in three ways; return time, bytes on disk and memory of each."""
     with trace_memory(rank_device()) as trace:
         model, optimizer = trained_for_a_step(rank, world_size, config)
         writing_group = dist.new_group(backend="gloo")  # for the thread that writes in the background
@@ -76,7 +76,7 @@ def _finish(writing: Future | None) -> None:
 
 
 def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> None:
-    """The most common accident: it looks right, since one rank is enough to write a file."""
+    """Cause the most common accident: it looks right, since one rank is enough to write a file."""
     model, optimizer = trained_for_a_step(rank, world_size, config)
     if rank == 0:
         save_full(f"{folder}/model.pt", model, optimizer)  # gathering takes all ranks, and only this one came
@@ -84,13 +84,13 @@ def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> 
 
 
 def save_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The heart of `save`: every rank writes the slices that it keeps, under the names of the plain model."""
+    """Do what is at the heart of `save`: every rank writes its slices, under the names of the plain model."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # moments, and settings such as the learning rate
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
 
 def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The heart of `load`: every rank reads what it keeps now, from whichever files it is in."""
+    """Do what is at the heart of `load`: every rank reads what it keeps now, from whichever files have it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)  # fills them
@@ -138,7 +138,7 @@ def save_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.o
 
 
 def load_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """`dcp.load` fills what is in the dict; of a new optimiser there is nothing in it yet."""
+    """Load with `dcp.load`, which fills what is in the dict; for a new optimiser there is nothing in it yet."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
@@ -148,7 +148,7 @@ def load_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.o
 def resume_through(
     rank: int, world_size: int, config: TrainConfig, way: str, folder: str
 ) -> tuple[int, int, list[float]]:
-    """Train half of the steps, save, start anew, load and go on, with the lines of "slices" or of "plain" above.
+    """Train half of the steps, save, start again, load and go on, with the lines of "slices" or of "plain" above.
 
     Returns for how many parameters the optimiser had a state before the load and after it, and the losses.
     """
@@ -170,7 +170,7 @@ def resume_through(
 
 
 def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:
-    """Train half of the steps, save, start anew and load: what if one thing does not come back?
+    """Train half of the steps, save, start again and load: what if one thing does not come back?
 
     `lost` is "nothing", "optimiser", "schedule" or "data position".
     """
@@ -195,7 +195,7 @@ def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, f
 
 
 def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: int) -> RunRecord:
-    """`train_worker`, but rank 0 is ended without warning while it writes its part of the checkpoint of `step`."""
+    """Run `train_worker`, and kill rank 0 while it writes its part of the checkpoint of `step`."""
 
     def end_while_writing(event: str, details: tuple) -> None:
         if event == "open" and str(details[0]).endswith(f"{UNFINISHED}{checkpoint_name(step)}/__0_0.distcp"):
@@ -206,7 +206,7 @@ def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: i
 
 
 def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and an optimiser with a state worth saving."""
+    """Return a model and an optimiser with a state worth saving."""
     dataset = load_rank_data(config, rank_device())
     model, optimizer, schedule = _build(config, seed=config.seed)
     _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)
@@ -230,7 +230,7 @@ def _optimise(
 def _train_steps(
     rank: int, world_size: int, config: TrainConfig, dataset: Dataset, built: Built, first_step: int, count: int
 ) -> list[float]:
-    """The mean losses over the global batch of `count` steps, the learning rate falling after each."""
+    """Take `count` steps, with a falling learning rate; return each one's mean loss over the global batch."""
     model, optimizer, schedule = built
     losses = []
     batches = config_batches(dataset, config, rank, world_size, epoch=0, first_step=first_step)

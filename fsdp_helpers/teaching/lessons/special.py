@@ -56,7 +56,7 @@ def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
-    """Losses, the number of parameters that the optimiser has, and the largest difference of the two ends afterwards.
+    """Return losses, the optimiser's number of parameters, and the largest difference of the two ends afterwards.
 
     `cut` is that of `cut_tied`, or "not sharded".
     """
@@ -77,7 +77,7 @@ def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, 
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The whole values, on every rank."""
+    """Return the whole values, on every rank."""
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
@@ -135,7 +135,7 @@ def train_frozen(
 
 
 def train_ignoring(rank: int, world_size: int, shape: ViTShape, averaged: bool) -> tuple[str, float]:
-    """The type of an ignored parameter, and how far it lies apart on the ranks after a few steps.
+    """Return the type of an ignored parameter, and how far apart the ranks' copies are after a few steps.
 
     With `averaged`, its gradient is averaged by hand.
     """
@@ -159,7 +159,7 @@ def train_ignoring(rank: int, world_size: int, shape: ViTShape, averaged: bool) 
 
 
 def largest_gap(values: Tensor) -> float:
-    """The largest difference between any two ranks' values."""
+    """Return the largest difference between any two ranks' values."""
     everywhere = torch.stack(gather_over_ranks(values.cpu()))
     return (everywhere.max(dim=0).values - everywhere.min(dim=0).values).max().item()
 
@@ -177,7 +177,7 @@ class BufferRecord:
 
 
 def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecord:
-    """Batch norm keeps a running mean of what it sees, in a buffer. `strategy` is "ddp", "fsdp1" or "fsdp2"."""
+    """Train with batch norm, whose running mean is a buffer. `strategy` is "ddp", "fsdp1" or "fsdp2"."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(8)
     model = nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 1)).to(rank_device())

@@ -43,7 +43,7 @@ class WaveViT(ViT):
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """One unit per block, and the root for all that is left."""
+    """Make each block a unit, and the root a unit of all that is left."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -56,21 +56,21 @@ def start_whole(build: Build, mesh: DeviceMesh) -> nn.Module:
 
 
 def start_on_meta(build: Build, mesh: DeviceMesh) -> nn.Module:
-    """Shapes first, then room for this rank's slices. What is in the room is garbage, in buffers too."""
+    """Start with shapes, then allocate this rank's slices. Their content is garbage, in buffers too."""
     with torch.device("meta"):
         model = build()
     return shard_blocks(model, mesh).to_empty(device=rank_device())
 
 
 def fill_buffers(model: nn.Module) -> None:
-    """Buffers that are in no file. The method's name is ours, and each module that has such buffers needs one."""
+    """Fill the buffers that no file has. The method's name is ours; each module with such buffers needs one."""
     for module in model.modules():
         if hasattr(module, "fill_buffers"):
             module.fill_buffers()
 
 
 def draw_own_slices(build: Build, mesh: DeviceMesh) -> nn.Module:
-    """Every rank draws the values of its own slices."""
+    """Let every rank draw the values of its own slices."""
     model = start_on_meta(build, mesh)
     torch.manual_seed(SEED + dist.get_rank())  # with one seed for all, every rank would draw the same rows
     warnings.filterwarnings(
@@ -84,7 +84,7 @@ def draw_own_slices(build: Build, mesh: DeviceMesh) -> nn.Module:
 
 
 def draw_layer_by_layer(build: Build, mesh: DeviceMesh) -> nn.Module:
-    """The values of a plain start: every rank draws each layer whole, keeps its rows of it, and lets it go."""
+    """Get the values of a plain start: every rank draws each layer whole, keeps its rows, and frees the rest."""
     model = start_on_meta(build, mesh)
     with torch.device("meta"):
         plain = build()
@@ -100,7 +100,7 @@ def draw_layer_by_layer(build: Build, mesh: DeviceMesh) -> nn.Module:
 
 
 def in_order_of_construction(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules, children before their parent: a module draws its own values when its children are there."""
+    """Yield names and modules, children before their parent: a module draws its values when its children are there."""
     for name, child in module.named_children():
         yield from in_order_of_construction(child, f"{prefix}{name}.")
     yield prefix.removesuffix("."), module
@@ -115,7 +115,7 @@ def keep_own_rows(layer: nn.Module, sharded: nn.Module) -> None:
 
 
 def take_from_rank_0(build: Build, mesh: DeviceMesh) -> nn.Module:
-    """Rank 0 has the whole model in its host memory, and sends it tensor by tensor."""
+    """Keep the whole model in rank 0's host memory, and send it tensor by tensor."""
     whole = {}
     if dist.get_rank() == 0:
         torch.manual_seed(SEED)
@@ -124,13 +124,13 @@ def take_from_rank_0(build: Build, mesh: DeviceMesh) -> nn.Module:
 
 
 def load_from_file(build: Build, mesh: DeviceMesh, path: str) -> nn.Module:
-    """Rank 0 maps the file into memory, so that a tensor is read when it is sent."""
+    """Map the file into rank 0's memory, so that a tensor is read when it is sent."""
     whole = torch.load(path, mmap=True, weights_only=True) if dist.get_rank() == 0 else {}
     return receive(build, mesh, whole)
 
 
 def read_own_rows(build: Build, mesh: DeviceMesh, path: str) -> nn.Module:
-    """Each rank reads its own rows out of a safetensors file: nobody has more of a tensor, and nothing is sent."""
+    """Let each rank read its own rows from a safetensors file: no rank has more of a tensor, and nothing is sent."""
     model = start_on_meta(build, mesh)
     with safe_open(path, framework="np") as file, torch.no_grad():  # as "pt" the mapped file would count as allocated
         for name, parameter in model.named_parameters():
@@ -143,7 +143,7 @@ def read_own_rows(build: Build, mesh: DeviceMesh, path: str) -> nn.Module:
 
 
 def receive(build: Build, mesh: DeviceMesh, whole: dict[str, torch.Tensor]) -> nn.Module:
-    """Each rank keeps its rows of every tensor that rank 0 sends; `whole` is empty on all other ranks."""
+    """Keep this rank's rows of every tensor that rank 0 sends; `whole` is empty on all other ranks."""
     model = start_on_meta(build, mesh)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=options)
@@ -152,7 +152,7 @@ def receive(build: Build, mesh: DeviceMesh, whole: dict[str, torch.Tensor]) -> n
 
 
 def start_fsdp1(build: Build, mesh: DeviceMesh) -> nn.Module:
-    """FSDP1 asks for a unit's values when it wraps the unit: whole, and then cut."""
+    """Start FSDP1, which asks for a unit's values when it wraps the unit: whole, and then cut."""
 
     def draw(module: nn.Module) -> None:
         module.to_empty(device=rank_device(), recurse=False)

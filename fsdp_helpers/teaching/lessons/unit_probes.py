@@ -23,7 +23,7 @@ from fsdp_helpers.training.worker import first_batches
 
 
 def transformer_in_units(root: bool | None = None, blocks: bool | int = True) -> nn.Module:
-    """A small transformer, each block a unit; `root` and `blocks` say what is freed after forward."""
+    """Build a small transformer, each block a unit; `root` and `blocks` say what is resharded after forward."""
     model = build_model("vit").to(rank_device())
     mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
     for block in model.blocks:
@@ -37,7 +37,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def own_bytes(model: nn.Module) -> dict[str, int]:
-    """The bytes that this rank has now of the parameters of the root, and of all blocks together."""
+    """Return the bytes that this rank now has of the root's parameters, and of all blocks' together."""
     found = {"root": 0, "blocks": 0}
     for name, parameter in model.named_parameters():
         found["blocks" if name.startswith("blocks.") else "root"] += local_part(parameter).nbytes
@@ -60,7 +60,7 @@ def between_forward_and_backward(rank: int, world_size: int, choices: Sequence[b
 
 
 def doubled_after_evaluation(rank: int, world_size: int, reshard_first: bool) -> dict[str, float]:
-    """The output of one layer, a root, around a change of its parameters that follows an evaluation."""
+    """Return the output of one layer, a root, before and after its parameters change, following an evaluation."""
     torch.manual_seed(0)
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = fully_shard(nn.Linear(8, 1).to(rank_device()), mesh=mesh)
@@ -79,7 +79,7 @@ def doubled_after_evaluation(rank: int, world_size: int, reshard_first: bool) ->
 
 
 def copies_apart(rank: int, world_size: int, seed_per_rank: bool) -> dict[str, float]:
-    """Hybrid sharding, two copies, started from meta: the largest difference between them, before and after 5 steps."""
+    """Start two hybrid copies from meta; return the largest difference between them, before and after 5 steps."""
     warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws its own values
     mesh = init_device_mesh(rank_device().type, (2, world_size // 2), mesh_dim_names=("copies", "slices"))
     with torch.device("meta"):
@@ -104,7 +104,7 @@ def largest_difference(tensor: Tensor, group: dist.ProcessGroup) -> float:
 
 
 def offloaded_step(rank: int, world_size: int, config: TrainConfig) -> tuple[StepTrace, list[OffloadCopy]]:
-    """The last of a few steps with FSDP2's offload policy: its collectives, and the copies that the policy asks for."""
+    """Take a few steps with FSDP2's offload policy; return the last one's collectives, and the policy's copies."""
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
     with trace_memory(rank_device()) as trace:

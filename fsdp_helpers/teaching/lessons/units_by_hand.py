@@ -61,7 +61,7 @@ class HookedUnit:
             self.free()
 
     def reduce_gradients(self) -> None:
-        """Reduce-scatter: each rank gets its slice of the mean gradient; the whole gradients go."""
+        """Reduce-scatter the gradients: each rank gets its slice of the mean, and the whole gradients are freed."""
         whole = self._flatten([parameter.grad for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.grad = None
@@ -90,7 +90,7 @@ def shard_by_hand(model: nn.Module, rank: int, world_size: int) -> list[nn.Param
 
 
 def shard_by_torch(model: nn.Module, rank: int, world_size: int) -> list[nn.Parameter]:
-    """The same units by FSDP2: each block, and the root last."""
+    """Make the same units with FSDP2: each block, and the root last."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

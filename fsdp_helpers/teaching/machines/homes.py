@@ -37,7 +37,7 @@ def look_around(rank: int, world_size: int) -> dict[str, str]:
 
 
 def write_own_variables(folder: Path) -> None:
-    """As a rank that something else started: into a file of its own."""
+    """Write the variables of this rank, which something else started, into a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(own_variables()))
 
@@ -48,7 +48,7 @@ def read_variables(folder: Path) -> list[dict[str, str]]:
 
 
 def side_by_side(homes: dict[str, dict[str, str]]):
-    """A table: one row per variable, one column per home; a dash if a home does not set it."""
+    """Show a table: one row per variable, one column per home; a dash if a home does not set it."""
     rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
     return table(["variable", *homes], [row for row in rows if set(row[1:]) != {"–"}])
 
@@ -57,13 +57,13 @@ def side_by_side(homes: dict[str, dict[str, str]]):
 
 
 def torchrun_command(*arguments: object) -> list[str]:
-    """`torchrun ARGUMENTS`, with the interpreter of this kernel."""
+    """Return the command `torchrun ARGUMENTS`, with this kernel's interpreter."""
     return [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
 
 
 @contextmanager
 def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
-    """Commands that run side by side; whatever still runs at the end of the block is asked to end, and then ended."""
+    """Start commands side by side; at the end of the block ask those that still run to end, then kill them."""
     settings = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
@@ -97,7 +97,7 @@ def own_gpu(number: int) -> dict[str, str]:
 
 
 def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
-    """The outputs of commands that run side by side, and have to end well."""
+    """Run commands concurrently and return their outputs; raise if any fails."""
     with started(*commands, **variables) as processes:
         outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
@@ -107,14 +107,14 @@ def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """Return a port that nobody is listening on right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def lines_with(text: str, *parts: str) -> str:
-    """The lines that contain any of `parts`."""
+    """Return the lines that contain any of `parts`."""
     return "\n".join(line for line in text.splitlines() if any(part in line for part in parts))
 
 
@@ -122,20 +122,20 @@ def lines_with(text: str, *parts: str) -> str:
 
 
 def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
-    """The process of a rank below a torchrun."""
+    """Return the process of a rank below a torchrun."""
     (found,) = [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == str(rank)]
     return found
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
-    """Kill -9 for one rank, as soon as `after` is there; then the output of torchrun, to its end."""
+    """Kill one rank (-9) as soon as `after` is there; then return torchrun's output, to its end."""
     wait_for(after, torchrun)
     worker_of(torchrun, rank).kill()
     return torchrun.communicate(timeout=TIMEOUT_S)[0]
 
 
 def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
-    """Until a rank prints such a line. Raises RuntimeError if the run ends before."""
+    """Wait until a rank prints such a line. Raises RuntimeError if the run ends before."""
     for line in torchrun.stdout:
         if line.startswith(beginning):
             return
@@ -143,7 +143,7 @@ def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
 
 
 def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
-    """Until a checkpoint is there. Raises RuntimeError if the run ends before, or takes too long."""
+    """Wait until a checkpoint is there. Raises RuntimeError if the run ends before, or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:

@@ -44,7 +44,7 @@ class XlaTimeout(TimeoutError):
 
 
 def find_python() -> Path:
-    """The interpreter that has torch_xla: FSDP_XLA_PYTHON, else the one that `make xla` built.
+    """Return the interpreter that has torch_xla: FSDP_XLA_PYTHON, else the one that `make xla` built.
 
     Raises XlaMissing if there is neither, ValueError if the variable names no file.
     """
@@ -79,7 +79,7 @@ def run_script(
 
 
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
-    """One file of whole tensors from those of all replicas, by the library's own command, and then as safetensors.
+    """Make one file of whole tensors from all replicas' files, by the library's own command, then as safetensors.
 
     The file has the names of the plain model, as what `fsdp_helpers.consolidate` writes. Raises as `run_script` does.
     """
@@ -102,7 +102,7 @@ def settings_of_run(
     checkpoint: bool = False,
     **more: object,
 ) -> dict:
-    """One run of train.py: `cut` is "nested", "size", "transformer" or None; all steps, unless `steps` says which."""
+    """Return a run of train.py: `cut` is "nested", "size", "transformer" or None; `steps` says which, by default all."""
     given = {"name": name, "model": model, "cut": cut, "flatten": flatten, "reshard": reshard, "checkpoint": checkpoint}
     return {**given, "steps": (0, None), **more}
 
@@ -179,7 +179,7 @@ def kept(key: str, why: str) -> object:
 
 
 def listing(name: str, *functions: str) -> Markdown:
-    """Functions of notebooks/xla/NAME.py, as they stand there, highlighted."""
+    """Show functions of notebooks/xla/NAME.py, highlighted."""
     code = (SCRIPTS / f"{name}.py").read_text()
     found = {node.name: ast.get_source_segment(code, node) for node in ast.parse(code).body if hasattr(node, "name")}
     return Markdown("```python\n" + "\n\n\n".join(found[function] for function in functions) + "\n```")

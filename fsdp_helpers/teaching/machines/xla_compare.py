@@ -28,7 +28,7 @@ SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's slice 
 
 
 def write_inputs(folder: Path, *, steps: int, batch: int, models: Sequence[str]) -> None:
-    """The batches of all steps, from the bundled digits, and the parameters that each network begins with."""
+    """Write the batches of all steps, from the bundled digits, and the parameters that each network begins with."""
     digits = load_data(folder).train  # a folder without MNIST
     drawn = rank_batches(digits, rank=0, world_size=1, global_batch_size=batch, seed=0, epoch=0)
     images, labels = (torch.stack(part) for part in zip(*islice(drawn, steps), strict=True))
@@ -40,7 +40,7 @@ def write_inputs(folder: Path, *, steps: int, batch: int, models: Sequence[str])
 
 
 def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
-    """The loss of each step in one process, without sharding, and the trained network."""
+    """Train in one process, without sharding; return the loss of each step and the network."""
     model = start_model(folder, name)
     optimizer = start_optimizer(model)
     losses = [_step(model, optimizer, images, labels).item() for images, labels in read_batches(folder)]
@@ -48,7 +48,7 @@ def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
 
 
 def train_fsdp2(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
-    """The same on ranks, with FSDP2: mean losses, what a rank keeps, and the collectives of the last step."""
+    """Train the same with FSDP2; return mean losses, what a rank keeps, and the last step's collectives."""
     model = shard_units(start_model(folder, name), units, world_size)
     optimizer = start_optimizer(model)
     losses = []
@@ -91,7 +91,7 @@ def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[s
 
 
 def shard_units(model: nn.Module, units: Sequence[str], world_size: int) -> nn.Module:
-    """FSDP2: the modules of those names are units, and the rest is the root."""
+    """Shard with FSDP2: the modules of those names are units, and the rest is the root."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     for name in units:
         fully_shard(model.get_submodule(name), mesh=mesh)
@@ -110,7 +110,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, la
 
 
 def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
-    """The values of each parameter tensor, unit by unit, the root first."""
+    """Return the values of each parameter tensor, unit by unit, the root first."""
     found = {name: [] for name in ("", *units)}
     for name, parameter in model.named_parameters():
         owner = next((unit for unit in units if name.startswith(f"{unit}.")), "")
@@ -119,7 +119,7 @@ def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
 
 
 def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: bool = False) -> int:
-    """Values that one XLA replica keeps: a slice of each tensor or, flattened, of each unit's one tensor.
+    """Count the values that an XLA replica keeps: a slice of each tensor or, flattened, of each unit's one tensor.
 
     Each is filled up until its slices have a multiple of 128 values (`_shard_size_multiple` of the library).
     """
@@ -129,7 +129,7 @@ def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: boo
 
 
 def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, reshard: bool = True) -> dict[str, int]:
-    """All-gathers and reduce-scatters of one XLA step: per tensor or, flattened, per unit.
+    """Count the all-gathers and reduce-scatters of an XLA step: per tensor or, flattened, per unit.
 
     The root is gathered once, since it stays whole from forward to backward; so is every unit that is not resharded.
     """
@@ -138,18 +138,18 @@ def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, res
 
 
 def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
-    """The losses of a run over the global batch: the mean over its replicas, whose parts are equally large."""
+    """Return the losses of a run over the global batch: the mean over its replicas, whose parts are equally large."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest difference between two lists of losses, step by step."""
+    """Return the largest difference between two lists of losses, step by step."""
     pairs = np.array(list(zip(losses, others, strict=True)))
     return float(np.abs(pairs[:, 0] - pairs[:, 1]).max())  # not a number if one of them is none
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """All of `runs` have the losses of `plain` training. Raises ValueError for one that has not."""
+    """Compare the losses of all `runs` with those of `plain` training. Raises ValueError if one differs."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= TOLERANCE:

@@ -16,17 +16,17 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 
 def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """The global batch of every step: images (B, 1, 28, 28) and labels (B,)."""
+    """Return the global batch of every step: images (B, 1, 28, 28) and labels (B,)."""
     with np.load(folder / "batches.npz") as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
     return list(zip(images, labels, strict=True))
 
 
 def start_model(folder: Path, name: str) -> nn.Module:
-    """The named network with the parameters that everyone begins with.
+    """Build the named network with the parameters that everyone begins with.
 
-    A transformer has GELU here. With ReLU, an input as small as rounding falls on this or that side of zero, which
-    makes two correct trainings part by more than rounding.
+    A transformer has GELU here. With ReLU, rounding can put a tiny input on either side of zero, which makes two
+    correct trainings differ by more than rounding.
     """
     model = build_model(name, dropout=False)
     for module in model.modules():
@@ -38,5 +38,5 @@ def start_model(folder: Path, name: str) -> nn.Module:
 
 
 def start_optimizer(model: nn.Module) -> torch.optim.SGD:
-    """SGD with momentum over what `model` has: all of it or, once it is wrapped, the slices."""
+    """Return SGD with momentum over what `model` has: all of it or, once it is wrapped, the slices."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)

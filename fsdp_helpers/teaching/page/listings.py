@@ -38,7 +38,7 @@ class Listing:
         self.code, self.caption, self.language = code, caption, language
 
     def _repr_html_(self) -> str:
-        """Asked for by IPython; the listing can be reached, and scrolled, by keyboard."""
+        """Return what IPython shows; the listing can be reached, and scrolled, by keyboard."""
         caption = escape(self.caption)
         return (
             f'<div style="{FRAME}"><div style="{CAPTION}">{caption}</div>'
@@ -46,12 +46,12 @@ class Listing:
         )
 
     def __repr__(self) -> str:
-        """For whatever shows no HTML."""
+        """Return the listing as text, for front ends that show no HTML."""
         return f"# {self.caption}\n\n{self.code}"
 
 
 class SideBySide:
-    """Listings in one row; each scrolls by itself."""
+    """Listings in one row, each with its own scroll bar."""
 
     def __init__(self, *listings: Listing) -> None:
         self.listings = listings
@@ -65,7 +65,7 @@ class SideBySide:
 
 
 def coloured(code: str, language: str) -> str:
-    """`code` as HTML, neighbours of one colour together."""
+    """Return `code` as HTML, with neighbours of one colour together."""
     tokens = ((_colour(kind), text) for kind, text in lex(code, get_lexer_by_name(language, stripnl=False)))
     return "".join(_parts(tokens)).rstrip("\n")
 
@@ -77,7 +77,7 @@ def _parts(tokens: Iterator[tuple[str | None, str]]) -> Iterator[str]:
 
 
 def _colour(kind: _TokenType) -> str | None:
-    """The colour of this kind of token, or of the next more general kind that has one."""
+    """Return the colour of this kind of token, or of the next more general kind that has one."""
     while kind is not None and kind not in COLOURS:
         kind = kind.parent
     return COLOURS.get(kind)

@@ -23,7 +23,7 @@ Import = tuple[str, str, str]  # module, name in it ("" for the module itself), 
 
 
 def source(*objects: Callable | type) -> Listing:
-    """The source of functions or classes, as a worker runs it, below the imports that it needs: it can be copied."""
+    """Show the source of functions or classes, as a worker runs it, below the imports it needs: it can be copied."""
     parts = [textwrap.dedent(inspect.getsource(shown)) for shown in objects]
     imports = needed_imports(*objects)
     return Listing("\n\n".join([imports, *parts] if imports else parts), _places(objects))
@@ -38,13 +38,13 @@ def _places(objects: Sequence[Callable | type]) -> str:
 
 
 def _short_path(shown: Callable | type) -> str:
-    """The file, from the folder of its package on; of a module without a package, the file alone."""
+    """Return the file's path from its package's folder on; for a module without a package, the file alone."""
     path, module = Path(inspect.getsourcefile(shown)), inspect.getmodule(shown)
     return "/".join(path.parts[-1 - module.__name__.count(".") :]) if module.__package__ else path.name
 
 
 def needed_imports(*objects: Callable | type) -> str:
-    """The import statements for all names that `objects` use and their modules import or define, and for no other."""
+    """Return import statements for exactly those names that `objects` use and their modules import or define."""
     found: set[Import] = set()
     names = {thing.__name__ for thing in objects}
     for thing in objects:
@@ -72,7 +72,7 @@ def _global_names(code: str) -> set[str]:
 
 
 def _provided(module: ModuleType) -> Iterator[Import]:
-    """All that `module` imports at its top, and all that it defines there."""
+    """Return everything that `module` imports and defines at its top level."""
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", alias.asname or alias.name.split(".")[0]) for alias in node.names)
@@ -86,7 +86,7 @@ def _provided(module: ModuleType) -> Iterator[Import]:
 
 
 def _statements(imports: set[Import]) -> Iterator[str]:
-    """One `import` for each module, one `from` for all that comes out of the same one."""
+    """Return one `import` for each module, and one `from` for all names from the same module."""
     from_modules: dict[str, list[str]] = {}
     for module, name, here in sorted(imports):
         if not name:
@@ -102,20 +102,20 @@ def _statements(imports: set[Import]) -> Iterator[str]:
 
 
 def _origin(module: str) -> int:
-    """0 for Python's own modules, 2 for this package's, 1 for all others: the usual order of imports."""
+    """Return 0 for Python's own modules, 2 for this package's, 1 for all others: the usual order of imports."""
     top = module.split(".")[0]
     return 0 if top in sys.stdlib_module_names else 2 if top == "fsdp_helpers" else 1
 
 
 def side_by_side(left: Callable, right: Callable) -> SideBySide:
-    """The source of two functions, the second to the right of the first."""
+    """Show the source of two functions, the second to the right of the first."""
     return SideBySide(*(Listing(textwrap.dedent(inspect.getsource(it)), _places([it])) for it in (left, right)))
 
 
 def difference(before: Callable, after: Callable) -> Listing:
     """Show the lines that differ between two functions, and their number.
 
-    Bodies are compared; names and docstrings are left aside.
+    Bodies are compared; names and docstrings do not count.
     """
     changes = list(difflib.unified_diff(_body(before), _body(after), n=1, lineterm=""))[2:]
     added, removed = (sum(line.startswith(sign) for line in changes) for sign in "+-")
@@ -125,7 +125,7 @@ def difference(before: Callable, after: Callable) -> Listing:
 
 
 def _body(function: Callable) -> list[str]:
-    """The lines below the signature and the docstring, from the left margin."""
+    """Return the lines below the signature and the docstring, from the left margin."""
     code = textwrap.dedent(inspect.getsource(function))
     definition: Any = ast.parse(code).body[0]
     first = definition.body[1 if ast.get_docstring(definition) else 0]
@@ -163,7 +163,7 @@ def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
-    """A table: the first column to the left, the others to the right, where numbers belong."""
+    """Show a table: the first column to the left, the others to the right, where numbers belong."""
     alignment = [":--", *["--:"] * (len(headers) - 1)]
     lines = [headers, alignment, *rows]
     return Markdown("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines))
@@ -196,5 +196,5 @@ def machine(
 
 
 def script(path: str) -> Listing:
-    """A whole script as it stands in its file."""
+    """Show a whole script as it is in its file."""
     return Listing(Path(path).read_text(), path)

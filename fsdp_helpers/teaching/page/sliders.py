@@ -83,19 +83,19 @@ def _plans(model: str, precision: str, recompute: bool) -> dict[int, Plan]:
 
 
 def _on_devices(plan: Plan, device_gb: int) -> Plan:
-    """The same plan on devices of that size; what a rank needs does not depend on it."""
+    """Return the same plan on devices of that size; what a rank needs does not depend on it."""
     return replace(plan, cluster=replace(plan.cluster, device_memory_bytes=device_gb * GB))
 
 
 @lru_cache
 def _highest_bytes(model: str) -> float:
-    """The end of the axis: above the largest device, and above what the fewest ranks need with bf16 and recomputing."""
+    """Return the end of the axis: above the largest device, and above the fewest ranks' needs in bf16, recomputing."""
     return 1.1 * max(_plan(model, RANKS[0], "bf16", True).needed_bytes, DEVICES_GB[-1] * GB)
 
 
 @lru_cache
 def _verdict(model: str, ranks: int, device_gb: int, precision: str, recompute: bool) -> tuple[str, str]:
-    """The verdict in a few words, and what else would have to change for it to fit."""
+    """Return the verdict in a few words, and what else would have to change for it to fit."""
     plan = _on_devices(_plan(model, ranks, precision, recompute), device_gb)
     if plan.fits:
         return f"fits, {plan.spare_bytes / GB:,.0f} GB free", ""

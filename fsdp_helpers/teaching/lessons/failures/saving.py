@@ -20,7 +20,7 @@ from fsdp_helpers.teaching.lessons.failures.pieces import images, in_units, smal
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder that all ranks know; it is removed when the last one leaves."""
+    """Make a folder that all ranks know, and remove it when the last one leaves."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     yield Path(found[0])
