@@ -1,5 +1,6 @@
 """The results of a run: frozen records, plain enough to cross a process boundary or become JSON."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -126,6 +127,17 @@ class EpochRecord:
     images_per_s: float | None
 
 
+def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest difference between two lists of losses, step by step; NaN if any of them is NaN.
+
+    Raises ValueError if they differ in their number of steps.
+    """
+    if len(losses) != len(others) or not losses:
+        raise ValueError(f"{len(losses)} steps cannot be compared with {len(others)}")
+    differences = [abs(one - other) for one, other in zip(losses, others, strict=True)]
+    return max(differences, key=lambda difference: (math.isnan(difference), difference))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One training run, the same on every rank."""
@@ -151,10 +163,7 @@ class RunRecord:
 
         Raises ValueError if they differ in their number of steps.
         """
-        losses = other.step_losses if isinstance(other, RunRecord) else other
-        if len(losses) != len(self.step_losses) or not losses:
-            raise ValueError(f"{len(self.step_losses)} steps cannot be compared with {len(losses)}")
-        return max(abs(one - another) for one, another in zip(self.step_losses, losses, strict=True))
+        return largest_difference(self.step_losses, other.step_losses if isinstance(other, RunRecord) else other)
 
     @property
     def why_no_more_steps(self) -> str | None:

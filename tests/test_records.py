@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from fsdp_helpers.records import (
     CollectiveCount,
     MemoryCurve,
     StateBytes,
+    largest_difference,
 )
 
 
@@ -16,6 +18,16 @@ def test_to_json_is_the_contract():
     content = json.loads(json.dumps(tiny_record().to_json()))  # plain values only
     check_json(content)
     assert content["ranks"][0]["collectives"] == [{"op": "all_reduce", "count": 1, "bytes": 4, "sent_bytes": 0}]
+
+
+def test_the_largest_difference_of_losses():
+    assert largest_difference([1.0, 2.0, 3.0], [1.5, 2.0, 2.75]) == 0.5
+    assert math.isnan(largest_difference([1.0, math.nan, 3.0], [1.5, 2.0, 2.75]))  # wherever the NaN is
+    record = replace(tiny_record(), step_losses=(1.0, 2.0))
+    assert record.largest_difference([1.0, 2.25]) == record.largest_difference(replace(record, step_losses=(0.75, 2.0)))
+    for others in ([1.0], []):
+        with pytest.raises(ValueError, match=f"2 steps cannot be compared with {len(others)}"):
+            record.largest_difference(others)
 
 
 def test_a_run_that_had_nothing_left_to_train_is_in_the_contract_too():

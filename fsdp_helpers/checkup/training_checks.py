@@ -10,7 +10,7 @@ from fsdp_helpers.checkup.rows import Outcome, Unfit
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.records import RunRecord
+from fsdp_helpers.records import RunRecord, largest_difference
 from fsdp_helpers.teaching.lessons import real_model
 
 STEPS = 8
@@ -30,10 +30,6 @@ def ranks_of(num_gpus: int) -> int:
 def runs(configs: Sequence[TrainConfig], num_gpus: int) -> list[RunRecord]:
     """Return the records of `configs`, all trained by the same ranks."""
     return launch(train_each, configs, world_size=ranks_of(num_gpus), device="cuda", progress=False)[0]
-
-
-def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def against_ddp(strategy: str, api: str, **changes: object) -> Callable[[int], Outcome]:

@@ -96,7 +96,7 @@ def test_models_that_nobody_prepared_for(name, run):
     factory, make_batch, unit_class = STRANGERS[name]
     batch = make_batch()
     units = [name for name, module in factory().named_modules() if isinstance(module, unit_class)]
-    plan, said = plan_model(factory, batch, world_size=16, device_memory_gb=1, unit_class=unit_class, **run)
+    plan, said = plan_model(factory, batch, world_size=16, device_memory_gb=8, unit_class=unit_class, **run)
     measured = measure_own_rank_of_n(
         factory,
         lambda model: mean_of_outputs(model, batch),
@@ -107,7 +107,7 @@ def test_models_that_nobody_prepared_for(name, run):
     assert plan.peak.bytes / measured.peak_bytes == pytest.approx(1, abs=0.1)
     assert plan.state == measured.state
     assert plan.sent_bytes == sum(seen.sent_bytes for seen in measured.collectives if seen.op != "broadcast")
-    assert said.startswith("It does not fit")  # 4 GB are outside the count
+    assert said.startswith("It fits")  # advice would measure a step for each change that it tries
 
 
 def test_a_plan_of_ones_own():
@@ -167,7 +167,7 @@ def on_meta(factory):
 
 
 def plan_adapted(factory=adapted, batch=torch.zeros(8, 64), **settings):
-    return plan_model(factory, batch, world_size=4, device_memory_gb=1, unit_class=Adapted, **settings)[0]
+    return plan_model(factory, batch, world_size=4, device_memory_gb=8, unit_class=Adapted, **settings)[0]
 
 
 def test_frozen_values_have_no_gradient_and_no_moments():
@@ -236,5 +236,6 @@ def test_what_cannot_be_planned_is_refused_with_a_reason(factory, batch, setting
 
 
 def test_without_units_a_plan_that_does_not_fit_gets_advice():
-    _, said = plan_model(adapted, torch.randn(8, 64), world_size=2, device_memory_gb=1e-5, allowance_gb=0)
-    assert said.startswith("It does not fit") and "recompute" not in said
+    _, said = plan_model(ConvNet, torch.randn(4, 3, 8, 8), world_size=2, device_memory_gb=1e-5, allowance_gb=0)
+    assert said.startswith("It does not fit")
+    assert "recompute" not in said and "bf16" not in said  # there are no units, and batch norms refuse bf16

@@ -24,15 +24,29 @@ SEVERAL_LOOK_AT = [
     {"micro_batches": 4, "sync_micro_batches": True},
     {"clip_norm": 0.5},
 ]
+UNITS = {"strategy": "fsdp-auto-wrap"}
+KEEPING = [
+    {"reshard_after_forward": False},
+    {"reshard_after_backward": False},
+    {"reshard_after_forward": False, "reshard_after_backward": False},
+]
+# They share the launch, too.
+ONE_LOOKS_AT = [
+    *[UNITS | {"micro_batches": 4} | keeping for keeping in KEEPING],
+    UNITS | {"micro_batches": 2, "clip_norm": 0.5},
+    UNITS | {"micro_batches": 4, "api": "fsdp1", "sharding": "grad-op"},
+    {"strategy": "fsdp", "api": "fsdp1", "sharding": "none", "clip_norm": 0.5},
+    {"strategy": "ddp", "micro_batches": 4, "bucket_view": True},
+]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Runs:
     """Runs of "vit", without dropout, on the digits."""
-    always = {"model": "vit", "min_num_params": 40_000, "max_steps": 5, "global_batch_size": 24, "dropout": False}
+    always = {"model": "vit", "min_num_params": 40_000, "max_steps": 4, "global_batch_size": 24, "dropout": False}
     always |= {"test_images": 12, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
-    planned = [(2, {"strategy": s, "api": api} | settings) for s, api in TELLING for settings in SEVERAL_LOOK_AT]
-    return Runs(always, planned)
+    planned = [{"strategy": s, "api": api} | settings for s, api in TELLING for settings in SEVERAL_LOOK_AT]
+    return Runs(always, [(2, settings) for settings in planned + ONE_LOOKS_AT])
 
 
 def counts(record: RunRecord) -> dict[str, int]:
@@ -71,22 +85,14 @@ def test_every_part_gathers_again_unless_units_stay_whole(run):
     """Five units, gathered once a part in forward; the four below the root once more in backward."""
     one, parts = run("fsdp-auto-wrap"), run("fsdp-auto-wrap", micro_batches=4)
     assert [counts(record)["all_gather"] for record in (one, parts)] == [5 + 4, 4 * (5 + 4)]
-    kept = {
-        settings: run("fsdp-auto-wrap", micro_batches=4, **dict.fromkeys(settings, False))
-        for settings in (
-            ("reshard_after_forward",),
-            ("reshard_after_backward",),
-            ("reshard_after_forward", "reshard_after_backward"),
-        )
-    }
+    kept = [run("fsdp-auto-wrap", micro_batches=4, **keeping) for keeping in KEEPING]
     # freed after backward only: 5 a part; after forward only: 9, then 4 for each of three backwards; at the end: 5
-    assert [counts(record)["all_gather"] for record in kept.values()] == [4 * 5, 9 + 3 * 4, 5]
-    for record in kept.values():
+    assert [counts(record)["all_gather"] for record in kept] == [4 * 5, 9 + 3 * 4, 5]
+    for record in kept:
         assert record.step_losses == parts.step_losses
         assert counts(record)["reduce_scatter"] == 5
     # the price: at the end of forward the four blocks are whole, not one
-    *_, without_freeing = kept.values()
-    assert without_freeing.ranks[0].peak_bytes > parts.ranks[0].peak_bytes + 4 * P_BLOCK
+    assert kept[-1].ranks[0].peak_bytes > parts.ranks[0].peak_bytes + 4 * P_BLOCK
 
 
 def test_fsdp1_has_both_in_one(run):
@@ -140,7 +146,7 @@ def test_add_up_gradients_returns_the_mean_loss():
 def test_the_norm_is_that_of_one_process(strategy, api, world_size, run):
     one = run("local", world_size=1, clip_norm=0.5)
     many = run(strategy, api, world_size, clip_norm=0.5)
-    assert len(many.gradient_norms) == 5
+    assert len(many.gradient_norms) == 4
     assert many.gradient_norms == pytest.approx(one.gradient_norms, rel=1e-5)
     assert many.step_losses == pytest.approx(one.step_losses, abs=1e-5)
     assert min(one.gradient_norms) > 0.5  # every step was clipped

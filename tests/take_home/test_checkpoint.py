@@ -140,7 +140,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
         ranks = job.workers().values()
         assert len(ranks) == 2
         job.kill_agent()
-        assert wait_until(lambda: all(map(has_ended, ranks)), timeout_s=5)
+        assert wait_until(lambda: all(map(has_ended, ranks)))
 
 
 def test_a_second_writer_is_refused(tmp_path):

@@ -118,7 +118,7 @@ def test_ranks_end_with_an_agent_that_is_killed(tmp_path):
         ranks = job.workers().values()
         assert len(ranks) == 2
         job.kill_agent()
-        assert wait_until(lambda: all(map(has_ended, ranks)), timeout_s=5)
+        assert wait_until(lambda: all(map(has_ended, ranks)))
 
 
 @pytest.mark.parametrize("stopped, variables", mostly_long([(1, {}), (0, FRESH_STORE)]))

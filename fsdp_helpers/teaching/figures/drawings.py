@@ -161,7 +161,7 @@ def _draw_span(ax: Axes, row: int, span: Span, colour: str) -> None:
 
 
 def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """The modules with parameters, one column per choice: units in two blues in turn, with their names; the root is grey."""
+    """Draw the modules with parameters, a column per choice: named units in two blues in turn, the root in grey."""
     leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     named = dict.fromkeys(unit for units in choices.values() for unit in units)
     colours = {"root": ROOT_COLOUR} | dict(zip(named, cycle(UNIT_COLOURS), strict=False))

@@ -32,7 +32,7 @@ FITS, FITS_NOT = "#bbf7d0", "#fecaca"
 
 
 def plot_waterfall(plans: Sequence[Plan], subject: str) -> tuple[Figure, Axes]:
-    """One bar per number of ranks, stacked by category, with what is outside the count and the device's memory."""
+    """Plot a bar per number of ranks, stacked by category, with what is outside the count and the device's memory."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
         draw_waterfall(ax, plans)

@@ -123,7 +123,7 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak])
 
 
 def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Axes]:
-    """The collectives of one step on a time line, one row per rank, each with the MB that the rank sends."""
+    """Plot the collectives of one step on a time line, one row per rank, each with the MB that the rank sends."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 1.1 + 0.5 * len(traces)), layout="constrained")
         draw_collectives(ax, traces)

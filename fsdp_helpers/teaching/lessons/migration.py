@@ -22,7 +22,7 @@ loss_of = nn.CrossEntropyLoss()
 
 
 # Short lines, ended by commas: the two stand side by side in the notebook.
-def train_fsdp1(
+def train_with_fsdp1(
     model: nn.Module,
     mesh: DeviceMesh,
     steps: list[Parts],
@@ -52,7 +52,7 @@ def train_fsdp1(
     return norms
 
 
-def train_fsdp2(
+def train_with_fsdp2(
     model: nn.Module,
     mesh: DeviceMesh,
     steps: list[Parts],
@@ -84,7 +84,7 @@ def norms_by_both(rank: int, world_size: int, config: TrainConfig) -> dict[str, 
     batches = first_batches(rank, world_size, config)
     steps = [list(zip(images.chunk(2), labels.chunk(2), strict=True)) for images, labels in batches]
     norms = {}
-    for name, train in {"FSDP1": train_fsdp1, "FSDP2": train_fsdp2}.items():
+    for name, train in {"FSDP1": train_with_fsdp1, "FSDP2": train_with_fsdp2}.items():
         torch.manual_seed(config.seed)
         norms[name] = [float(norm) for norm in train(build_model(config.model).to(rank_device()), mesh, steps)]
     return norms

@@ -97,7 +97,7 @@ def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-class TrainingState(Stateful):
+class AppState(Stateful):
     """Model and optimiser as one entry of a checkpoint: DCP calls these methods itself."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -114,7 +114,7 @@ class TrainingState(Stateful):
 def save_in_background(rank: int, world_size: int, config: TrainConfig, folder: str) -> bool:
     """Save twice while training goes on; return whether the newest checkpoint is the state of its moment."""
     model, optimizer = trained_for_a_step(rank, world_size, config)
-    state = {"training": TrainingState(model, optimizer)}
+    state = {"training": AppState(model, optimizer)}
     group = dist.new_group(backend="gloo")  # for the threads that write
     saving = None
     for step in (1, 2):

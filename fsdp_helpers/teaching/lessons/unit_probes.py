@@ -88,15 +88,15 @@ def copies_apart(rank: int, world_size: int, seed_per_rank: bool) -> dict[str, f
     torch.manual_seed(rank if seed_per_rank else 0)
     model.reset_parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = {"at the start": largest_difference(model.weight.to_local(), mesh["copies"].get_group())}
+    found = {"at the start": gap_between_copies(model.weight.to_local(), mesh["copies"].get_group())}
     for _ in range(5):
         optimizer.zero_grad()
         model(torch.ones(4, 8, device=rank_device())).square().mean().backward()
         optimizer.step()
-    return found | {"after 5 steps": largest_difference(model.weight.to_local(), mesh["copies"].get_group())}
+    return found | {"after 5 steps": gap_between_copies(model.weight.to_local(), mesh["copies"].get_group())}
 
 
-def largest_difference(tensor: Tensor, group: dist.ProcessGroup) -> float:
+def gap_between_copies(tensor: Tensor, group: dist.ProcessGroup) -> float:
     """Return the largest difference between what two ranks of `group` have."""
     both = [torch.empty_like(tensor) for _ in range(2)]
     dist.all_gather(both, tensor.detach().clone(), group=group)

@@ -47,7 +47,7 @@ def read_variables(folder: Path) -> list[dict[str, str]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
-def side_by_side(homes: dict[str, dict[str, str]]):
+def compare_variables(homes: dict[str, dict[str, str]]):
     """Show a table: one row per variable, one column per home; a dash if a home does not set it."""
     rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
     return table(["variable", *homes], [row for row in rows if set(row[1:]) != {"–"}])

@@ -19,6 +19,7 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.records import largest_difference
 from fsdp_helpers.teaching.machines.xla_inputs import read_batches, start_model, start_optimizer
 
 TOLERANCE = 1e-5  # of a loss over some twenty steps, with sums in a different order
@@ -47,7 +48,7 @@ def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
     return losses, model
 
 
-def train_fsdp2(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
+def train_sharded(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
     """Train the same with FSDP2; return mean losses, what a rank keeps, and the last step's collectives."""
     model = shard_units(start_model(folder, name), units, world_size)
     optimizer = start_optimizer(model)
@@ -140,12 +141,6 @@ def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, res
 def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
     """Return the losses of a run over the global batch: the mean over its replicas, whose parts are equally large."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
-
-
-def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest difference between two lists of losses, step by step."""
-    pairs = np.array(list(zip(losses, others, strict=True)))
-    return float(np.abs(pairs[:, 0] - pairs[:, 1]).max())  # not a number if one of them is none
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:

@@ -29,7 +29,7 @@ def test_both_trainings_have_the_same_gradients(config):
 def test_the_listings_are_narrow_enough_to_stand_side_by_side():
     lines = [
         line
-        for train in (migration.train_fsdp1, migration.train_fsdp2)
+        for train in (migration.train_with_fsdp1, migration.train_with_fsdp2)
         for line in inspect.getsource(train).splitlines()
     ]
     assert max(map(len, lines)) <= 70

@@ -19,9 +19,9 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_variables_side_by_side():
+def test_variables_are_compared():
     """A row for each variable that some home sets, a dash where another does not."""
-    shown = homes.side_by_side({"launch": {"RANK": "1"}, "Slurm": {"RANK": "1", "SLURM_JOB_ID": "7"}}).data
+    shown = homes.compare_variables({"launch": {"RANK": "1"}, "Slurm": {"RANK": "1", "SLURM_JOB_ID": "7"}}).data
     assert shown.splitlines()[2:] == ["| `RANK` | 1 | 1 |", "| `SLURM_JOB_ID` | – | 7 |"]
 
 
