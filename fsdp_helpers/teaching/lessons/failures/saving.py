@@ -11,11 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.pieces import images, in_units, small_model
+from fsdp_helpers.teaching.lessons.failures.pieces import cpu_mesh, images, in_units, small_model
 
 
 @contextmanager
@@ -161,6 +168,40 @@ def the_model_that_was_saved() -> Numbers:
     return {"sum of outputs": small_model(seed=3)(images()).sum().item()}
 
 
+# ---------------------------------------------------------------- averaged weights
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def score_and_save(model: nn.Module) -> Numbers:
+    score = model(images()).sum().item()
+    saved = get_model_state_dict(model, options=WHOLE)
+    return {"score": score, "sum of saved weights": sum(weight.sum().item() for weight in saved.values())}
+
+
+@torch.no_grad()
+def swap_after_an_evaluation(rank: int, world_size: int) -> Numbers:
+    model, average = fully_shard(small_model(), mesh=cpu_mesh()), small_model(seed=1)
+    model(images())  # an evaluation
+    for weight, mean in zip(model.parameters(), average.parameters(), strict=True):
+        weight.copy_(mean)
+    return score_and_save(model)
+
+
+@torch.no_grad()
+def reshard_before_the_swap(rank: int, world_size: int) -> Numbers:
+    model, average = fully_shard(small_model(), mesh=cpu_mesh()), small_model(seed=1)
+    model(images())  # an evaluation
+    model.reshard()
+    set_model_state_dict(model, average.state_dict(), options=WHOLE)
+    return score_and_save(model)
+
+
+@torch.no_grad()
+def average_alone() -> Numbers:
+    return score_and_save(small_model(seed=1))
+
+
 # ---------------------------------------------------------------- a different batch size
 
 NUM_IMAGES, OLD_BATCH, NEW_BATCH, STEPS_DONE = 24, 4, 2, 3
@@ -237,5 +278,16 @@ SAVING = (
         broken=resume_at_the_step,
         mended=resume_at_the_image,
         right=none_twice,
+    ),
+    Failure(
+        name="save-average-lost",
+        title="The averaged weights score well, and the file holds different ones",
+        why="The root unit stays unsharded after a forward, since a backward usually follows. After an evaluation none does, so "
+        "a swap (EMA) changes the gathered copy. That copy is what the next forward uses, and saving reshards and drops it.",
+        tell="Before the swap `type(next(model.parameters()))` is a plain parameter, not a DTensor.",
+        fix="Call `model.reshard()` after every evaluation, then swap with `set_model_state_dict`.",
+        broken=swap_after_an_evaluation,
+        mended=reshard_before_the_swap,
+        right=average_alone,
     ),
 )

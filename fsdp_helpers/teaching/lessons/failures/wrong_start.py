@@ -1,8 +1,12 @@
-"""It trains, but wrongly: ranks that start apart, buffers without content, an optimiser of the wrong tensors."""
+"""It trains, but wrongly: ranks that start apart, buffers without content, tensors that are not what they were."""
+
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
 from fsdp_helpers.teaching.lessons.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
@@ -93,6 +97,45 @@ def optimizer_alone() -> Numbers:
     return loss_falls_by(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+# ---------------------------------------------------------------- a dictionary that is filled
+
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def pretrained() -> dict[str, Tensor]:
+    return small_model(seed=3).state_dict()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def distance_after_a_step(model: nn.Module, start: Mapping[str, Tensor]) -> Numbers:
+    with torch.enable_grad():
+        model(images()).square().mean().backward()
+    for parameter in model.parameters():
+        parameter -= 0.1 * parameter.grad
+    moved = [whole(parameter) - whole(start[name]) for name, parameter in model.named_parameters()]
+    return {"distance from the start": nn.utils.get_total_norm(moved).item()}
+
+
+def hand_over_the_weights(rank: int, world_size: int) -> Numbers:
+    model, weights = in_units(small_model()), pretrained()
+    set_model_state_dict(model, weights, options=FROM_RANK_0)
+    return distance_after_a_step(model, weights)
+
+
+def hand_over_a_copy(rank: int, world_size: int) -> Numbers:
+    model, weights = in_units(small_model()), pretrained()
+    set_model_state_dict(model, dict(weights), options=FROM_RANK_0)
+    return distance_after_a_step(model, weights)
+
+
+def distance_alone() -> Numbers:
+    return distance_after_a_step(small_model(seed=3), pretrained())
+
+
 WRONG_START = (
     Failure(
         name="wrong-different-seeds",
@@ -127,5 +170,16 @@ WRONG_START = (
         broken=optimizer_before_sharding,
         mended=optimizer_after_sharding,
         right=optimizer_alone,
+    ),
+    Failure(
+        name="wrong-filled-dict",
+        title="The distance from the pretrained weights stays zero",
+        why="`set_model_state_dict` writes into the dictionary that you hand it. Afterwards it holds DTensors, and with "
+        "`broadcast_from_rank0` they are the model's own parameters: they move with every step. No error is raised.",
+        tell="`type(next(iter(weights.values())))` was a Tensor before the call and is a DTensor after it.",
+        fix="Hand over a copy, `dict(weights)`, or read the file again. The copy is shallow and takes no memory.",
+        broken=hand_over_the_weights,
+        mended=hand_over_a_copy,
+        right=distance_alone,
     ),
 )
