@@ -415,3 +415,17 @@ def load_llama(rank, world_size, folder):
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     differing = [name for name, value in plain.state_dict().items() if not torch.equal(whole[name], value)]
     return differing, sum(parameter.to_local().numel() for parameter in model.parameters())
+
+
+def run_each(rank, world_size, names, way):
+    """Run several failures of the gallery, one after the other: the numbers of each, or its error."""
+    from fsdp_helpers.teaching.lessons.failures import gallery  # of no use to the other workers
+
+    found = {}
+    for name in names:
+        try:
+            found[name] = getattr(gallery.find(name), way)(rank, world_size)
+        except Exception as error:  # what a broken run raises is what is asked for
+            found[name] = f"{type(error).__name__}: {error}"
+        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
+    return found

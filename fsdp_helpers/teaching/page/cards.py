@@ -8,7 +8,8 @@ from pathlib import Path
 
 from IPython.display import Markdown, display
 
-from fsdp_helpers.teaching.lessons.failures import gallery
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.teaching.lessons.failures import gallery, tools
 from fsdp_helpers.teaching.lessons.failures.entry import SYMPTOMS, Failure, Numbers
 from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY, Seen
 from fsdp_helpers.teaching.page import show
@@ -45,13 +46,6 @@ def kept_card(name: str) -> None:
 def seen_from(record: dict) -> Seen:
     """Return what a kept run showed."""
     return Seen(**record | {"numbers": tuple(record["numbers"])})
-
-
-def documented_card(name: str) -> str:
-    """Return the Markdown of a card that was not run here, with its source."""
-    failure = gallery.find(name)
-    head = f"### {name}\n\n**{failure.title}.** *From the documentation, not run here.*"
-    return f"{head}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}\n\n**Source.** {failure.source}."
 
 
 def draw(failure: Failure, broken: Seen, mended: Seen) -> None:
@@ -93,14 +87,30 @@ def proof(mended: Seen, right: Numbers) -> str:
 
 
 def keep(names: Iterable[str], path: Path = KEPT) -> None:
-    """Run failures and write what they showed, for `kept_card`."""
-    kept = {}
+    """Run failures and add what they showed to the kept runs, for `kept_card`."""
+    kept = json.loads(path.read_text())
     for failure in map(gallery.find, names):
         kept[failure.name] = {
             "broken": asdict(gallery.run_broken(failure)),
             "mended": asdict(gallery.run_mended(failure)),
         }
     path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def keep_tools(path: Path = KEPT) -> None:
+    """Run the tools that need packages of their own, py-spy and tabulate, and add what they said to the kept runs."""
+    kept = json.loads(path.read_text())
+    two_ranks = {"world_size": 2, "device": "cpu", "progress": False}
+    dump = launch(tools.dump_with_py_spy, **two_ranks)[1]
+    kept["py-spy"] = dump[dump.index("Thread ") :].splitlines()[:5]
+    kept["debug server"] = stacks_of_page(launch(tools.read_debug_server, **two_ranks)[1])
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def stacks_of_page(page: str) -> dict[str, str]:
+    """Return each rank's innermost places, as the debug server's page of stacks shows them."""
+    stacks = re.findall(r"<h2>Rank (\d+):.*?<pre>(.*?)</pre>", page, re.DOTALL)
+    return {f"rank {rank}": shorten_stack(stack) for rank, stack in stacks}
 
 
 def shorten_stack(text: str) -> str:

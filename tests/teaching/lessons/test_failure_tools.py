@@ -1,11 +1,18 @@
 """The tools of 11 find two ranks that part: each names both sides."""
 
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 from fsdp_helpers.ranks.launching.errors import RankError, RankTimeout
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons.failures import tools
+from fsdp_helpers.teaching.page.cards import stacks_of_page
 
+KEPT = json.loads((Path(__file__).parents[3] / "notebooks/reference/failures.json").read_text())
 TWO_RANKS = {"world_size": 2, "device": "cpu", "progress": False}
 
 
@@ -17,8 +24,9 @@ def test_faulthandler_writes_where_each_rank_waits(tmp_path):
 
 
 def test_detail_names_both_sides():
-    with pytest.raises(RankError, match="(?s)Detected mismatch.*ALLREDUCE.*ALLGATHER"):
+    with pytest.raises(RankError, match="Detected mismatch") as error:
         launch(tools.check_each_collective, **TWO_RANKS)
+    assert "ALLREDUCE" in error.value.summary and "ALLGATHER" in error.value.summary  # whichever rank says it first
 
 
 def test_the_flight_recorder_has_the_last_collective_of_each_rank():
@@ -27,3 +35,26 @@ def test_the_flight_recorder_has_the_last_collective_of_each_rank():
 
 def test_torchs_counter_sees_units():
     assert launch(tools.count_gathers_of_a_forward, **TWO_RANKS) == [(1, 3)] * 2
+
+
+# ---------------------------------------------------------------- tools of their own packages
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is a package of its own")
+def test_py_spy_says_from_outside_where_a_rank_waits():
+    assert "dump_with_py_spy" in launch(tools.dump_with_py_spy, timeout_s=120, **TWO_RANKS)[1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tabulate") is None, reason="the debug server needs tabulate")
+def test_the_debug_servers_page_has_the_stacks_of_all_ranks():
+    stacks = stacks_of_page(launch(tools.read_debug_server, timeout_s=120, **TWO_RANKS)[1])
+    assert stacks["rank 0"].startswith("all_reduce (") and "read_debug_server" in stacks["rank 0"]
+    assert "urlopen" in stacks["rank 1"] or "socket.py" in stacks["rank 1"]
+
+
+def test_the_kept_runs_show_the_rank_that_waits():
+    assert any("all_reduce" in line for line in KEPT["py-spy"]) and "MainThread" in KEPT["py-spy"][0]
+    assert KEPT["debug server"]["rank 0"].startswith("all_reduce (") and list(KEPT["debug server"]) == [
+        "rank 0",
+        "rank 1",
+    ]

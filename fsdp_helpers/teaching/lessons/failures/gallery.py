@@ -1,6 +1,5 @@
 """All failures by name, and how one is run: what is seen when it is broken, and the numbers when it is mended."""
 
-import gc
 import os
 import re
 import tempfile
@@ -28,17 +27,6 @@ from fsdp_helpers.teaching.lessons.failures.wrong_start import WRONG_START
 NUM_RANKS = 2
 LIMIT_S = 240.0  # nothing here takes so long, not even on a machine that is busy with other things
 RUN = (*HANGS, *CRASHES_AT_THE_ENDS, *CRASHES, *MEMORY, *WRONG_START, *WRONG, *WRONG_DATA, *SLOW, *SAVING)
-# These raise on every rank before any of them waits, so that several fit into one launch.
-RAISES_EVERYWHERE = (
-    "crash-mixed-tensor-dtensor",
-    "crash-tied-weights",
-    "crash-frozen-flat",
-    "crash-encoder-fast-path",
-    "crash-port-in-use",
-    "crash-notebook-function",
-    "save-half-written",
-    "save-module-prefix",
-)
 GALLERY = {
     failure.name: failure for symptom in SYMPTOMS for failure in (*RUN, *DOCUMENTED) if failure.symptom == symptom
 }
@@ -108,18 +96,6 @@ def is_mended(failure: Failure, seen: Seen) -> bool:
     """Say whether every rank has the right numbers."""
     right = failure.right()
     return bool(seen.numbers) and all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)
-
-
-def run_each(rank: int, world_size: int, names: Sequence[str], way: str) -> dict[str, Numbers | str]:
-    """Run several failures, one after the other: the numbers of each, or its error. A rank function itself."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = getattr(GALLERY[name], way)(rank, world_size)
-        except Exception as error:  # what a broken run raises is what is asked for
-            found[name] = f"{type(error).__name__}: {error}"
-        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
-    return found
 
 
 def trace_broken(name: str) -> list[list[Collective]]:
