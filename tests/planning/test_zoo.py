@@ -1,6 +1,8 @@
 """Plans of models that the planner was not made for, against real ranks: peaks, state, and sent bytes."""
 
+import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ WAYS = {
     "recomputed": {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},
     "bf16": {"strategy": "fsdp-auto-wrap", "precision": "bf16"},
 }
+RECORD = Path(__file__).parents[2] / "notebooks/reference/zoo.json"
 REFUSED = {("ResNet", "bf16")}  # statistics in fp32 beside weights in bf16: `test_own_plan`
 FAST = [
     ("U-Net", "FSDP2"),
@@ -68,7 +71,7 @@ def compare(cases: list[tuple[str, str]], ranks: int) -> dict[tuple[str, str], f
     return ratios
 
 
-def check(ratios: dict[tuple[str, str], float]) -> None:
+def check(ratios: dict[tuple, float]) -> None:
     """Nine of ten within 2 %, the worst within 5 %."""
     errors = sorted(abs(ratio - 1) for ratio in ratios.values())
     assert errors[len(errors) * 9 // 10 - 1] < 0.02
@@ -77,6 +80,12 @@ def check(ratios: dict[tuple[str, str], float]) -> None:
 
 def test_the_zoo_on_two_ranks():
     check(compare(FAST, 2))
+
+
+def test_the_kept_zoo_of_chapter_09():
+    rows = json.loads(RECORD.read_text())["rows"]
+    check({(row["model"], row["way"], row["world_size"]): row["measured_over_predicted"] for row in rows})
+    assert {(row["model"], row["way"]) for row in rows if row["world_size"] == 2} == {*ALL}
 
 
 @pytest.mark.long
