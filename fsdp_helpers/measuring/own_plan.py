@@ -68,7 +68,7 @@ def plan_model(
     if device:
         cluster = Cluster.of(device, world_size, chosen.precision, **numbers)
     elif device_memory_gb is None:
-        raise ValueError("how much memory a device has is not said; give device_memory_gb, or a device")
+        raise ValueError("the memory of a device is missing; give device_memory_gb, or a device")
     else:
         cluster = Cluster(world_size=world_size, **numbers)
     subject = measured_subject(factory, batch, loss_of or mean_of_outputs, unit_class, unit_names)

@@ -223,7 +223,7 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
     if options.device:
         return Cluster.of(options.device, options.world_size, options.precision, **changes)
     if options.device_memory_gb is None:
-        raise ValueError("how much memory a device has is not said; use --device-memory-gb, or --device")
+        raise ValueError("the memory of a device is missing; give --device-memory-gb, or --device")
     return Cluster(world_size=options.world_size, **changes)
 
 

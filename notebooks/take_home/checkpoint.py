@@ -57,7 +57,7 @@ def choose_device() -> torch.device:
 
 
 def end_with_torchrun() -> None:
-    """Let Linux kill this rank if torchrun is killed, or it would train on beside the next start."""
+    """Have Linux kill this rank if torchrun is killed; it would train on beside the next start."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG

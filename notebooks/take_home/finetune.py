@@ -136,7 +136,7 @@ def read_config(folder: Path) -> dict:
 
 
 def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Tensor:
-    """Return by which angle each pair of values turns from one token to the next."""
+    """Return the angle by which each pair of values turns from one token to the next."""
     rope = config["rope"]
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(num_pairs, device=device) / num_pairs)
     if rope["rope_type"] == "default":
