@@ -30,6 +30,7 @@ pytestmark = [
 ]
 NOTEBOOKS = sorted(path.name for path in (PROJECT / "notebooks").glob("*.ipynb"))
 SHOTS = PROJECT / ".pytest_cache" / "browser"
+PROJECTOR = {"width": 1280, "height": 720}
 START_S, CELL_S, NOTEBOOK_S = 300.0, 180.0, 3_000.0  # patience, also on a busy machine
 OURS_FOR_A_WHILE = ("fsdp_helpers-*", "pymp-*", "torchelastic_*", "tmp*")  # temporary files of ranks and of torchrun
 INTERRUPT = ':is([data-command="notebook:interrupt-kernel"], [data-jp-item-name="interrupt"])'
@@ -333,6 +334,44 @@ def test_the_stop_button(lab, scratch, watch):
     lab.go_to(1)
     lab.run("notebook:run-cell")
     lab.wait_for_output(1, r"^1$|\n1$")
+
+
+# ---------------------------------------------------------------- the planner, on a projector
+
+
+@pytest.fixture
+def projector(lab) -> Iterator[None]:
+    """A window as small as a projector's picture, until the test is over."""
+    before = lab.page.viewport_size
+    lab.page.set_viewport_size(PROJECTOR)
+    yield
+    lab.page.set_viewport_size(before)
+
+
+def test_the_verdict_is_on_the_first_screen_and_follows_the_controls(lab, projector):
+    lab.open("09_planning.ipynb")
+    sources = [cell["source"] for cell in lab.cells()]
+    set_up = next(place for place, source in enumerate(sources) if "import" in source and "sliders" in source)
+    controls = next(place for place, source in enumerate(sources) if source.startswith("sliders.plan_controls("))
+    lab.run("notebook:clear-all-cell-outputs")
+    for place in (set_up, controls):
+        lab.go_to(place)
+        lab.run("notebook:run-cell")
+        assert wait_until(lambda place=place: lab.cells()[place].get("execution_count") and is_idle(lab), CELL_S)
+    output = f'[data-windowed-list-index="{controls}"] .jp-OutputArea'
+    verdict = lab.shown(f'{output} [role="status"]')
+    verdict.wait_for(timeout=1_000 * CELL_S)
+    lab.go_to(controls)
+    for shown in (lab.shown(f"{output} select"), verdict):
+        box = shown.bounding_box()
+        assert box["x"] >= 0 and box["y"] >= 0
+        assert box["x"] + box["width"] <= PROJECTOR["width"] and box["y"] + box["height"] <= PROJECTOR["height"]
+    before = verdict.text_content()
+    assert "fits" in before
+    lab.shown(f"{output} select").select_option("llama-70b")
+    assert wait_until(lambda: verdict.text_content() != before, CELL_S)
+    assert "GB" in verdict.text_content()
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
 
 
 # ---------------------------------------------------------------- an exercise
