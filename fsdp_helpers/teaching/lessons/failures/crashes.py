@@ -154,10 +154,10 @@ CRASHES = (
     Failure(
         name="crash-skipped-step",
         title="One rank skips a batch, and a process is aborted",
-        why="Rank 1 skips a step whose loss is NaN. Its next gather meets the gradient reduction of rank 0, and gloo gets more "
-        "bytes than it expects. It ends the process from C++; NCCL would wait instead, or mix the data up.",
+        why="Rank 1 skips a step whose loss is NaN. Its next gather meets the gradient reduction of rank 0, and gloo receives more "
+        "bytes than it expects. It ends the process from C++; NCCL would wait instead, or mix up the data.",
         tell="*Received data size doesn't match expected size*, the last line on standard error: two ranks are in "
-        "different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` says in which.",
+        "different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` says which.",
         fix="Decide together: reduce the flag over all ranks, and skip everywhere or nowhere.",
         broken=skip_bad_loss,
         mended=skip_bad_loss_together,
@@ -168,7 +168,7 @@ CRASHES = (
         name="crash-mixed-tensor-dtensor",
         title="got mixed torch.Tensor and DTensor",
         why="The unit's hooks gather its parameters when the unit itself is called. Calling `model.forward` or a layer inside "
-        "the unit goes past them and finds slices, which are DTensors.",
+        "the unit bypasses them and finds slices, which are DTensors.",
         tell="The traceback has no line of the unit's `__call__` above the failing layer.",
         fix="Call the unit. If you need an inner part by itself, make it a unit; for a method such as `generate`, use "
         "`register_fsdp_forward_method(model, 'generate')`.",
@@ -193,9 +193,9 @@ CRASHES = (
         name="crash-frozen-flat",
         title="Must flatten tensors with uniform requires_grad",
         why="FSDP1 flattens all parameters of a unit into one, which either needs gradients or does not. A frozen layer and a "
-        "trained one do not fit into the same flat parameter.",
-        tell="The error comes while the model is wrapped, before the first step. FSDP2 does not have it.",
-        fix="`use_orig_params=True`, or give frozen layers units of their own, or move to FSDP2.",
+        "trained one cannot share a flat parameter.",
+        tell="The error comes while the model is wrapped, before the first step. FSDP2 has no such limit.",
+        fix="Pass `use_orig_params=True`, give frozen layers their own units, or move to FSDP2.",
         broken=freeze_in_a_flat_unit,
         mended=freeze_with_original_parameters,
         right=outputs_alone,

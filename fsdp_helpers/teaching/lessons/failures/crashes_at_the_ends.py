@@ -96,9 +96,9 @@ CRASHES_AT_THE_ENDS = (
         title="A healthy rank is the one that fails",
         why="Rank 1 had fewer batches, finished and left. Rank 0 then finds its connection closed, and its traceback points "
         "at an innocent all-reduce.",
-        tell="The message is about a connection, not about your code. Look at the *other* ranks: who ended first, and with "
-        "which exit status? `launch` calls the roll and names the missing rank.",
-        fix="Agree on the number of steps before the loop; here all take the smallest.",
+        tell="The message is about a connection, not about your code. Look at the *other* ranks: which ended first, and with "
+        "what exit status? `launch` calls the roll and names the missing rank.",
+        fix="Agree on the number of steps before the loop; here all ranks take the smallest.",
         broken=end_early,
         mended=end_together,
         right=both_ranks,

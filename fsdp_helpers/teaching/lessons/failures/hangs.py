@@ -149,11 +149,11 @@ HANGS = (
     Failure(
         name="hang-uneven-batches",
         title="The evaluation of a sharded model never ends",
-        why="Five images on two ranks: rank 0 has a batch more. Each forward gathers every unit, so rank 0 waits in a gather "
+        why="Five images on two ranks: rank 0 has one batch more. Each forward gathers every unit, so rank 0 waits in a gather "
         "while rank 1 is already in the all-reduce of the results. Under DDP, or with one unit that stays gathered, the "
         "same loop passes, because its forward has no collective.",
-        tell="One rank waits inside the model, the other one behind the loop. Count the batches of each rank.",
-        fix="Give every rank the same number of batches, some of them empty. An empty batch gathers, too.",
+        tell="One rank waits inside the model, the other after the loop. Count the batches of each rank.",
+        fix="Give every rank the same number of batches, even if some are empty. An empty batch gathers too.",
         broken=evaluate_own_images,
         mended=evaluate_even_batches,
         right=evaluate_alone,
@@ -175,10 +175,10 @@ HANGS = (
         name="hang-order",
         title="Two ranks wait in two different collectives",
         why="Collectives are matched by their order, not by their names. A loop over a set or over a dictionary that each "
-        "rank filled by itself may run in a different order on each rank.",
+        "rank filled itself may run in a different order on each rank.",
         tell="All ranks wait, each in a different collective. `compare_collectives` names the first place where their "
         "traces part.",
-        fix="Loop in an order that is the same everywhere: sort the names.",
+        fix="Use the same order on every rank: sort the names.",
         broken=log_in_own_order,
         mended=log_in_sorted_order,
         right=logged_by_hand,
@@ -187,7 +187,7 @@ HANGS = (
     Failure(
         name="hang-new-group",
         title="Making a smaller process group hangs",
-        why="`new_group` is itself a collective of all ranks, also of those that will not belong to the group. Here rank 1 "
+        why="`new_group` is itself a collective of all ranks, including those that will not belong to it. Here rank 1 "
         "never calls it.",
         tell="A rank waits inside `new_group`, before any tensor has moved.",
         fix="Call `new_group` on every rank, in the same order; `init_device_mesh` does that for you.",
@@ -199,12 +199,12 @@ HANGS = (
     Failure(
         name="hang-default-timeout",
         title="After half an hour: timed out, but waiting for whom?",
-        why="A collective gives up after 30 minutes unless you say otherwise, and its message has milliseconds but no rank. "
+        why="A collective gives up after 30 minutes unless you say otherwise, and its message has milliseconds but no rank number. "
         "Here the limit is two seconds.",
         tell="`dist.monitored_barrier` on a gloo group names the first rank that is missing. `launch` and `--timeout` call "
         "the roll and name all of them.",
         fix="Pass `timeout=` to `init_process_group`: above your longest step and longest checkpoint. To find the culprit, "
-        "put a monitored barrier in front of the collective.",
+        "put a monitored barrier before the collective.",
         broken=wait_without_a_name,
         mended=wait_with_a_name,
         right=rank_1_is_missing,

@@ -132,10 +132,10 @@ MEMORY = (
     Failure(
         name="memory-default-threshold",
         title="auto_wrap_policy is set, and there is one unit",
-        why="FSDP1's `size_based_auto_wrap_policy` makes a unit of what has 100 million parameters. A smaller model "
-        "is not cut at all, and nothing says so.",
+        why="FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million parameters. A "
+        "smaller model is not cut at all, and nothing says so.",
         tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
-        fix="Pass a `min_num_params` that fits your model, or better the class of your blocks with `ModuleWrapPolicy`.",
+        fix="Pass a `min_num_params` that suits your model or, better, name the class of your blocks with `ModuleWrapPolicy`.",
         broken=wrap_by_default_size,
         mended=wrap_by_own_size,
         right=two_layers_and_root,
@@ -145,7 +145,7 @@ MEMORY = (
         title="Accumulating gradients takes more memory than a large batch",
         why="`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until "
         "the last micro-batch every rank keeps the whole gradient instead of its slice.",
-        tell="Memory grows after the first micro-batch by 4 bytes per parameter of the whole model.",
+        tell="After the first micro-batch memory grows by 4 bytes per parameter of the whole model.",
         fix="Reduce after each micro-batch. Hold back only when the whole gradient fits.",
         broken=hold_back_reduction,
         mended=reduce_each_micro_batch,
@@ -154,8 +154,8 @@ MEMORY = (
     Failure(
         name="memory-full-state-dict",
         title="Training fits, saving does not",
-        why="`full_state_dict=True` without `cpu_offload=True` hands every rank the whole model at once, and on a GPU that is "
-        "where it stays.",
+        why="`full_state_dict=True` without `cpu_offload=True` gives every rank the whole model at once, and it stays on "
+        "the GPU.",
         tell="It runs out of memory in the line that saves, on all ranks together.",
         fix="Save slices with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
         broken=full_state_everywhere,

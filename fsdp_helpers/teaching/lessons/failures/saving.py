@@ -239,7 +239,7 @@ SAVING = (
     Failure(
         name="save-schedule-lost",
         title="After resuming, the learning rate is that of the first step",
-        why="The schedule has a counter of its own. If it is not saved, the next job warms up, or decays, from the beginning.",
+        why="The schedule has its own step counter. If it is not saved, the next job warms up, or decays, from the beginning.",
         tell="Log the learning rate of every step; it jumps where the job was resumed.",
         fix="Save `schedule.state_dict()` beside the optimiser's.",
         broken=forget_the_schedule,
@@ -249,9 +249,9 @@ SAVING = (
     Failure(
         name="save-half-written",
         title="PytorchStreamReader failed reading zip archive",
-        why="The job was killed while it wrote, over the only checkpoint that there was.",
+        why="The job was killed while it wrote, over its only checkpoint.",
         tell="The file is smaller than the one before. A folder of `torch.distributed.checkpoint` lacks its `.metadata`.",
-        fix="Write beside it and rename: a name is there whole or not at all. Keep the last two.",
+        fix="Write a new file beside it and rename it when it is complete. Keep the last two.",
         broken=save_over_the_last,
         mended=save_beside_and_rename,
         right=the_last_whole_one,

@@ -134,7 +134,7 @@ SLOW = (
         title="The start takes long, and now and then the data are damaged",
         why="Every rank prepares the same folder at the same time: N downloads, and files that one rank reads while a "
         "different one still writes them.",
-        tell="The log has the download's line once per rank.",
+        tell="The download appears in the log once per rank.",
         fix="Let one rank prepare, and the others wait at a barrier. On several machines that is one rank per machine.",
         broken=download_on_every_rank,
         mended=download_on_one_rank,

@@ -150,9 +150,9 @@ WRONG = (
     ),
     Failure(
         name="wrong-mean-of-means",
-        title="The loss changes with the way in which texts are dealt out",
-        why="Ranks with different numbers of tokens each take their own mean, and the mean of those weighs a token on a short "
-        "rank more. Here six tokens and two.",
+        title="The loss depends on how texts are shared among the ranks",
+        why="Ranks with different numbers of tokens each take their own mean, and the mean of those gives more weight to a token on "
+        "the rank with fewer tokens. Here one rank has six tokens, the other two.",
         tell="One process with all tokens has a different gradient in the first step.",
         fix="Divide each rank's sum by the global number of tokens, and multiply by the number of ranks.",
         broken=mean_of_means,
@@ -173,9 +173,9 @@ WRONG = (
     Failure(
         name="wrong-local-norm-logged",
         title="The logged gradient norm shrinks with the number of ranks",
-        why="A norm of local gradients is that of this rank's slices, about the whole norm divided by the root of N.",
+        why="A norm of local gradients covers only this rank's slices: about the whole norm divided by the root of N.",
         tell="Ranks log different norms.",
-        fix="Take the norm of the DTensors, as `clip_grad_norm_` returns it, and `full_tensor()` of that on every rank.",
+        fix="Take the norm of the DTensors, as `clip_grad_norm_` returns it, and call `full_tensor()` on it on every rank.",
         broken=log_local_norm,
         mended=log_full_norm,
         right=gradient_of_all_images,
@@ -183,8 +183,8 @@ WRONG = (
     Failure(
         name="wrong-bf16-reduction",
         title="Convergence is a little worse than in one process",
-        why="`MixedPrecisionPolicy(param_dtype=torch.bfloat16)` alone also reduces gradients in bf16, which keeps 8 bits. The "
-        "more ranks, the more is rounded away.",
+        why="`MixedPrecisionPolicy(param_dtype=torch.bfloat16)` alone also reduces gradients in bf16, which keeps 8 significant bits. "
+        "The more ranks, the more is rounded away.",
         tell="Compare the gradient of one step with fp32's: a difference in the third digit.",
         fix="`reduce_dtype=torch.float32`. It doubles the bytes of the reduction.",
         broken=reduce_in_bf16,

@@ -123,9 +123,9 @@ WRONG_DATA = (
     Failure(
         name="wrong-batchnorm",
         title="Ranks disagree in evaluation",
-        why="The running mean of a BatchNorm is a buffer: it is not sharded, and no gradient keeps it together. Each rank's "
-        "comes from its own images, and a checkpoint keeps that of one.",
-        tell="Compare a buffer over the ranks.",
+        why="The running mean of a BatchNorm is a buffer: it is not sharded, and no gradient keeps it together. Each rank "
+        "computes it from its own images, and a checkpoint keeps one rank's.",
+        tell="Compare a buffer across the ranks.",
         fix="Average the buffers before you evaluate or save. On GPUs use `SyncBatchNorm`; GroupNorm has no "
         "statistics at all.",
         broken=keep_own_statistics,
@@ -138,7 +138,7 @@ WRONG_DATA = (
         why="Two all-reduces of the same shape, in a different order on one rank: they match, so nothing waits, and the loss of "
         "one rank is added to the image count of the other.",
         tell="Trace the collectives and look: sizes agree, meanings do not. Log a constant whose sum you know.",
-        fix="Reduce in an order that is the same everywhere, or all metrics as one tensor.",
+        fix="Reduce in the same order on every rank, or reduce all metrics as one tensor.",
         broken=reduce_in_own_order,
         mended=reduce_in_sorted_order,
         right=metrics_by_hand,

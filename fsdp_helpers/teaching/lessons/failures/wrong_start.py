@@ -140,10 +140,10 @@ WRONG_START = (
     Failure(
         name="wrong-different-seeds",
         title="The first loss is worse than that of one process",
-        why="DDP and FSDP1's `sync_module_states` send rank 0's weights around. `fully_shard` sends nothing: each rank keeps "
+        why="DDP and FSDP1's `sync_module_states` broadcast rank 0's weights. `fully_shard` sends nothing: each rank keeps "
         "the slice of its own initial model, and the whole is a patchwork. Copies under hybrid sharding start apart, too.",
         tell="Compare the norm of a whole parameter with that in one process.",
-        fix="The same seed on every rank until the model is built; or load rank 0's state with "
+        fix="Use the same seed on every rank until the model is built, or load rank 0's state with "
         "`set_model_state_dict` and `broadcast_from_rank0`.",
         broken=start_from_different_seeds,
         mended=start_from_one_seed,
@@ -152,8 +152,8 @@ WRONG_START = (
     Failure(
         name="wrong-meta-buffers",
         title="A model from the meta device computes nonsense",
-        why="`to_empty` gives every tensor memory without content. Your initialisation fills parameters; a buffer that is "
-        "computed in `__init__`, such as rotary positions, stays empty, and a checkpoint without it does not help.",
+        why="`to_empty` gives every tensor uninitialised memory. Your initialisation fills the parameters; a buffer that is "
+        "computed in `__init__`, such as rotary positions, keeps whatever was in that memory, and a checkpoint without it does not help.",
         tell="Compare `named_buffers()` with those of a model built on the CPU.",
         fix="Keep the computation in a method, and call it after `to_empty`.",
         broken=leave_buffers_empty,
@@ -163,8 +163,8 @@ WRONG_START = (
     Failure(
         name="wrong-optimizer-first",
         title="The loss does not move",
-        why="`fully_shard` replaces the model's parameters. An optimiser built before holds the old tensors, which get no "
-        "gradient any more. No error is raised.",
+        why="`fully_shard` replaces the model's parameters. An optimiser built before holds the old tensors, which no longer "
+        "receive gradients. No error is raised.",
         tell="`optimizer.param_groups[0]['params'][0] is next(model.parameters())` is false.",
         fix="Shard first, then build the optimiser.",
         broken=optimizer_before_sharding,
