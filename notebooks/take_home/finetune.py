@@ -2,9 +2,10 @@
 
 Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, on GPUs or, if there are too
 few, on the CPU. FOLDER has config.json and safetensors files (and tokenizer.json; without one, tokens are
-bytes). TEXT is a text file, whose documents are separated by blank lines. RUN receives checkpoints and, in
-the end, RUN/model. The same command with more STEPS goes on from the newest checkpoint, on any number of
-ranks.
+bytes). TEXT is a text file, whose documents are separated by blank lines; the first LONGEST tokens of each
+are read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the total: the same command with more
+STEPS goes on from the newest checkpoint, on any number of ranks. For another model or text, take a new RUN.
+All parameters are trained.
 """
 
 import json
@@ -125,8 +126,14 @@ def read_config(folder: Path) -> dict:
     """Return the model's config.json with what it leaves out; refuse what this model does not have."""
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "default"}
+    rope = {"rope_type": rope.get("type")} | rope  # older files say "type"
     if config["model_type"] != "llama" or rope["rope_type"] not in ("default", "llama3"):
-        sys.exit(f"{folder}: this file knows Llamas with plain positions or those of Llama 3.1; change its model")
+        sys.exit(f"{folder}: this file knows Llamas with plain positions or Llama 3.1's; change its model")
+    head_width = config["hidden_size"] // config["num_attention_heads"]
+    if config.get("head_dim", head_width) != head_width:
+        sys.exit(f"{folder}: its head_dim is not {head_width}, the width over the heads; change the model")
+    if not any(folder.glob("*.safetensors")):
+        sys.exit(f"{folder}: no safetensors files")
     if config.get("attention_bias") or config.get("mlp_bias"):
         sys.exit(f"{folder}: its layers have biases, which the model in this file does not have; add them")
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
@@ -148,7 +155,7 @@ def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Te
     return frequencies * (kept + (1 - kept) / rope["factor"])
 
 
-def read_documents(folder: Path, text: Path) -> list[Tensor]:
+def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
     """Return the documents of the text as token numbers: of the folder's tokenizer, or bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
     if not documents:
@@ -157,14 +164,18 @@ def read_documents(folder: Path, text: Path) -> list[Tensor]:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return [torch.tensor(tokenizer.encode(document).ids[:LONGEST]) for document in documents]
-    return [torch.tensor(list(document.encode()[:LONGEST])) for document in documents]
+        tokens = [tokenizer.encode(document).ids for document in documents]
+    elif vocabulary == 256:
+        tokens = [list(document.encode()) for document in documents]
+    else:
+        sys.exit(f"{folder}: no tokenizer.json, and a vocabulary of {vocabulary}, which is not the 256 bytes")
+    return [torch.tensor(document) for document in tokens]
 
 
 def load_batch(documents: list[Tensor], step: int) -> tuple[Tensor, Tensor]:
     """Return the batch of all ranks together: numbers and targets, (BATCH, length). The step decides it."""
     order = torch.randint(len(documents), (BATCH,), generator=torch.Generator().manual_seed(step))
-    rows = [documents[index] for index in order]
+    rows = [documents[index][:LONGEST] for index in order]
     numbers = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
     targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
     return numbers, targets
@@ -223,8 +234,12 @@ def export(model: nn.Module, folder: Path, out: Path) -> None:
     dcp.save(tensors_in_files(model), storage_writer=writer)
     if dist.get_rank() == 0:
         shutil.rmtree(out / "sharded")
-        for path in [folder / "config.json", *folder.glob("tokenizer*")]:
+        for path in folder.glob("tokenizer*"):
             shutil.copy(path, out)
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("torch_dtype", None)  # the older name of "dtype"
+        config["dtype"] = "float32"  # as it was trained
+        (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def choose_device() -> torch.device:
@@ -241,13 +256,21 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
+    if BATCH % world_size:
+        sys.exit(f"{world_size} ranks cannot share {BATCH} documents evenly; change one of them")
     run = Path(run)
     folder = Path(folder)
     run.mkdir(parents=True, exist_ok=True)
-    documents = read_documents(folder, Path(text))
-    model = start(read_config(folder), folder, device)
+    config = read_config(folder)
+    documents = read_documents(folder, Path(text), config["vocab_size"])
+    if rank == 0:
+        num_cut = sum(len(document) > LONGEST for document in documents)
+        print(f"{len(documents)} documents; of {num_cut}, the first {LONGEST} tokens are read", flush=True)
+    model = start(config, folder, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     first = load_newest(model, optimizer, run)
+    if rank == 0 and first >= int(steps):
+        print(f"{run} has {first} steps already; STEPS counts from the beginning", flush=True)
 
     for step in range(first, int(steps)):
         numbers, targets = load_batch(documents, step)
@@ -271,6 +294,8 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 5:
+        sys.exit(__doc__)
     chosen = choose_device()
     main(chosen, *sys.argv[1:])
     if chosen.type == "cpu":

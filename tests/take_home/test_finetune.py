@@ -1,5 +1,6 @@
 """finetune.py: a model of a different shape, a text of one's own, two ranks, then three; read back by the package."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -50,6 +51,7 @@ def test_two_ranks_then_three(shape, tmp_path):
     numbers, targets = batch_of_script(text)
     mean = model(numbers, targets) / (targets != IGNORED).sum()
     assert right[0] == pytest.approx(mean.item(), abs=1e-5)  # the package's Llama says the same of the first batch
+    assert read_config(tmp_path / "run" / "model")["dtype"] == "float32"
     tuned = Llama(llama_from_config(read_config(tmp_path / "run" / "model")))
     load_hugging_face(tuned, tmp_path / "run" / "model")
     assert (tuned(numbers, targets) / (targets != IGNORED).sum()).item() < right[0]
@@ -57,4 +59,31 @@ def test_two_ranks_then_three(shape, tmp_path):
 
 def batch_of_script(text):
     script = load_script("finetune.py")
-    return script.load_batch(script.read_documents(text.parent, text), 0)
+    return script.load_batch(script.read_documents(text.parent, text, SHAPE.vocabulary), 0)
+
+
+CONFIG = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "rms_norm_eps": 1e-6, "vocab_size": 256}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "gemma"}, "knows Llamas with plain positions"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "knows Llamas with plain positions"),
+        ({"head_dim": 8}, "head_dim"),
+        ({"attention_bias": True}, "biases"),
+        ({}, "no safetensors files"),
+    ],
+)
+def test_a_folder_that_it_cannot_read_is_refused(changes, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    if changes:
+        (tmp_path / "model.safetensors").touch()
+    with pytest.raises(SystemExit, match=message):
+        load_script("finetune.py").read_config(tmp_path)
+
+
+def test_a_vocabulary_beyond_bytes_needs_its_tokenizer(tmp_path):
+    (tmp_path / "text.txt").write_text("one\n\ntwo")
+    with pytest.raises(SystemExit, match="no tokenizer.json, and a vocabulary of 300"):
+        load_script("finetune.py").read_documents(tmp_path, tmp_path / "text.txt", 300)
