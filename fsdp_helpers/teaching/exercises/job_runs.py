@@ -108,7 +108,8 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
         raise NotYet(
             f"torchrun does not take its arguments: {said.getvalue().rpartition('error: ')[2].strip()}"
         ) from None
-    timeout_s = options.shutdown_timeout if options.shutdown_timeout is not None else shutdown_s
+    asked_s = getattr(options, "shutdown_timeout", None)  # an argument that torch 2.11 does not have
+    timeout_s = shutdown_s if asked_s is None else asked_s
     return Torchrun(fresh_store, str(timeout_s or DEFAULT_SHUTDOWN_S), options)
 
 

@@ -32,7 +32,7 @@ def card(name: str) -> bool:
     failure = gallery.find(name)
     broken, mended = gallery.run_broken(failure), gallery.run_mended(failure)
     draw(failure, broken, mended)
-    return gallery.shows_symptom(failure, broken) and gallery.is_mended(failure, mended)
+    return gallery.comes_out_as_said(failure, broken) and gallery.is_mended(failure, mended)
 
 
 def kept_card(name: str) -> None:

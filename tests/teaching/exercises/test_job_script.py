@@ -9,6 +9,7 @@ import nbformat
 import pytest
 import yaml
 from leftovers import PROJECT
+from torch.distributed.run import get_args_parser
 
 from fsdp_helpers.teaching.exercises.answers import NotYet
 from fsdp_helpers.teaching.exercises.job_script import check_job_script, read_directives, seconds_of
@@ -43,13 +44,19 @@ ANOTHER_WAY = """#!/usr/bin/env bash
 nodes=($(scontrol show hostnames "$SLURM_NODELIST"))
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 srun -n "$SLURM_NNODES" python -m torch.distributed.run --nnodes "$SLURM_NNODES:$SLURM_NNODES" --nproc_per_node=gpu \\
-    --shutdown-timeout=600 --max-restarts=2 --rdzv_backend=c10d \\
+    SHUTDOWN --max-restarts=2 --rdzv_backend=c10d \\
     --rdzv_id="$SLURM_JOBID" --rdzv_endpoint="${nodes[0]}:$((10000 + SLURM_JOBID % 50000))" train.py &
 step=$!
 on_limit() { kill -TERM "$step"; wait "$step"; scontrol requeue "$SLURM_JOBID"; exit 0; }
 trap on_limit TERM
 wait "$step"
 """
+if "--shutdown-timeout" in get_args_parser().format_help():
+    ANOTHER_WAY = ANOTHER_WAY.replace("SHUTDOWN", "--shutdown-timeout=600")
+else:  # torch 2.11 has only the variable
+    ANOTHER_WAY = ANOTHER_WAY.replace("    SHUTDOWN ", "    ").replace(
+        "export ", "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 "
+    )
 
 
 @pytest.fixture

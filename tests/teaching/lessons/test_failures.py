@@ -1,6 +1,7 @@
 """The gallery of failures: each still shows its symptom within seconds, and its mended run gives the right numbers."""
 
 import pytest
+import torch
 import workers_for_tests as workers
 
 from fsdp_helpers.ranks.launching.launch import launch
@@ -52,7 +53,15 @@ def by_name(per_rank: list[dict]) -> dict[str, Seen]:
 
 @pytest.mark.parametrize("failure", ids(IN_ONE_LAUNCH))
 def test_the_symptom_still_appears(failure, broken_runs):
-    assert gallery.shows_symptom(failure, broken_runs[failure.name]), broken_runs[failure.name]
+    assert gallery.comes_out_as_said(failure, broken_runs[failure.name]), broken_runs[failure.name]
+
+
+def test_a_pytorch_that_does_not_show_it_must_not_show_it(monkeypatch):
+    failure = gallery.find("crash-tied-weights")
+    refused, silent = Seen(error="... shared with ..."), Seen(numbers=(failure.right(),) * 2)
+    assert [gallery.comes_out_as_said(failure, seen) for seen in (refused, silent)] == [True, False]
+    monkeypatch.setattr(torch, "__version__", "2.11.1+cpu")
+    assert [gallery.comes_out_as_said(failure, seen) for seen in (refused, silent)] == [False, True]
 
 
 @pytest.mark.parametrize("failure", ids(BY_ITSELF))

@@ -181,13 +181,14 @@ CRASHES = (
         name="crash-tied-weights",
         title="Parameter is shared with a parameter already managed by another FSDP group",
         why="The head of a language model often uses the embedding's weight. One tensor cannot belong to two units. FSDP1 "
-        "fails later, with a shape that does not fit.",
+        "fails later, with a shape that does not fit; FSDP2 of PyTorch 2.11 says nothing.",
         tell="`model.head.weight is model.embedding.weight` is true before sharding.",
         fix="Put both into one unit: `fully_shard([model.embedding, model.head])`, or leave both to the root.",
         broken=tied_in_two_units,
         mended=tied_in_one_unit,
         right=tied_alone,
         says="shared",
+        not_in="2.11",
     ),
     Failure(
         name="crash-frozen-flat",

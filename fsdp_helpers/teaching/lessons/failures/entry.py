@@ -38,6 +38,7 @@ class Failure:
     group_timeout_s: float | None = None  # of the broken run's collectives
     stall_s: float = 2.0  # a broken run whose ranks have not moved for this long is taken to wait forever
     source: str = ""  # of a failure that is not run here
+    not_in: str = ""  # the last PyTorch known not to show the symptom, as "2.11"
 
     def __post_init__(self) -> None:
         if self.symptom not in SYMPTOMS:

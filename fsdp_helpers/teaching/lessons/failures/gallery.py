@@ -8,6 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch.torch_version import TorchVersion
+
 from fsdp_helpers.measuring.divergence import log_collectives, read_log
 from fsdp_helpers.ranks.launching.errors import RankError, RankTimeout
 from fsdp_helpers.ranks.launching.launch import launch
@@ -90,6 +93,12 @@ def shows_symptom(failure: Failure, seen: Seen) -> bool:
         return re.search(failure.says, f"{seen.error}\n{seen.last_words}") is not None
     right = failure.right()
     return bool(seen.numbers) and not all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)
+
+
+def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
+    """Say whether a broken run shows its symptom, or does not if this PyTorch is one of those that do not show it."""
+    release = TorchVersion(".".join(torch.__version__.split(".")[:2]))
+    return shows_symptom(failure, seen) == (not failure.not_in or release > failure.not_in)
 
 
 def is_mended(failure: Failure, seen: Seen) -> bool:
