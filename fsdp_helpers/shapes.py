@@ -113,6 +113,7 @@ RELATIVES = {
     "qwen2": ("Qwen2", 32_768),
     "qwen3": ("Qwen3", 32_768),
 }
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
@@ -181,6 +182,8 @@ def llama_from_config(config: dict) -> LlamaShape:
 
 
 def _read_scaling(rope: dict) -> RopeScaling:
+    if missing := [key for key in _SCALING if key not in rope]:
+        raise ValueError(f"rope_type llama3 without {', '.join(missing)}")
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

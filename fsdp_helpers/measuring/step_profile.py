@@ -63,10 +63,11 @@ def profile_from(
     thawed = frozen_beside_trained(profile, tuple(units))
     if not thawed:
         return profile
-    chosen = [parameter for name, parameter in model.named_parameters() if _plain(name) in thawed]
-    for parameter in chosen:
-        parameter.requires_grad_(True)
+    named = model.named_parameters()
+    chosen = [parameter for name, parameter in named if _plain(name) in thawed and parameter.is_floating_point()]
     try:
+        for parameter in chosen:
+            parameter.requires_grad_(True)
         return replace(profile, thawed=thawed, thawed_moments=measure())
     finally:
         for parameter in chosen:

@@ -4,7 +4,8 @@ Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, on 
 few, on the CPU. FOLDER has config.json and safetensors files (and tokenizer.json; without one, tokens are
 bytes). TEXT is a text file, whose documents are separated by blank lines; the first LONGEST tokens of each
 are read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the total: the same command with more
-STEPS goes on from the newest checkpoint, on any number of ranks. For another model or text, take a new RUN.
+STEPS goes on from the newest checkpoint, on any number of ranks that divides BATCH. For another model or
+text, take a new RUN.
 All parameters are trained.
 """
 
@@ -126,17 +127,17 @@ def read_config(folder: Path) -> dict:
     """Return the model's config.json with what it leaves out; refuse what this model does not have."""
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "default"}
-    rope = {"rope_type": rope.get("type")} | rope  # older files say "type"
+    rope = {"rope_type": rope.get("type", "default")} | rope  # older files say "type"
     if config["model_type"] != "llama" or rope["rope_type"] not in ("default", "llama3"):
         sys.exit(f"{folder}: this file knows Llamas with plain positions or Llama 3.1's; change its model")
     head_width = config["hidden_size"] // config["num_attention_heads"]
-    if config.get("head_dim", head_width) != head_width:
+    if (config.get("head_dim") or head_width) != head_width:
         sys.exit(f"{folder}: its head_dim is not {head_width}, the width over the heads; change the model")
     if not any(folder.glob("*.safetensors")):
         sys.exit(f"{folder}: no safetensors files")
     if config.get("attention_bias") or config.get("mlp_bias"):
         sys.exit(f"{folder}: its layers have biases, which the model in this file does not have; add them")
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
     config.setdefault("tie_word_embeddings", False)
     config["rope"] = {"rope_theta": config.get("rope_theta", 10_000.0)} | rope
     return config
@@ -256,8 +257,6 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    if BATCH % world_size:
-        sys.exit(f"{world_size} ranks cannot share {BATCH} documents evenly; change one of them")
     run = Path(run)
     folder = Path(folder)
     run.mkdir(parents=True, exist_ok=True)
@@ -296,6 +295,8 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
 if __name__ == "__main__":
     if len(sys.argv) != 5:
         sys.exit(__doc__)
+    if BATCH % int(os.environ["WORLD_SIZE"]):
+        sys.exit(f"{os.environ['WORLD_SIZE']} ranks cannot share {BATCH} documents evenly; change one of them")
     chosen = choose_device()
     main(chosen, *sys.argv[1:])
     if chosen.type == "cpu":

@@ -10,8 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-BODY_OF_A_RANK = str(Path(__file__).with_name("process.py"))
-PACKAGE = str(Path(__file__).parents[2]) + os.sep
+
+def as_faulthandler_writes(path: Path) -> str:
+    """Return a path as it stands in a stack: `faulthandler` escapes what is not ASCII."""
+    return str(path).encode("ascii", "backslashreplace").decode()
+
+
+BODY_OF_A_RANK = as_faulthandler_writes(Path(__file__).with_name("process.py"))
+PACKAGE = as_faulthandler_writes(Path(__file__).parents[2]) + os.sep
 ANSWER_S = 5.0  # at most, for all ranks to write: one that is stopped never does
 POLL_S = 0.02
 CAN_ASK = hasattr(signal, "SIGUSR1") and hasattr(faulthandler, "register")  # not on Windows

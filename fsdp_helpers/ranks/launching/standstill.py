@@ -5,6 +5,7 @@ that wait in a collective use none, or a hundredth of a core if they wait at the
 rank gets no share at all, that rank is ready to run; one that waits is not.
 """
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ class Standstill:
         self.stall_s = stall_s
         self._since_s = self._looked_s = time.monotonic()
         self._cpu_s: dict[int, float] = {}
+        self._ready: set[int] = set()  # those that had work at the last look
 
     def shorten(self, wait_s: float | None) -> float | None:
         """Return how long to wait for messages before the next look, and no longer than `wait_s`."""
@@ -42,8 +44,11 @@ class Standstill:
         self._looked_s = now_s
         spent_s = {pid: cpu_seconds(pid) for pid in pids}
         most_s = max((spent_s[pid] - self._cpu_s.setdefault(pid, spent_s[pid]) for pid in pids), default=0.0)
-        if most_s > WAITING_SHARE * self.stall_s or any(map(is_ready_to_run, pids)):
+        # One that polls is caught awake now and then; one that gets no core has work at each look.
+        had_work, self._ready = self._ready, {pid for pid in pids if is_ready_to_run(pid)}
+        if most_s > WAITING_SHARE * self.stall_s or had_work & self._ready:
             self.moved()
+            return False
         return time.monotonic() - self._since_s >= self.stall_s
 
 
@@ -65,11 +70,12 @@ def is_ready_to_run(pid: int) -> bool:
     Linux alone says so; elsewhere this is False.
     """
     for member in family(pid):
-        for stat in Path("/proc", str(member.pid), "task").glob("*/stat"):
-            with suppress(OSError):  # the thread has ended meanwhile
-                state = stat.read_text().rpartition(") ")[2][0]
-                if state in "RD":
-                    return True
+        with suppress(OSError):  # the process has ended meanwhile
+            for thread in os.listdir(f"/proc/{member.pid}/task"):
+                with suppress(OSError):  # or this thread of it
+                    stat = Path(f"/proc/{member.pid}/task/{thread}/stat").read_text()
+                    if stat.rpartition(") ")[2][0] in "RD":
+                        return True
     return False
 
 

@@ -145,7 +145,7 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
                 names.append(f"{name}: {queue}")
         drawn = dict.fromkeys(span.what for spans in choices.values() for span in spans)
         handles = [Patch(label=what, facecolor=colours[what], hatch=OP_HATCHES.get(what)) for what in drawn]
-        fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="the number is the unit's")
+        fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="numbers are units")
         ax.set_yticks(range(len(names)), names)
         ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=f"time (ms), not measured: computed from {given}")
     put_in_words(fig, streams_in_words(choices, given))

@@ -1,5 +1,6 @@
 """The titles of figures: one sentence each that says what the figure shows, made from the numbers that it draws."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +20,10 @@ def same_losses(runs: Sequence[Sequence[float]]) -> str:
     """Say how far apart the losses of several runs are, if they are the same; else nothing."""
     if len(runs) < 2 or len({len(losses) for losses in runs}) > 1:
         return ""
-    gap = max(max(losses) - min(losses) for losses in zip(*runs, strict=True))
+    gaps = [max(losses) - min(losses) for losses in zip(*runs, strict=True) if not any(map(math.isnan, losses))]
+    if len(gaps) < len(runs[0]) or not gaps:  # a NaN equals nothing, and max() may skip it
+        return ""
+    gap = max(gaps)
     return f"Same losses: at most {_short(gap)} apart" if gap < SAME else ""
 
 
@@ -34,9 +38,11 @@ def peak_of_curve(curve: MemoryCurve) -> str:
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]
     starts_s = [phase.start_s for phase in curve.phases]
     place = bisect_right(starts_s, peak_s) - 1
-    where = f" in {curve.phases[max(0, place)].name}" if curve.phases else ""
-    above = f", {curve.peak_bytes / curve.held_bytes:.1f} times what is held between steps" if curve.held_bytes else ""
-    return f"The peak comes{where}{above}"
+    where = f"comes in {curve.phases[max(0, place)].name}" if curve.phases else ""
+    above = f"{curve.peak_bytes / curve.held_bytes:.1f} times what is held between steps" if curve.held_bytes else ""
+    if where and above:
+        return f"The peak {where}, {above}"
+    return f"The peak {where or f'is {above}'}" if where or above else ""
 
 
 def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
@@ -64,9 +70,7 @@ def foot_of_the_ladder(rungs: Sequence[Rung]) -> str:
     if least is rungs[0]:
         return ""
     share = least.peak_bytes / rungs[0].peak_bytes
-    return (
-        f"The peak falls from {_mb(rungs[0].peak_bytes)} to {_mb(least.peak_bytes)} MB, {_percent(share)} of the first"
-    )
+    return f"The lowest peak is {_mb(least.peak_bytes)} MB, {_percent(share)} of the first rung's {_mb(rungs[0].peak_bytes)}"
 
 
 def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:

@@ -21,6 +21,6 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
                 box = {"facecolor": colour, "edgecolor": "none", "pad": 1}
                 ax.text(place + 0.45, row, entry, ha="center", va="center", color="white", bbox=box)
         ax.set_yticks(range(len(orders)), list(orders))
-        ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; the number is the block's")
+        ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; numbers are blocks")
         ax.margins(x=0.01)
     return fig, ax

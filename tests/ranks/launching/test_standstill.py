@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import workers_for_tests as workers
@@ -55,11 +56,18 @@ def test_a_process_that_gets_no_core_does_not_wait(monkeypatch):
     """On a very busy machine: it has work, and no processor time at all."""
     monkeypatch.setattr(standstill, "LOOK_S", 0.0)
     monkeypatch.setattr(standstill, "cpu_seconds", lambda pid: 0.0)
-    clock = Standstill(0.001)
-    with started("while True: pass") as busy:
+    with started("while True: pass") as busy, started("time.sleep(600)") as waiting:
+        clock = Standstill(60.0)
+        clock.lasts([busy])  # the first look
+        clock.stall_s = 1e-6
         assert not any(clock.lasts([busy]) for _ in range(20))
-    with started("time.sleep(600)") as waiting:
         assert wait_until(lambda: clock.lasts([waiting]))
+
+
+def test_a_process_that_ends_while_it_is_looked_at(monkeypatch):
+    gone = SimpleNamespace(pid=2**22 + 1)  # above the largest number that Linux gives
+    monkeypatch.setattr(standstill, "family", lambda pid: [gone])
+    assert not standstill.is_ready_to_run(gone.pid)
 
 
 @contextmanager

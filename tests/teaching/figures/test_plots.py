@@ -350,7 +350,7 @@ def test_a_title_states_what_was_found_or_there_is_none():
         # Each rank sends 2 MB for each of three collectives
         ("plot_collectives", ["In 3 collectives each rank sends 6.00 MB\nOne step"]),
         ("plot_held_and_peak", ["fsdp: 100 % of what ddp holds, 75 % of its peak"]),
-        ("plot_ladder", ["The peak falls from 40.0 to 30.0 MB, 75 % of the first"]),
+        ("plot_ladder", ["The lowest peak is 30.0 MB, 75 % of the first rung's 40.0"]),
         (
             "plot_comparison",
             [
