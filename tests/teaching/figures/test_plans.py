@@ -62,6 +62,11 @@ def test_a_waterfall_says_from_how_many_ranks_on_it_fits():
     assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Fits 10 GB from 8 ranks on"
 
 
+def test_losses_that_are_no_numbers_are_not_the_same():
+    assert findings.same_losses([(2.0, 1.0), (2.0, 1.0 + 6e-8)]) == "Same losses: at most 6e-8 apart"
+    assert findings.same_losses([(2.0, 1.0), (2.0, float("nan"))]) == ""
+
+
 def test_what_fits_is_marked_by_more_than_a_colour():
     rows = [[planned(8, memory), planned(64, memory)] for memory in (1e9, 10e9)]
     fig, axes = plans.plot_what_fits({"one": rows, "another": rows})
