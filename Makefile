@@ -62,7 +62,7 @@ $(OLDEST_INSTALLED): oldest.lock pyproject.toml
 	touch $@
 
 # Transformers and accelerate alone: all else is that of the environment above, which a .pth file brings in.
-$(TOOLS_INSTALLED): $(INSTALLED)
+$(TOOLS_INSTALLED): $(INSTALLED) Makefile
 	rm -rf .venv-tools
 	$(PYTHON) -m venv .venv-tools
 	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
@@ -85,6 +85,7 @@ $(RUNS): export JUPYTER_CONFIG_DIR := $(CACHE)/jupyter/config
 $(RUNS): export IPYTHONDIR := $(CACHE)/ipython
 $(RUNS): export UV_CACHE_DIR := $(CACHE)/uv
 $(RUNS): export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
+$(RUNS): export HF_HOME := $(CACHE)/huggingface
 
 # Threads that wait sleep: on cores that are in use spinning ones make a step take ten times as long.
 $(RUNS): export OMP_WAIT_POLICY := PASSIVE
@@ -150,7 +151,7 @@ test-slurm: $(INSTALLED)
 test-imagined: $(INSTALLED)
 	$(PYTEST) --dist load -m imagined tests/imagined_gpu
 
-# What is skipped where transformers and accelerate are not installed: nothing may be skipped here.
+# What is skipped where transformers and accelerate are not installed.
 test-tools: $(TOOLS_INSTALLED)
 	$(TOOLS_BIN)/python -c 'import accelerate, transformers; print(f"transformers {transformers.__version__}, accelerate {accelerate.__version__}")'
 	$(TOOLS_BIN)/python -m pytest -m tools tests
@@ -201,8 +202,9 @@ can-test-oldest:
 	@$(call enough_disk,7)
 
 can-test-tools: $(INSTALLED)
-	@test -e $(TOOLS_INSTALLED) || $(BIN)/python -m pip index versions accelerate > /dev/null 2>&1 \
-	  || { echo "no package index is at hand that has accelerate"; exit 1; }
+	@for package in $(TOOLS_PACKAGES); do \
+	  $(BIN)/python -m pip index versions "$${package%%==*}" 2> /dev/null | grep -qF "$${package##*==}" \
+	  || { echo "no package index is at hand that has $$package"; exit 1; }; done
 
 can-xla: $(INSTALLED)
 	@$(call enough_disk,8)
