@@ -36,7 +36,6 @@ def test_a_step_takes_as_long_as_its_bytes_need(machines):
     assert dominated, f"the network dominates nowhere: {[unlimited, *limited]}"
     for row in dominated:
         assert abs(row["step_s"] / row["predicted_s"] - 1) < TOLERANCE, row
-    assert [row["step_s"] for row in limited] == sorted(row["step_s"] for row in limited)
 
 
 def test_hybrid_sharding_is_faster_across_a_slow_link(machines):
