@@ -35,9 +35,9 @@ def has_ended(pid: int) -> bool:
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
     deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
+    while not (holds := condition()) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    return bool(condition())
+    return bool(holds)
 
 
 @contextmanager

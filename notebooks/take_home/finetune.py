@@ -295,8 +295,9 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
 if __name__ == "__main__":
     if len(sys.argv) != 5:
         sys.exit(__doc__)
-    if BATCH % int(os.environ["WORLD_SIZE"]):
-        sys.exit(f"{os.environ['WORLD_SIZE']} ranks cannot share {BATCH} documents evenly; change one of them")
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    if BATCH % num_ranks:
+        sys.exit(f"{num_ranks} ranks cannot share {BATCH} documents evenly; change one of them")
     chosen = choose_device()
     main(chosen, *sys.argv[1:])
     if chosen.type == "cpu":
