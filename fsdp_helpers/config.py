@@ -189,7 +189,7 @@ class TrainConfig:
     def _check_levers(self) -> None:
         if self.precision == "bf16" and not self.is_sharded:
             raise ValueError(
-                f"precision 'bf16' is FSDP's mixed precision, strategy is {self.strategy!r}; "
+                f"precision 'bf16' is FSDP's mixed precision, but strategy is {self.strategy!r}; "
                 "use strategy 'fsdp' or 'fsdp-auto-wrap', or precision 'fp32'"
             )
         if self.sync_micro_batches and self.micro_batches == 1:

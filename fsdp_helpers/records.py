@@ -159,7 +159,7 @@ class RunRecord:
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
-        """Return the largest difference between this run's losses and a different run's (or a list), step by step.
+        """Return the largest difference between this run's losses and those of a different run (or a list), step by step.
 
         Raises ValueError if they differ in their number of steps.
         """

@@ -50,7 +50,7 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
 
     `checkpoint` is any folder of `torch.distributed.checkpoint`, or a folder of checkpoints that are called
     step-00000020 and so on: then the newest. The tensors are those whose names begin with `prefix`, which the file
-    leaves out of them. A .safetensors file is written tensor by tensor, with one of them in memory; a .pt file is put
+    leaves out of them. A .safetensors file is written tensor by tensor, one at a time in memory; a .pt file is put
     together in memory.
 
     Raises CheckpointError for what is not a whole checkpoint or has no such tensors, ValueError for an `out` that

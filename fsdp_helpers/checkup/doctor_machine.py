@@ -22,7 +22,7 @@ RANK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def cores() -> Outcome:
-    """Count the cores; one is enough, and slow."""
+    """Count the cores; one is enough, but slow."""
     from fsdp_helpers.ranks.group import num_cores
 
     count = num_cores()

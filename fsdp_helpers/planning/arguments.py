@@ -174,7 +174,7 @@ def _refuse(options: argparse.Namespace, flags: list[str], belongs_to: str) -> N
 
 
 def _shape_values(options: argparse.Namespace, flags: dict, defaults: dict) -> dict:
-    """Return fields and values. Raises ValueError for what is missing or no size."""
+    """Return fields and values. Raises ValueError for a value that is missing or is not a size."""
     values = {}
     for flag, (field, _) in flags.items():
         value = getattr(options, flag.replace("-", "_"))

@@ -83,8 +83,8 @@ def stack_profile(
 ) -> StepProfile:
     """One step of a model of equal blocks, called `blocks`, for one rank's images; without a `head` all else is small.
 
-    Backward walks from the last block to the first. At each it holds what is kept of the blocks before, and the block
-    it is in, whole: what was not kept has been computed again. Its gradients are finished when it is left. The modules
+    Backward walks from the last block to the first. At each it holds what the earlier blocks keep and all of this one,
+    because what was not kept has been recomputed. Its gradients are finished when it is left. The modules
     `outer_units`, if there are two, are in front of the blocks and behind them.
     """
     head = head or HeadBytes()

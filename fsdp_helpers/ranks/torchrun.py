@@ -79,7 +79,7 @@ def _check_place(place: Place) -> None:
 
 
 def _check_restarts() -> None:
-    """Refuse restarts with torchrun's own store, which keeps the addresses of ranks that are gone: gloo tries those."""
+    """Refuse restarts with torchrun's own store, which keeps the addresses of ranks that are gone, and gloo tries them."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(

@@ -1,1 +1,1 @@
-"""A run: the rank function, its loop, who looks on, and what starts it."""
+"""A run: its rank function, its loop, what watches it, and what starts it."""

@@ -65,7 +65,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def is_ready_to_run(pid: int) -> bool:
-    """Return True if a thread of a process or of a descendant has work, on a core, before one or at the disk.
+    """Return True if a thread of a process or of a descendant is running, waits for a core, or waits for the disk.
 
     Linux alone says so; elsewhere this is False.
     """

@@ -155,7 +155,7 @@ def _run_until_killed(module: str, world_size: int, folder: str) -> int:
 
 
 def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
-    """Raise NotYet unless `steps`, as `loss_of` is called with them, go on from the newest whole checkpoint."""
+    """Raise NotYet unless `steps`, with which `loss_of` was called, continue from the newest complete checkpoint."""
     expect(bool(steps), f"{says}takes no step")
     expect(steps[0] > 0, f"{says}begins with step 1: nothing was loaded")
     expect(

@@ -202,7 +202,7 @@ def step_losses(losses: list[float]) -> list[float]:
 
 
 def problem_in_file(path: Path, right: MovedModel) -> str:
-    """Say what keeps one process from using the file as the weights of the run that stayed; "" if nothing does."""
+    """Say why one process cannot use the file as the weights of the run that stayed, or "" if it can."""
     if not path.exists():
         return "no file was written to `path`"
     weights = torch.load(path, weights_only=True)

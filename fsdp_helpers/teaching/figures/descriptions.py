@@ -1,4 +1,4 @@
-"""A figure in words and numbers, for whoever cannot see it: made from what was drawn, so that it says the same."""
+"""A figure in words and numbers, for readers who cannot see it, made from what was drawn."""
 
 from collections.abc import Iterable, Iterator
 

@@ -118,7 +118,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def train_ddp(rank: int, world_size: int, job: Job) -> Record:
-    """Train under DDP, as many a script does it."""
+    """Train under DDP, as many scripts do."""
     device = rank_device()
     model = DistributedDataParallel(build_model(job.seed).to(device), gradient_as_bucket_view=True)
     average = copy.deepcopy(model.module)

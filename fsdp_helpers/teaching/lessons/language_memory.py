@@ -55,7 +55,7 @@ def curve_of_loss(rank: int, world_size: int, shape: LlamaShape, num_tokens: int
 def peak_of_step(
     rank: int, world_size: int, shape: LlamaShape, num_sequences: int, num_chunks: int
 ) -> tuple[float, MemoryCurve]:
-    """Take two steps of a sharded model; the loss of the second, and its memory."""
+    """Take two steps of a sharded model; return the second's loss and memory."""
     torch.manual_seed(0)
     model = Llama(shape).to(rank_device())
     mesh = init_device_mesh(rank_device().type, (world_size,))

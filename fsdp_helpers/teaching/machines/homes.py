@@ -63,7 +63,7 @@ def torchrun_command(*arguments: object) -> list[str]:
 
 @contextmanager
 def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
-    """Start commands side by side; at the end of the block ask those that still run to end, then kill them."""
+    """Start commands side by side; at the end of the block, terminate and then kill those still running."""
     settings = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
@@ -143,7 +143,7 @@ def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
 
 
 def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
-    """Wait until a checkpoint is there. Raises RuntimeError if the run ends before, or takes too long."""
+    """Wait until a checkpoint is there. Raises RuntimeError if the run ends too early or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:

@@ -126,7 +126,7 @@ def shorten_stack(text: str) -> str:
 
 
 def sentences(message: str) -> str:
-    """Return a library's long message, the fingerprints in it cut to what they compare."""
+    """Return a library's long message, with its fingerprints shortened to what they compare."""
     return (
         re.sub(r", TensorDtypes.*?\(nullopt\)\)\)", ")", message).replace(", but", ",\nbut").replace(".Coll", ".\nColl")
     )

@@ -117,11 +117,20 @@ def difference(before: Callable, after: Callable) -> Listing:
 
     Bodies are compared; names and docstrings do not count.
     """
-    changes = list(difflib.unified_diff(_body(before), _body(after), n=1, lineterm=""))[2:]
+    return _changes(_body(before), _body(after), f"From {before.__name__} to {after.__name__}")
+
+
+def script_difference(before: str, after: str) -> Listing:
+    """Show the lines that differ between two scripts, and their number."""
+    old, new = Path(before), Path(after)
+    return _changes(old.read_text().splitlines(), new.read_text().splitlines(), f"From {old.name} to {new.name}")
+
+
+def _changes(before: list[str], after: list[str], title: str) -> Listing:
+    changes = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
     added, removed = (sum(line.startswith(sign) for line in changes) for sign in "+-")
     shown = ["..." if line.startswith("@@") else line for line in changes]
-    summary = f"From {before.__name__} to {after.__name__}: {added} lines added, {removed} removed."
-    return Listing("\n".join(shown), summary, "diff")
+    return Listing("\n".join(shown), f"{title}: {added} lines added, {removed} removed.", "diff")
 
 
 def _body(function: Callable) -> list[str]:

@@ -118,9 +118,8 @@ def plan_controls(
     """Return a row of controls above a plan that follows them or, if ipywidgets is missing, the plan alone.
 
     The plan is a text whose value changes. ipywidgets' own `interactive` would display it in an `Output` widget, and
-    what executes a notebook without a browser has to play that widget's other half: nbclient answers it on the socket
-    on which it waits for the cell's reply, can miss the reply's arrival as it does so, and then waits until its
-    time-out.
+    whatever executes a notebook without a browser then has to answer for that widget. nbclient does so on the socket
+    that brings the cell's reply, may miss that reply, and then waits until its time-out.
     """
     try:
         import ipywidgets

@@ -128,6 +128,15 @@ def test_difference():
     ]
 
 
+def test_difference_of_scripts(tmp_path):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text("one = 1\ntwo = 2\nthree = 3\n")
+    after.write_text("one = 1\ntwo = 2\nthree = 4\nfour = 4\n")
+    shown = show.script_difference(str(before), str(after))
+    assert shown.caption == "From before.py to after.py: 2 lines added, 1 removed."
+    assert shown.code.splitlines() == ["...", " two = 2", "-three = 3", "+three = 4", "+four = 4"]
+
+
 def test_the_loops_by_hand_differ_in_the_lesson_alone():
     lines = show.difference(by_hand.train_ddp_by_hand, by_hand.train_fsdp_by_hand).code.splitlines()
     added = [line[1:].strip() for line in lines if line.startswith("+")]
