@@ -50,3 +50,14 @@ def test_the_tree_of_the_readme_names_every_room_and_nothing_that_is_gone():
     assert [path for path in named if not (PROJECT / path).exists()] == []
     rooms = {f"fsdp_helpers/{Path(path).parts[1]}/" for path in modules() if len(Path(path).parts) > 2}
     assert {path for path in named if path.count("/") == 2 and path.startswith("fsdp_helpers/")} == rooms
+
+
+def test_the_version_is_the_same_everywhere():
+    said = {
+        "pyproject.toml": r'^version = "(.+)"$',
+        "fsdp_helpers/__init__.py": r'^__version__ = "(.+)"$',
+        "CITATION.cff": r"^version: (.+)$",
+        "CHANGELOG.md": r"^## (.+)$",  # the newest comes first
+    }
+    found = {name: re.search(line, (PROJECT / name).read_text(), re.MULTILINE)[1] for name, line in said.items()}
+    assert len(set(found.values())) == 1, found
