@@ -56,7 +56,8 @@ def test_an_exercise_is_reset_and_the_attempts_stay(tmp_path):
     for attempt in ("first", "second"):
         copies(tmp_path)
         (tmp_path / "03_fsdp.ipynb").write_text(attempt)
-        assert copies(tmp_path, "--reset", "3").returncode == 0
+        done = copies(tmp_path, "--reset", "3")
+        assert done.returncode == 0 and "choose Revert" in done.stdout
     assert json.loads((tmp_path / "03_fsdp.ipynb").read_text()) == original
     kept = [tmp_path / f"03_fsdp_before{number}.ipynb" for number in ("", "_2")]
     assert [path.read_text() for path in kept] == ["first", "second"]

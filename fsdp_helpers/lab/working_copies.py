@@ -9,6 +9,10 @@ import shutil
 from pathlib import Path
 
 ORIGINALS = Path(__file__).resolve().parents[2] / "notebooks"
+IF_IT_IS_OPEN = (
+    "if it is open in JupyterLab: File, Reload Notebook from Disk; if JupyterLab says that it has changed on disk, choose "
+    "Revert"
+)
 LEFT_OUT = shutil.ignore_patterns("my_*.py", ".*", "__pycache__")  # what working in the originals may have left
 
 
@@ -50,9 +54,8 @@ def main() -> None:
     num_copied = len(copy_missing(options.work))
     print(f"{options.work}: {num_copied} new file(s); all others are as they were")
     if options.reset is not None:
-        print(
-            f"{reset(options.work, options.reset)} is as it was at first; if it is open in JupyterLab: File, Reload Notebook from Disk"
-        )
+        print(f"{reset(options.work, options.reset)} is as it was at first")
+        print(IF_IT_IS_OPEN)
 
 
 if __name__ == "__main__":

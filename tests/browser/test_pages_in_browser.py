@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import nbformat
 import pytest
@@ -11,6 +11,7 @@ from leftovers import PROJECT, SESSION_VARIABLE
 from fsdp_helpers.lab import book, handouts, slides
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: `make test-browser` installs it")
+Page = sync_api.Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -47,18 +48,23 @@ def browser(tmp_path_factory) -> Iterator:
 
 
 @pytest.fixture
-def opened(browser, tmp_path):
-    """Opens a page from a folder; returns it and the list of addresses that it asks for, the file itself not counted."""
+def opened(browser, tmp_path) -> Iterator[Callable[[str, dict], Page]]:
+    """Opens a page from a folder. Until it is closed, after the test, it may ask for nothing but its own file."""
+    path, asked = tmp_path / "page.html", []
 
-    def open_one(text: str, viewport: dict):
-        path = tmp_path / "page.html"
+    def open_one(text: str, viewport: dict) -> Page:
         path.write_text(text)
-        page, asked = browser.new_page(viewport=viewport), []
+        page = browser.new_page(viewport=viewport)
         page.on("request", lambda request: asked.append(request.url))
         page.goto(path.as_uri())
-        return page, [url for url in asked if url != path.as_uri() and not url.startswith("data:")]
+        return page
 
-    return open_one
+    yield open_one
+    for context in browser.contexts:
+        context.close()
+    assert asked, "the page itself is asked for"
+    others = (url for url in asked if not url.startswith("data:"))
+    assert {url.partition("#")[0] for url in others} == {path.as_uri()}
 
 
 def read(name: str) -> nbformat.NotebookNode:
@@ -67,7 +73,7 @@ def read(name: str) -> nbformat.NotebookNode:
 
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_every_slide_fits_and_its_picture_is_large(opened, name):
-    page, asked = opened(slides.deck(read(name)), {"width": 1280, "height": 720})
+    page = opened(slides.deck(read(name)), {"width": 1280, "height": 720})
     page.wait_for_function("() => Reveal.isReady()")
     SHOTS.mkdir(parents=True, exist_ok=True)
     for number in range(page.evaluate("() => Reveal.getTotalSlides()")):
@@ -76,15 +82,13 @@ def test_every_slide_fits_and_its_picture_is_large(opened, name):
         for height in page.evaluate("() => [...document.querySelectorAll('section.present img')].map(i => i.height)"):
             assert height > 250, f"slide {number + 1}"
         page.screenshot(path=SHOTS / f"slides-{name}-{number + 1:02}.png")
-    assert asked == []
 
 
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_nothing_of_a_handout_is_wider_than_the_paper(opened, name):
-    page, asked = opened(handouts.handout(read(name), solutions=True), A4_PX)
+    page = opened(handouts.handout(read(name), solutions=True), A4_PX)
     page.emulate_media(media="print")
     assert page.evaluate(TOO_WIDE) == []
-    assert asked == []
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,8 @@ def book_folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_the_book_is_readable_at_one_and_a_half_times_its_size_and_its_pictures_have_words(browser, book_folder, name):
-    page = browser.new_page(**ZOOMED)
+    page, asked = browser.new_page(**ZOOMED), []
+    page.on("request", lambda request: asked.append(request.url))
     page.goto((book_folder / f"{name}.html").as_uri())
     assert page.evaluate(SCROLLS_SIDEWAYS) == []
     title = page.locator("main h1").bounding_box()
@@ -107,3 +112,4 @@ def test_the_book_is_readable_at_one_and_a_half_times_its_size_and_its_pictures_
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"book-{name}.png")
     page.close()
+    assert [url for url in asked if not url.startswith(("data:", book_folder.as_uri()))] == []
