@@ -85,7 +85,8 @@ def _of_section(section: str) -> Slide:
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of prose, with the second if it is short; one ending in a colon only as a last resort."""
-    prose = [block for block in re.split(r"\n\s*\n", text.strip()) if not re.match(r"[|#>]|```|<|- |\d+\. ", block)]
+    blocks = filter(None, re.split(r"\n\s*\n", text.strip()))
+    prose = [block for block in blocks if not re.match(r"[|#>]|```|<|- |\d+\. ", block)]
     sentences = [one for block in prose for one in re.split(r"(?<=[.?!])\s+(?=[A-Z`*\"(])", block.replace("\n", " "))]
     whole = [one.strip() for one in sentences if one.strip() and not one.strip().endswith(":")]
     if not whole:

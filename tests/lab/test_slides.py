@@ -45,6 +45,13 @@ def test_a_section_becomes_a_heading_a_figure_and_the_sentence_that_reads_it():
     assert alone.sentence == "A cut has two ends, one for each of the ranks that share the whole."
 
 
+def test_a_heading_without_prose_has_no_sentence():
+    heading = markdown("Read this.\n\n## Cutting")
+    (shown,) = slides.outline(notebook(heading, figure()))
+    assert (shown.sentence, shown.kind) == ("", "figure")
+    assert slides.outline(notebook(heading, markdown("Read that."))) == []  # nothing to show
+
+
 def test_what_is_not_taught_from_a_slide_is_left_out():
     done = slides.outline(
         notebook(
