@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fsdp_helpers.measuring.collectives import CollectiveTrace
 from fsdp_helpers.measuring.cuda_memory import requested_points, start_history, stop_history
 from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.scratch import scratch_folder
 from fsdp_helpers.records import MemoryCurve, Phase, StateBytes, StepTrace
 
 STEP_PHASES = ("forward", "backward", "step")
@@ -88,7 +89,7 @@ class MemoryTrace:
         noted = stop_history(self._device) if on_cuda else []
         self._reserved_bytes = torch.cuda.max_memory_reserved(self._device) if on_cuda else None
         self._stack.close()
-        with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
+        with tempfile.TemporaryDirectory(prefix="fsdp_helpers-", dir=scratch_folder()) as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))
             trace = json.loads(path.read_text())

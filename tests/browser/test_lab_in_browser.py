@@ -158,8 +158,11 @@ def server(tmp_path_factory) -> Iterator[tuple[str, Path, int]]:
             process.wait(CELL_S)
         assert wait_until(lambda: not members(process.pid), CELL_S), "the server's kernels outlive it"
         shutil.rmtree(work, ignore_errors=True)
-        left = [path.name for kind in OURS_FOR_A_WHILE for path in home.glob(kind)]
-        assert left == [], "left in the temporary folder by kernels, or by what their cells have started"
+        assert wait_until(lambda: not left_in(home), CELL_S), f"left by kernels, or by their cells: {left_in(home)}"
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for kind in OURS_FOR_A_WHILE for path in folder.glob(kind)]
 
 
 def address(log: Path, process: subprocess.Popen) -> str:
