@@ -34,7 +34,7 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.shapes import BYTE_LLAMA
 from fsdp_helpers.sharding.gradients import hold_back_reduction
-from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, make_mesh, shard, unit_names
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, make_mesh, shard_with_api, unit_names
 from fsdp_helpers.training.loop import train_step
 from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
 
@@ -324,7 +324,9 @@ def units_of_both_apis(rank, world_size, model_name, policies):
 def _units(model_name, policy, api):
     with torch.device("meta"):  # no time for initial values, which do not matter here
         model = build_model(model_name)
-    model = shard(model.to_empty(device="cpu"), rank_device(), TrainConfig(strategy="fsdp", api=api), policy=policy)
+    model = shard_with_api(
+        model.to_empty(device="cpu"), rank_device(), TrainConfig(strategy="fsdp", api=api), policy=policy
+    )
     return sorted(set(unit_names(model)) - {"root"})
 
 

@@ -24,7 +24,7 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.progress import report, reports_drawn
 from fsdp_helpers.records import CollectiveCount, StateBytes
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
-from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, count_units, shard
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, count_units, shard_with_api
 
 STEPS = 3  # the first is not a steady one
 STEP = "train step"
@@ -143,7 +143,7 @@ def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]
     if not config.is_sharded:
         return APPLY_STRATEGY[config.strategy](model, ON_CPU, config)
     policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__) if chosen else None
-    return shard(model, ON_CPU, config, policy=policy)
+    return shard_with_api(model, ON_CPU, config, policy=policy)
 
 
 def trace_steps(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:

@@ -57,17 +57,19 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """Give every rank a slice of the model as one unit, gathered whole for forward and backward."""
-    return shard(model, device, config, policy=None)
+    return shard_with_api(model, device, config, policy=None)
 
 
 def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """Give every rank a slice of each unit; units are chosen by size and gathered one after the other."""
-    return shard(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)))
+    return shard_with_api(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)))
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
     """Do as auto-wrap, and keep each slice, its gradient and its optimiser state in host memory between uses."""
-    return shard(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True)
+    return shard_with_api(
+        model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True
+    )
 
 
 APPLY_STRATEGY = {
@@ -79,7 +81,7 @@ APPLY_STRATEGY = {
 }
 
 
-def shard(
+def shard_with_api(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool = False
 ) -> nn.Module:
     """Shard `model` through the API that `config` names, with the units that `policy` chooses below the root.

@@ -69,7 +69,7 @@ LISTINGS = [
     (by_hand.all_reduce_in_two_halves,),
     (worker.train_epochs,),
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
-    (strategies.shard, strategies.shard_fsdp1, strategies.shard_fsdp2),
+    (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
     (state.save_full, state.gather_on_rank_0),
     (saving.save_slices, saving.load_slices),
     (saving.save_plainly, saving.load_plainly),

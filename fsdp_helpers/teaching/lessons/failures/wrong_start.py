@@ -43,20 +43,20 @@ class Rotated(nn.Module):
         self.angles.copy_(torch.arange(WIDTH) + 1.0)
 
 
-def start_on_meta() -> Rotated:
+def rotated_on_meta() -> Rotated:
     with torch.device("meta"):
         model = Rotated()
     return fully_shard(model, mesh=cpu_mesh()).to_empty(device="cpu")
 
 
 def leave_buffers_empty(rank: int, world_size: int) -> Numbers:
-    model = start_on_meta()
+    model = rotated_on_meta()
     nn.init.ones_(model.layer.weight)
     return {"sum of angles": model.angles.sum().item()}
 
 
 def fill_buffers_too(rank: int, world_size: int) -> Numbers:
-    model = start_on_meta()
+    model = rotated_on_meta()
     nn.init.ones_(model.layer.weight)
     model.fill_buffers()
     return {"sum of angles": model.angles.sum().item()}
