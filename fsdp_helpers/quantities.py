@@ -12,6 +12,11 @@ def format_bytes(num_bytes: int) -> str:
     return f"{_three_digits(num_bytes / unit)} {name}"
 
 
+def in_mb(num_bytes: float) -> str:
+    """Return bytes in MB without the unit, as figures write them: 43.4, 1,422.6."""
+    return f"{num_bytes / MB:,.1f}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return seconds as a person reads them: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s, 5.20 h."""
     if seconds < 1e-3:

@@ -23,9 +23,22 @@ FLOORS = (
     {"sharding", "checkpointing"},
     {"ranks", "planning"},
     # the words that all share
-    {"config", "flags", "records", "quantities", "shapes", "models", "vit", "llama", "data", "text", "mnist"},
+    {
+        "config",
+        "flags",
+        "records",
+        "quantities",
+        "palette",
+        "shapes",
+        "models",
+        "vit",
+        "llama",
+        "data",
+        "text",
+        "mnist",
+    },
 )
-WITHOUT_TORCH = ("planning", "config", "flags", "records", "quantities", "shapes")
+WITHOUT_TORCH = ("planning", "config", "flags", "records", "quantities", "palette", "shapes")
 MAX_FUNCTION_LINES, MAX_MODULE_LINES, MAX_MEDIAN_LINES = 50, 300, 8
 
 

@@ -5,11 +5,13 @@ It shows text and a picture that are replaced in place, not a widget, so a saved
 
 import base64
 import io
+import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from fsdp_helpers.palette import BLUE, TEXT_COLOUR, TEXT_STYLE
 from fsdp_helpers.quantities import MB, format_bytes
 from fsdp_helpers.ranks.progress import Waiting, bar_text
 from fsdp_helpers.records import RunRecord
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_CURVES = 0.25, 1.0  # a curve takes a tenth of a second to draw
 SMOOTHED_OVER = 1 / 20  # of the losses so far
 PIXELS_PER_INCH = 220  # twice what is shown, for screens of double density
-BLUE, GREY = "#0072b2", "#6b7280"
 
 
 class LiveView:
@@ -115,48 +116,60 @@ class LiveView:
         self._lines.show({"text/plain": "\n".join([self._title, *bars])})
 
     def _show_curve(self, steps: Sequence[int], losses: Sequence[float], of_what: str) -> None:
-        alt = (
-            f"Loss {of_what}, {self._title}: {losses[0]:.3f} at step {steps[0]}, {losses[-1]:.3f} at step {steps[-1]}, "
-            f"lowest {min(losses):.3f}."
-        )
-        picture, size = run_picture(steps, losses, self._memory, f"Loss {of_what}, step by step")
+        ends = f"{losses[0]:.3f} at step {steps[0]}, {losses[-1]:.3f} at step {steps[-1]}"
+        alt = f"Loss {of_what}, {self._title}: {ends}, lowest {min(losses):.3f}."
+        if self._memory:
+            held = [
+                f"rank {rank} holds {format_bytes(sizes[0])} and peaks at {format_bytes(sizes[1])}"
+                for rank, sizes in sorted(self._memory.items())
+            ]
+            alt += f" In memory, {'; '.join(held)}."
+        picture, size = run_picture(steps, losses, self._memory, f"Loss {of_what}")
         self._curve.show({"image/png": picture, "text/plain": alt}, {"image/png": {"alt": alt, **size}})
 
 
 def run_picture(
-    steps: Sequence[int], losses: Sequence[float], memory: Mapping[int, tuple[int, int]], title: str
+    steps: Sequence[int], losses: Sequence[float], memory: Mapping[int, tuple[int, int]], subject: str
 ) -> tuple[str, dict[str, int]]:
     """Return a PNG in base64, and the width and height in which it is to be shown.
 
     It shows the loss so far, smoothed, over a pale line of each step's loss; and beside it, once they are known, the
     bytes that each rank holds between two steps (solid) and at the peak of one (pale).
     """
-    from matplotlib.figure import Figure  # takes half a second, which other runs need not wait
+    from matplotlib import rc_context  # takes half a second, which other runs need not wait
+    from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(8, 2.2), dpi=PIXELS_PER_INCH, layout="constrained", facecolor="white")
-    if memory:
-        loss_ax, memory_ax = fig.subplots(1, 2, width_ratios=(4, 1))
-        draw_memory(memory_ax, memory)
-    else:
-        loss_ax = fig.subplots()
-    draw_loss(loss_ax, steps, losses)
-    loss_ax.set_title(title, loc="left", fontsize=10)
-    file = io.BytesIO()
-    fig.savefig(file, format="png")
+    with rc_context(TEXT_STYLE):
+        fig = Figure(figsize=(8, 2.2), dpi=PIXELS_PER_INCH, layout="constrained")
+        if memory:
+            loss_ax, memory_ax = fig.subplots(1, 2, width_ratios=(4, 1))
+            draw_memory(memory_ax, memory)
+        else:
+            loss_ax = fig.subplots()
+        draw_loss(loss_ax, steps, losses)
+        smooth = smoothed(losses)
+        how = ", smoothed" if smooth != list(losses) else ""
+        loss_ax.set_title(f"{subject}{how}: from {smooth[0]:.3f} to {smooth[-1]:.3f}", loc="left", fontsize=10)
+        file = io.BytesIO()
+        fig.savefig(file, format="png")
     width, height = (int(inches * PIXELS_PER_INCH / 2) for inches in fig.get_size_inches())
     return base64.b64encode(file.getvalue()).decode(), {"width": width, "height": height}
 
 
 def draw_loss(ax: "Axes", steps: Sequence[int], losses: Sequence[float]) -> None:
     """Draw the smoothed loss over the pale loss of each step; the axis ends where the run is."""
+    from matplotlib.ticker import MaxNLocator
+
     smooth = smoothed(losses)
     ax.plot(steps, losses, color=BLUE, linewidth=1, alpha=0.3)
     ax.plot(steps, smooth, color=BLUE, linewidth=1.5)
     ax.plot(steps[-1:], smooth[-1:], color=BLUE, marker="o", markersize=4)
-    ax.annotate(f" {smooth[-1]:.3f}", (steps[-1], smooth[-1]), color=GREY, va="center")
+    ax.annotate(f" {smooth[-1]:.3f}", (steps[-1], smooth[-1]), color=TEXT_COLOUR, va="center")
     ax.spines[["top", "right"]].set_visible(False)
     room = 0.08 * max(1, steps[-1] - steps[0])  # for the number at the end
-    ax.set(xlim=(steps[0], steps[-1] + room), ylim=(0, None), xlabel="step", ylabel="loss (nats)")
+    highest = max(filter(math.isfinite, losses), default=1.0)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
+    ax.set(xlim=(steps[0], steps[-1] + room), ylim=(0, 1.1 * highest), xlabel="step", ylabel="loss (nats)")
 
 
 def draw_memory(ax: "Axes", memory: Mapping[int, tuple[int, int]]) -> None:

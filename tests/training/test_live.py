@@ -1,8 +1,10 @@
 """A watched run as a notebook shows it: text and a picture, replaced in place, and a summary that stays."""
 
 import base64
+import io
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 from runs import tiny_record
@@ -116,6 +118,17 @@ def test_the_axis_ends_where_the_run_is():
     ax = Figure().subplots()
     live.draw_loss(ax, range(1, 101), [2.0] * 100)
     assert ax.get_xlim() == (1, pytest.approx(100 + 0.08 * 99))  # and not at the thousandth step that is to come
+
+
+def test_the_picture_has_whole_steps_room_above_and_no_background_of_its_own():
+    ax = Figure().subplots()
+    live.draw_loss(ax, range(1, 5), [2.3, float("nan"), 2.5, 2.4])
+    assert ax.get_ylim() == (0, pytest.approx(1.1 * 2.5))
+    assert all(place == int(place) for place in ax.get_xticks())
+    live.draw_loss(Figure().subplots(), [1, 2], [float("nan")] * 2)  # a run that has failed is drawn too
+    picture, _ = live.run_picture([1, 2], [2.3, 2.0], {}, "Loss")
+    corner = plt.imread(io.BytesIO(base64.b64decode(picture)))[0, 0]
+    assert corner[3] == 0
 
 
 def test_a_loss_is_smoothed_over_a_twentieth_of_the_run():

@@ -14,17 +14,10 @@ from os import PathLike
 from pathlib import Path
 
 from fsdp_helpers.measuring.unit_trace import UnitTrace
-from fsdp_helpers.quantities import MB
+from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
+from fsdp_helpers.quantities import in_mb
 from fsdp_helpers.teaching.figures.step_parts import LEFT, RIGHT, Key, Part, in_progress, parts, places
-from fsdp_helpers.teaching.figures.style import (
-    FONT,
-    FRAME_COLOUR,
-    IN_WORDS,
-    OP_COLOURS,
-    PEAK_COLOUR,
-    STATE_COLOURS,
-    TEXT_COLOUR,
-)
+from fsdp_helpers.teaching.figures.style import FONT, IN_WORDS, OP_COLOURS, PEAK_COLOUR, STATE_COLOURS, height_of
 from fsdp_helpers.teaching.figures.words import step_of_units_in_words
 
 WIDTH, HEIGHT = 960, 590
@@ -39,9 +32,9 @@ CAPTIONS = {
 }
 STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{TEXT_COLOUR}}}"
 RUNS = f"g{{animation:{PLAY_S + REST_S:g}s linear infinite}}"
-HATCHES = (
-    '<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="6" height="6" fill="{colour}"/><rect width="2" height="6" fill="#fff"/></pattern>'
+HATCH_PATTERN = (
+    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    f'<rect width="6" height="6" fill="{STATE_COLOURS["gradients"]}"/><rect width="2" height="6" fill="#fff"/></pattern>'
 )
 
 
@@ -126,12 +119,10 @@ def player(step: UnitTrace) -> object:
 
 def _picture(step: UnitTrace, moving: str, style: str) -> Picture:
     words = step_of_units_in_words(step)
-    hatches = HATCHES.format(name="hatch", colour=STATE_COLOURS["gradients"])
-    hatches += HATCHES.format(name="reduce", colour=OP_COLOURS["reduce_scatter"])
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
         f"<title>One step of FSDP on two ranks, as it was traced</title><desc>{escape(words)}</desc>"
-        f"<style>{style}</style><defs>{hatches}</defs>{''.join(_fixed(step))}{moving}</svg>\n"
+        f"<style>{style}</style><defs>{HATCH_PATTERN}</defs>{''.join(_fixed(step))}{moving}</svg>\n"
     )
     return Picture(svg, words)
 
@@ -143,9 +134,9 @@ def _moving(step: UnitTrace) -> Iterator[Part]:
         look = 'text-anchor="middle" font-weight="600" style="font-size:17px"'
         yield _for_a_while(_text((LEFT + RIGHT) / 2, 22, text, look), start_s, end_s)
     for text, seen in in_progress(step):
-        name = f"{text}, {seen.bytes / MB:.1f} MB"
+        name = f"{text}, {in_mb(seen.bytes)} MB"
         label = _text((LEFT + RIGHT) / 2, 46, name, 'text-anchor="middle" font-weight="600"')
-        swatch = f'<rect x="{(LEFT + RIGHT) / 2 - 150}" y="36" width="24" height="{LANE}" fill="{_fill(seen.op)}"/>'
+        swatch = _bar((LEFT + RIGHT) / 2 - 150, 36, 24, seen.op)
         yield _for_a_while(swatch + label, seen.start_s, seen.end_s)
     begin, end = Key(time_s=0.0, x=LEFT), Key(time_s=step.length_s, x=RIGHT)
     cursor = f'<path d="M0 {LANES[0] - 6}V{BOTTOM}" stroke="{PEAK_COLOUR}" stroke-width="1.5"/>'
@@ -168,7 +159,7 @@ def _readings(step: UnitTrace) -> Iterator[Part]:
     for number in range(READINGS):
         start_s, end_s = (step.length_s * (number + more) / READINGS for more in (0, 1))
         size = curve.allocated_bytes[max(0, bisect_right(curve.times_s, start_s) - 1)]
-        text = _text(RIGHT, TOP - 8, f"now {size / MB:.1f} MB", 'text-anchor="end" font-weight="600"')
+        text = _text(RIGHT, TOP - 8, f"now {in_mb(size)} MB", 'text-anchor="end" font-weight="600"')
         yield _for_a_while(text, start_s, end_s if number < READINGS - 1 else inf)
 
 
@@ -203,12 +194,14 @@ def _lanes(step: UnitTrace) -> Iterator[str]:
         yield _text(LEFT - 8, top + 11, f"rank {rank}", 'text-anchor="end"')
         for one in seen.trace.collectives:
             left, right = _x(step, one.start_s), _x(step, one.end_s)
-            width = max(1.5, right - left)
-            yield f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{LANE}" fill="{_fill(one.op)}"/>'
+            yield _bar(left, top, max(1.5, right - left), one.op)
 
 
-def _fill(op: str) -> str:
-    return "url(#reduce)" if op == "reduce_scatter" else OP_COLOURS[op]
+def _bar(left: float, top: float, width: float, op: str) -> str:
+    """Return a collective as a bar in a lane that begins at `top`."""
+    height = height_of(op, LANE)
+    y = top + (LANE - height) / 2
+    return f'<rect x="{left:.1f}" y="{y:g}" width="{width:.4g}" height="{height:g}" fill="{OP_COLOURS[op]}"/>'
 
 
 def _curve(step: UnitTrace) -> Iterator[str]:
@@ -227,7 +220,7 @@ def _curve(step: UnitTrace) -> Iterator[str]:
     for size, text in sorted(levels, reverse=True):
         yield f'<path d="M{LEFT} {y(size):.1f}H{RIGHT}" stroke="{TEXT_COLOUR}" stroke-dasharray="2 4"/>'
         below = max(y(size) + 4, below + 15)  # no text upon another
-        yield _text(LEFT - 8, below, f"{text} {size / MB:.1f}", 'text-anchor="end"')
+        yield _text(LEFT - 8, below, f"{text} {in_mb(size)}", 'text-anchor="end"')
     yield f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FRAME_COLOUR}"/>'
     for phase in curve.phases:
         start, end = _x(step, phase.start_s), _x(step, phase.end_s)

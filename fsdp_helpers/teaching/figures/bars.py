@@ -5,17 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.walk.ledger import Peak
-from fsdp_helpers.quantities import MB
+from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, RankRecord, Rung
-from fsdp_helpers.teaching.figures.style import (
-    HATCH,
-    PEAK_COLOUR,
-    PEAK_COLOURS,
-    STRATEGY_COLOURS,
-    TEXT_COLOUR,
-    ink_on,
-)
+from fsdp_helpers.teaching.figures.style import HATCH, PEAK_COLOUR, PEAK_COLOURS, STRATEGY_COLOURS, ink_on
 
 THIN = 0.36  # height of one of the two bars of a row
 ROOM = 0.07  # of the axis: a part this narrow has no room for its number
@@ -36,7 +30,7 @@ def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, Ra
 
 
 def _as_written(record: RankRecord) -> tuple[str, ...]:
-    return tuple(f"{size / MB:,.1f}" for size in (*held_parts(record).values(), record.held_bytes, record.peak_bytes))
+    return tuple(in_mb(size) for size in (*held_parts(record).values(), record.held_bytes, record.peak_bytes))
 
 
 def held_parts(record: RankRecord) -> dict[str, int]:
@@ -69,8 +63,8 @@ def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes:
     peak_mb = record.peak_bytes / MB
     ax.plot([peak_mb] * 2, [below - 0.24, below + 0.24], color=PEAK_COLOUR, linewidth=2)
     right_mb = max(record.peak_bytes, peak.bytes) / MB
-    ax.text(record.held_bytes / MB, above, f"  held {record.held_bytes / MB:,.1f}", va="center", color=TEXT_COLOUR)
-    ax.text(right_mb, below, f"  peak {peak_mb:,.1f}", va="center", color=PEAK_COLOUR)
+    ax.text(record.held_bytes / MB, above, f"  held {in_mb(record.held_bytes)}", va="center", color=TEXT_COLOUR)
+    ax.text(right_mb, below, f"  peak {in_mb(record.peak_bytes)}", va="center", color=PEAK_COLOUR)
     return {kind for kind in PEAK_COLOURS if held.get(kind) or parts[kind]}
 
 
@@ -82,7 +76,7 @@ def _draw_parts(ax: Axes, middle: float, parts: Mapping[str, int], highest_bytes
         if size > ROOM * highest_bytes:
             behind = {"facecolor": PEAK_COLOURS[kind], "edgecolor": "none", "pad": 1}
             place = {"ha": "center", "va": "center", "fontsize": 8, "bbox": behind}
-            ax.text((left + size / 2) / MB, middle, f"{size / MB:,.1f}", color=ink_on(PEAK_COLOURS[kind]), **place)
+            ax.text((left + size / 2) / MB, middle, in_mb(size), color=ink_on(PEAK_COLOURS[kind]), **place)
         left += size
 
 
@@ -118,8 +112,3 @@ def draw_times(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
     ax.set_yticks([])
     ax.invert_yaxis()
     ax.set(xlabel="step time, median (ms)", xlim=(0, 1.2 * max(times_ms)))
-
-
-def in_mb(num_bytes: int) -> str:
-    """Return bytes in MB: with one decimal below 100 MB, else without."""
-    return f"{num_bytes / MB:,.{1 if num_bytes < 100 * MB else 0}f}"

@@ -13,19 +13,19 @@ from matplotlib.patches import Patch, Rectangle
 from torch import nn
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
+from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.stages import OWN, SLICE, WHOLE, Stage
 from fsdp_helpers.teaching.figures.style import (
-    FRAME_COLOUR,
     HATCH,
     OP_COLOURS,
-    OP_HATCHES,
     SERIES_COLOURS,
     STATE_COLOURS,
-    TEXT_COLOUR,
     figure_style,
+    height_of,
     ink_on,
+    swatches,
 )
 from fsdp_helpers.teaching.figures.words import (
     cut_in_words,
@@ -143,8 +143,7 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
                 for span in (span for span in spans if span.queue == queue):
                     _draw_span(ax, len(names), span, colours[span.what])
                 names.append(f"{name}: {queue}")
-        drawn = dict.fromkeys(span.what for spans in choices.values() for span in spans)
-        handles = [Patch(label=what, facecolor=colours[what], hatch=OP_HATCHES.get(what)) for what in drawn]
+        handles = swatches({span.what: colours[span.what] for spans in choices.values() for span in spans})
         fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="numbers are units")
         ax.set_yticks(range(len(names)), names)
         ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=f"time (ms), not measured: computed from {given}")
@@ -154,10 +153,11 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
 
 def _draw_span(ax: Axes, row: int, span: Span, colour: str) -> None:
     width_ms, left_ms = 1e3 * (span.end_s - span.start_s), 1e3 * span.start_s
-    ax.barh(row, width_ms, left=left_ms, height=0.7, color=colour, hatch=OP_HATCHES.get(span.what), edgecolor="white")
-    behind = {"facecolor": colour, "edgecolor": "none", "pad": 1}
+    ax.barh(
+        row, width_ms, left=left_ms, height=height_of(span.what, 0.7), color=colour, edgecolor="white", linewidth=0.5
+    )
     middle_ms = left_ms + width_ms / 2
-    ax.text(middle_ms, row, str(span.unit), bbox=behind, ha="center", va="center", fontsize=7, color="white")
+    ax.text(middle_ms, row, str(span.unit), ha="center", va="center_baseline", fontsize=7, color="white")
 
 
 def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:

@@ -1,12 +1,14 @@
 """The titles of figures: one sentence each that says what the figure shows, made from the numbers that it draws."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
-from fsdp_helpers.quantities import GB, MB, format_bytes, format_count
-from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace
+from fsdp_helpers.planning.plan import Plan
+from fsdp_helpers.quantities import GB, format_bytes, format_count, in_mb
+from fsdp_helpers.ranks.progress import count_ranks
+from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
 
 SAME = 1e-4  # nats; what other orders of the same fp32 sums leave is far less
 
@@ -18,19 +20,18 @@ def titled(finding: str, subject: str) -> str:
 
 def same_losses(runs: Sequence[Sequence[float]]) -> str:
     """Say how far apart the losses of several runs are, if they are the same; else nothing."""
-    if len(runs) < 2 or len({len(losses) for losses in runs}) > 1:
+    if len(runs) < 2 or not runs[0] or len({len(losses) for losses in runs}) > 1:
         return ""
-    gaps = [max(losses) - min(losses) for losses in zip(*runs, strict=True) if not any(map(math.isnan, losses))]
-    if len(gaps) < len(runs[0]) or not gaps:  # a NaN equals nothing, and max() may skip it
+    gaps = [largest_difference(one, other) for one, other in combinations(runs, 2)]
+    if not all(gap < SAME for gap in gaps):  # a NaN is not
         return ""
-    gap = max(gaps)
-    return f"Same losses: at most {_short(gap)} apart" if gap < SAME else ""
+    return f"Same losses: at most {_short(max(gaps))} apart" if any(gaps) else "Same losses, bit for bit"
 
 
 def _short(value: float) -> str:
     """One digit and a power of ten: 6e-8, not 6e-08."""
     digit, _, power = f"{value:.0e}".partition("e")
-    return f"{digit}e{int(power)}" if value else "0"
+    return f"{digit}e{int(power)}"
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
@@ -39,10 +40,29 @@ def peak_of_curve(curve: MemoryCurve) -> str:
     starts_s = [phase.start_s for phase in curve.phases]
     place = bisect_right(starts_s, peak_s) - 1
     where = f"comes in {curve.phases[max(0, place)].name}" if curve.phases else ""
-    above = f"{curve.peak_bytes / curve.held_bytes:.1f} times what is held between steps" if curve.held_bytes else ""
+    above = _above_held(curve) if curve.held_bytes else ""
     if where and above:
         return f"The peak {where}, {above}"
     return f"The peak {where or f'is {above}'}" if where or above else ""
+
+
+def _above_held(curve: MemoryCurve) -> str:
+    times = curve.peak_bytes / curve.held_bytes
+    held = "what is held between steps" if curve.phases else "what is held at the end"
+    return f"{times:.1f} times {held}" if times >= 1.15 else f"{_percent(times - 1)} above {held}"
+
+
+def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> str:
+    """Say which line ends lowest on the most ranks, in bytes per parameter and as a share of the highest there."""
+    most = max(ranks for by_ranks in peaks.values() for ranks in by_ranks)
+    there = {name: by_ranks[most] for name, by_ranks in peaks.items() if most in by_ranks}
+    least, greatest = min(there, key=there.__getitem__), max(there, key=there.__getitem__)
+    if there[least] == there[greatest]:
+        return ""
+    return (
+        f"On {count_ranks(most)}, {least} peaks at {there[least] / num_params:.1f} bytes per parameter, "
+        f"{_percent(there[least] / there[greatest])} of {greatest}'s"
+    )
 
 
 def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
@@ -59,7 +79,7 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
     if not others:
         return ""
     least = min((record for _, record in others), key=lambda record: record.peak_bytes)
-    names = [name for name, record in others if _mb(record.peak_bytes) == _mb(least.peak_bytes)]
+    names = [name for name, record in others if in_mb(record.peak_bytes) == in_mb(least.peak_bytes)]
     held, peak = least.held_bytes / base.held_bytes, least.peak_bytes / base.peak_bytes
     return f"{' and '.join(names)}: {_percent(held)} of what {first} holds, {_percent(peak)} of its peak"
 
@@ -70,7 +90,7 @@ def foot_of_the_ladder(rungs: Sequence[Rung]) -> str:
     if least is rungs[0]:
         return ""
     share = least.peak_bytes / rungs[0].peak_bytes
-    return f"The lowest peak is {_mb(least.peak_bytes)} MB, {_percent(share)} of the first rung's {_mb(rungs[0].peak_bytes)}"
+    return f"The lowest peak is {in_mb(least.peak_bytes)} MB, {_percent(share)} of the first rung's {in_mb(rungs[0].peak_bytes)}"
 
 
 def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
@@ -91,8 +111,16 @@ def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
     too_few = [ranks for ranks, needed in needed_bytes.items() if needed > device_bytes]
     enough = [ranks for ranks in needed_bytes if ranks > max(too_few, default=0)]
     if not enough:
-        return f"Does not fit {device_bytes / GB:.0f} GB on any of these numbers of ranks"
+        return f"Does not fit {device_bytes / GB:.0f} GB on {format_count(max(needed_bytes))} ranks"
     return f"Fits {device_bytes / GB:.0f} GB from {format_count(min(enough))} ranks on"
+
+
+def smallest_that_fits(plans: Sequence[Sequence[Plan]]) -> str:
+    """Say which of the devices, a row of plans for each, is the smallest that fits, and from how many ranks on."""
+    by_size = sorted(plans, key=lambda row: row[0].cluster.device_memory_bytes)
+    smallest = next((row for row in by_size if any(plan.fits for plan in row)), by_size[-1])
+    needed = {plan.cluster.world_size: plan.needed_bytes for plan in smallest}
+    return fits_from(needed, smallest[0].cluster.device_memory_bytes)
 
 
 def errors_within(errors: Sequence[float], bound: float) -> str:
@@ -112,7 +140,3 @@ def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
 
 def _percent(share: float, decimals: int = 0) -> str:
     return f"{100 * share:.{decimals}f} %"
-
-
-def _mb(size: float) -> str:
-    return f"{size / MB:,.1f}"

@@ -8,12 +8,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
+from fsdp_helpers.palette import TEXT_COLOUR
+from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.teaching.figures.findings import slowed_by, titled
-from fsdp_helpers.teaching.figures.style import STRATEGY_COLOURS, TEXT_COLOUR, figure_style
+from fsdp_helpers.teaching.figures.style import STRATEGY_COLOURS, figure_style
 
 MBIT = 1e6
-BAND = "the planner: all of it overlapped; none, and rates 25 % below"
+BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f} % lower rates"
 
 
 def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
@@ -42,7 +44,7 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
         ax.yaxis.set_minor_locator(NullLocator())
         measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
         ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"))
-        ax.legend(fontsize=8)
+        ax.legend(fontsize=8, loc="upper right")
     return fig, ax
 
 

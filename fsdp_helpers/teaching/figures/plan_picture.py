@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.plans import CATEGORY_COLOURS
-from fsdp_helpers.teaching.figures.style import FONT, FRAME_COLOUR, TEXT_COLOUR
+from fsdp_helpers.teaching.figures.style import FONT
 
 WIDTH, HEIGHT = 960, 370
 LEFT, RIGHT, TOP, BOTTOM = 60, 610, 36, 320

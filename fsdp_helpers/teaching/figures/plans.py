@@ -7,17 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fsdp_helpers.measuring.errors import ErrorRow
+from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, titled
-from fsdp_helpers.teaching.figures.style import (
-    FRAME_COLOUR,
-    MARKERS,
-    PEAK_COLOURS,
-    SERIES_COLOURS,
-    TEXT_COLOUR,
-    figure_style,
-)
+from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, smallest_that_fits, titled
+from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLOURS, SERIES_COLOURS, figure_style
 
 CATEGORY_COLOURS = {
     "parameters": PEAK_COLOURS["parameters"],
@@ -66,7 +60,7 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
 def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figure, Sequence[Axes]]:
     """Plot a grid for each name, ranks across, device memory down: what a rank needs in GB, and whether it fits."""
     with figure_style():
-        fig, axes = plt.subplots(1, len(plans), figsize=(9, 2.2), layout="constrained", sharey=True, squeeze=False)
+        fig, axes = plt.subplots(1, len(plans), figsize=(9, 2.4), layout="constrained", sharey=True, squeeze=False)
         for ax, (name, rows) in zip(axes[0], plans.items(), strict=True):
             for down, row in enumerate(rows):
                 for across, plan in enumerate(row):
@@ -77,7 +71,8 @@ def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figur
             ax.set_xticks(range(len(rows[0])), [f"{plan.cluster.world_size:,}" for plan in rows[0]])
             memory = [f"{row[0].cluster.device_memory_bytes / GB:.0f}" for row in rows]
             ax.set_yticks(range(len(rows)), memory)
-            ax.set(xlim=(-0.5, len(rows[0]) - 0.5), ylim=(len(rows) - 0.5, -0.5), title=name, xlabel="ranks")
+            ax.set(xlim=(-0.5, len(rows[0]) - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel="ranks")
+            ax.set(title=titled(smallest_that_fits(rows), name))
         axes[0][0].set(ylabel="memory of a device (GB)")
     return fig, axes[0]
 

@@ -10,28 +10,23 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from fsdp_helpers.measuring.copies import OffloadCopy
+from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.walk.ledger import Peak
-from fsdp_helpers.quantities import MB
+from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
-from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, in_mb, keys, rows_of
+from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.findings import (
     copies_of_a_step,
     foot_of_the_ladder,
     least_of_the_comparison,
+    lowest_by_ranks,
     lowest_peak,
     peak_of_curve,
     same_losses,
     sent_in_a_step,
     titled,
 )
-from fsdp_helpers.teaching.figures.style import (
-    LINE_PATTERNS,
-    MARKERS,
-    PEAK_COLOUR,
-    STRATEGY_COLOURS,
-    TEXT_COLOUR,
-    figure_style,
-)
+from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOUR, STRATEGY_COLOURS, figure_style
 from fsdp_helpers.teaching.figures.timelines import (
     draw_collectives,
     draw_copies,
@@ -95,7 +90,7 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
         "all-gather: parameters are whole": gather.end_s,
         "forward has kept its activations": forward.end_s,
         "backward has made whole gradients": reduce.start_s,
-        "reduce-scatter: their slices of the mean": reduce.end_s,
+        "reduce-scatter: slices of the mean": reduce.end_s,
     }
 
 
@@ -161,12 +156,13 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
             ends.append((max(by_ranks), sizes[-1], name))
         last = max(x for x, _, _ in ends)
         for x, y, name in apart(ends):
-            ax.text(x, y, f"  {name}", va="center" if x == last else "top")  # below a line that ends early
-        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+            here = {"va": "center"} if x == last else {"ha": "center", "va": "top"}  # else below the line's last marker
+            ax.text(x, y, f"  {name}" if x == last else f"\n{name}", linespacing=0.7, **here)
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True, steps=(1, 2, 4, 5, 10)))
         ax.set_xticks(sorted({ranks for by_ranks in peaks.values() for ranks in by_ranks}))
         highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / num_params
         ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank\n(bytes per parameter)")
-        ax.set_ylim(0, 1.1 * highest)
+        ax.set(ylim=(0, 1.1 * highest), title=lowest_by_ranks(peaks, num_params))
     return fig, ax
 
 
@@ -184,18 +180,18 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
     with figure_style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
-        peaks = [rung.peak_bytes / MB for rung in rungs]
+        peaks = [rung.peak_bytes for rung in rungs]
         draw_held_in_peak(memory_ax, rungs)
         for place, rung in enumerate(rungs):
             predicted = rung.predicted_bytes / MB
             label = "predicted" if place == 0 else None
             memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color=TEXT_COLOUR, linewidth=2, label=label)
-            change = f" ({peaks[place] - peaks[place - 1]:+,.1f})" if place else ""
-            right = max(peaks[place], predicted)
-            memory_ax.text(right, place, f"  {peaks[place]:,.1f}{change}", va="center", color=TEXT_COLOUR)
+            change = f" ({(peaks[place] - peaks[place - 1]) / MB:+,.1f})" if place else ""
+            right = max(peaks[place] / MB, predicted)
+            memory_ax.text(right, place, f"  {in_mb(peaks[place])}{change}", va="center", color=TEXT_COLOUR)
         draw_times(time_ax, rungs)
         memory_ax.set_yticks(range(len(rungs)), [rung.name for rung in rungs])
-        memory_ax.set(title=foot_of_the_ladder(rungs), xlabel=HELD_IN_PEAK, xlim=(0, 1.25 * max(peaks)))
+        memory_ax.set(title=foot_of_the_ladder(rungs), xlabel=HELD_IN_PEAK, xlim=(0, 1.25 * max(peaks) / MB))
         memory_ax.legend(loc="lower right")
     return fig, (memory_ax, time_ax)
 
@@ -214,7 +210,7 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
             draw_times(time_ax, chosen)
             memory_ax.set_yticks(range(len(chosen)), [row.label for row in chosen])
             memory_ax.set(title=least_of_the_comparison(chosen), xlabel=HELD_IN_PEAK)
-            memory_ax.margins(x=0.12)
+            memory_ax.margins(x=0.16)
     return fig, axes
 
 

@@ -6,7 +6,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fsdp_helpers.teaching.figures.style import OP_COLOURS, TEXT_COLOUR, figure_style
+from fsdp_helpers.palette import TEXT_COLOUR
+from fsdp_helpers.teaching.figures.style import OP_COLOURS, figure_style
 
 
 def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
@@ -18,8 +19,7 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
                 gathers = entry.startswith("gather")
                 colour = OP_COLOURS["all_gather"] if gathers else TEXT_COLOUR
                 ax.barh(row, 0.9, left=place, height=0.6, color=colour)
-                box = {"facecolor": colour, "edgecolor": "none", "pad": 1}
-                ax.text(place + 0.45, row, entry, ha="center", va="center", color="white", bbox=box)
+                ax.text(place + 0.45, row, entry, ha="center", va="center", color="white")
         ax.set_yticks(range(len(orders)), list(orders))
         ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; numbers are blocks")
         ax.margins(x=0.01)

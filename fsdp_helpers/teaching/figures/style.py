@@ -4,6 +4,7 @@ A colour never stands alone: a label, a hatch, a line's pattern or a fixed order
 """
 
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from html import escape
 from typing import Any
@@ -12,11 +13,13 @@ import matplotlib.pyplot as plt
 from cycler import cycler
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
+from fsdp_helpers.palette import BLUE, TEXT_STYLE
 from fsdp_helpers.teaching.figures.descriptions import describe
 
 # After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any colour vision.
-BLUE, ORANGE, GREEN, VERMILION, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7"
+ORANGE, GREEN, VERMILION, PURPLE = "#e69f00", "#009e73", "#d55e00", "#cc79a7"
 STATE_COLOURS = {"parameters": BLUE, "gradients": "#56b4e9", "optimiser": "#c6e2f5"}
 # What a rank has within a step: its state, and what is there for a while.
 PEAK_COLOURS = {
@@ -33,26 +36,20 @@ STRATEGY_COLOURS = {
     "fsdp-auto-wrap": GREEN,
     "fsdp-offload": PURPLE,
 }
-# Of what is no strategy, in this order: runs, ranks, units.
+# For runs, ranks and units, in this order: everything except strategies.
 SERIES_COLOURS = ("#6b7280", BLUE, ORANGE, VERMILION, GREEN, PURPLE)
 PHASE_COLOURS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # sheer: the page shows through
 # Darker, since numbers are written on them in white.
 OP_COLOURS = {"all_gather": "#00735c", "reduce_scatter": "#b34700", "all_reduce": BLUE, "broadcast": "#7b4b94"}
-# Hatched, in every figure: gradients of a rank's own images, until they are averaged; and what averages them.
-HATCH = "////"
-OP_HATCHES = dict.fromkeys(("reduce_scatter", "all_reduce"), HATCH)
+REDUCING = ("reduce_scatter", "all_reduce")
+HATCH = "////"  # one meaning in every figure: gradients of a rank's own images, not yet averaged
 PEAK_COLOUR = "#c2500a"
 LINE_PATTERNS = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 IN_WORDS = "font-size:0.85em;opacity:0.8;max-width:60em"
-# Legible on white and on black: figures have no background of their own.
-TEXT_COLOUR, FRAME_COLOUR = "#767676", "#9ca3af"
 FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"  # of what is drawn as SVG
 STYLE = {
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), TEXT_COLOUR),
+    **TEXT_STYLE,
     "axes.prop_cycle": cycler(color=SERIES_COLOURS),
     "figure.dpi": 110,
     "font.size": 9,
@@ -69,6 +66,19 @@ def ink_on(colour: str) -> str:
     red, green, blue = (value**2.2 for value in to_rgb(colour))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue  # as in WCAG 2.2
     return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
+
+
+def height_of(op: str, row: float) -> float:
+    """Return how high a collective's bar is in a row: what reduces has low bars, all others high ones."""
+    return 0.55 * row if op in REDUCING else row
+
+
+def swatches(colours: Mapping[str, str]) -> list[Line2D]:
+    """Return one swatch per name for a legend, as high as the bars of that collective."""
+    look = {"linestyle": "-", "solid_capstyle": "butt"}
+    return [
+        Line2D([], [], color=colour, linewidth=height_of(op, 8), label=op, **look) for op, colour in colours.items()
+    ]
 
 
 def figure_style() -> AbstractContextManager:

@@ -4,12 +4,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
-from fsdp_helpers.quantities import MB
+from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
+from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
-from fsdp_helpers.teaching.figures.style import FRAME_COLOUR, OP_COLOURS, OP_HATCHES, PHASE_COLOURS, TEXT_COLOUR
+from fsdp_helpers.teaching.figures.style import OP_COLOURS, PHASE_COLOURS, height_of, swatches
 
 NARROW = 0.05  # of the time line: a bar this narrow has no room for its number
 
@@ -26,22 +26,19 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
     peak_mb = curve.peak_bytes / MB
     ax.axhline(peak_mb, color=FRAME_COLOUR, linestyle=":", linewidth=1)
     place = {"transform": ax.get_yaxis_transform(), "va": "center"}
-    ax.text(1, peak_mb, f" peak {peak_mb:,.1f} MB", color=TEXT_COLOUR, **place)
+    ax.text(1, peak_mb, f" peak {in_mb(curve.peak_bytes)} MB", color=TEXT_COLOUR, **place)
     ax.set(xlabel="time in the step (ms)", ylabel="allocated (MB)", ylim=(0, 1.15 * peak_mb))
 
 
 def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None:
-    """Draw texts above the curve, each at its own height, in an order in which no line crosses a text."""
+    """Draw texts above the curve, to the right of their lines, later ones lower, so that no line crosses a text."""
     peak_mb = curve.peak_bytes / MB
-    in_time = sorted(notes.items(), key=lambda note: note[1])
-    early = [note for note in in_time if note[1] < curve.times_s[-1] / 2]
-    for above, (text, time_s) in enumerate(reversed([*early, *reversed(in_time[len(early) :])])):
+    for above, (text, time_s) in enumerate(sorted(notes.items(), key=lambda note: note[1], reverse=True)):
         place = max(0, bisect_right(curve.times_s, time_s) - 1)
         height_mb = (1.12 + 0.12 * above) * peak_mb
         line = [curve.allocated_bytes[place] / MB, height_mb]
         ax.plot([1e3 * time_s] * 2, line, color=TEXT_COLOUR, linewidth=0.8, marker="o", markevery=[0], markersize=3)
-        side = "left" if (text, time_s) in early else "right"
-        ax.text(1e3 * time_s, height_mb, f" {text} ", ha=side, va="center", fontsize=8, color=TEXT_COLOUR)
+        ax.text(1e3 * time_s, height_mb, f" {text}", va="center", fontsize=8, color=TEXT_COLOUR)
     if notes:
         ax.set(ylim=(0, (1.12 + 0.12 * len(notes)) * peak_mb))
 
@@ -58,9 +55,7 @@ def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
                 middle_ms = 1e3 * phase.start_s + width_ms / 2
                 ax.text(middle_ms, -0.5, phase.name, ha="center", va="bottom", fontsize=8, color=TEXT_COLOUR)
         _draw_row(ax, rank, trace.collectives, length_ms)
-    ops = dict.fromkeys(seen.op for trace in traces for seen in trace.collectives)
-    handles = [Patch(label=op, **_look(op)) for op in ops]
-    ax.figure.legend(handles=handles, loc="outside upper right", ncols=max(1, len(handles)))
+    _name_operations(ax, [seen for trace in traces for seen in trace.collectives])
     ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
     ax.set(xlim=(0, length_ms), ylim=(len(traces) - 0.5, -0.95))
 
@@ -74,14 +69,12 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
     length_s = max([phase.end_s for phase in trace.curve.phases] + [seen.end_s for seen in trace.collectives])
     for seen in trace.collectives:
         width_s = max(seen.end_s - seen.start_s, 0.004 * length_s)  # visible, however short
-        ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, height=0.5, linewidth=0, **_look(seen.op))
+        ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, **_look(seen.op))
     for unit, way, start_s in unit_copies(copies, units):
         line, time_ms = lines.index(way), 1e3 * (start_s - trace.began_s)
         ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color=TEXT_COLOUR, markersize=5)
         ax.text(time_ms, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top", fontsize=8)
-    ops = dict.fromkeys(seen.op for seen in trace.collectives)
-    handles = [Patch(label=op, **_look(op)) for op in ops]
-    ax.figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    _name_operations(ax, trace.collectives)
     ax.set_yticks(range(len(lines)), lines)
     ax.set(xlabel="time in the step (ms)", ylim=(len(lines) - 0.4, -0.95))
 
@@ -105,18 +98,28 @@ def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms:
     for seen in collectives:
         width_ms = 1e3 * (seen.end_s - seen.start_s)
         visible_ms = max(width_ms, 0.004 * length_ms)
-        ax.barh(rank, visible_ms, left=1e3 * seen.start_s, height=0.5, linewidth=0, **_look(seen.op))
+        ax.barh(rank, visible_ms, left=1e3 * seen.start_s, **_look(seen.op))
         if width_ms > NARROW * length_ms:
-            number = {"ha": "center", "va": "center", "color": "white"}
-            behind = {"facecolor": _look(seen.op)["facecolor"], "edgecolor": "none", "pad": 1}
-            middle_ms = 1e3 * seen.start_s + width_ms / 2
-            ax.text(middle_ms, rank, f"{seen.sent_bytes / MB:.1f}", bbox=behind, **number)
+            number = {"ha": "center", "va": "center_baseline", "color": "white", "fontsize": 8}
+            ax.text(1e3 * seen.start_s + width_ms / 2, rank, in_mb(seen.sent_bytes), **number)
         else:
             narrow.append(seen.sent_bytes)
     if narrow:
-        text = f" {len(narrow)} narrow bar{'s' * (len(narrow) > 1)}: {sum(narrow) / MB:.1f}"
+        text = f" {len(narrow)} narrow bar{'s' * (len(narrow) > 1)}: {in_mb(sum(narrow))}"
         ax.text(length_ms, rank, text, va="center", fontsize=8, color=TEXT_COLOUR)
 
 
 def _look(op: str) -> dict:
-    return {"facecolor": OP_COLOURS.get(op, "#6b7280"), "hatch": OP_HATCHES.get(op), "edgecolor": "white"}
+    return {"color": _colour(op), "height": height_of(op, 0.6), "linewidth": 0}
+
+
+def _colour(op: str) -> str:
+    return OP_COLOURS.get(op, TEXT_COLOUR)
+
+
+def _name_operations(ax: Axes, collectives: Sequence[Collective]) -> None:
+    """Put the operations' colours and heights above the axes on the right, beside the title."""
+    colours = {seen.op: _colour(seen.op) for seen in collectives}
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    if colours:
+        ax.legend(handles=swatches(colours), ncols=len(colours), **place)

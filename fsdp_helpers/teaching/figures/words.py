@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fsdp_helpers.checkpointing.index import TensorEntry
 from fsdp_helpers.measuring.unit_trace import UnitTrace
 from fsdp_helpers.planning.streams import Span
-from fsdp_helpers.quantities import MB
+from fsdp_helpers.quantities import in_mb
 from fsdp_helpers.teaching.figures.stages import NOTHING, OWN, SLICE, WHOLE, Stage
 
 PHRASES = {
@@ -45,13 +45,13 @@ def step_of_units_in_words(step: UnitTrace) -> str:
     names = f"{len(step.units)} units, the root and {_listed(below)}" if below else "one unit"
     told = [
         f"One step of FSDP on two ranks, {step.model} in {names}, traced over {1e3 * step.length_s:.0f} ms.",
-        f"Between steps rank 0 has the left half of every tensor, rank 1 the right half: {curve.held_bytes / MB:.1f} MB.",
+        f"Between steps rank 0 has the left half of every tensor, rank 1 the right half: {in_mb(curve.held_bytes)} MB.",
         "In forward an all-gather brings each unit's halves together on both ranks"
         + (", and after its forward the unit is freed again, but for the root." if below else "."),
         "In backward "
         + ("each unit is gathered once more, the last one first; " if below else "")
         + "whole gradients of the rank's own images appear, and a reduce-scatter leaves each rank its half of their mean.",
-        f"Rank 0 has at most {curve.peak_bytes / MB:.1f} MB.",
+        f"Rank 0 has at most {in_mb(curve.peak_bytes)} MB.",
     ]
     return " ".join(told)
 

@@ -12,7 +12,7 @@ from fsdp_helpers.measuring.unit_trace import read_unit_trace
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.teaching.figures import animation
 from fsdp_helpers.teaching.figures.step_parts import HATCH, LEFT, RIGHT, TOPS, Key, Part, places
-from fsdp_helpers.teaching.figures.style import STATE_COLOURS
+from fsdp_helpers.teaching.figures.style import OP_COLOURS, STATE_COLOURS
 from fsdp_helpers.teaching.lessons.one_step import KEPT_PICTURE, KEPT_TRACE
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -42,11 +42,15 @@ def test_its_bytes_and_times_are_those_of_the_trace(step, kept):
     for size, name in ((curve.peak_bytes, "peak"), (curve.held_bytes, "held")):
         assert f"{name} {size / MB:.1f}" in texts(kept)
     assert f"{1e3 * step.length_s:.0f} ms" in texts(kept)
-    bars = [rect for rect in ElementTree.fromstring(kept).iter(f"{SVG}rect") if rect.get("height") == "12"]
+    high = {OP_COLOURS["all_gather"]: animation.LANE}
+    low = {OP_COLOURS["reduce_scatter"]: 0.55 * animation.LANE}
+    ends = [(top, top + animation.LANE) for top in animation.LANES]
+    bars = [rect for rect in ElementTree.fromstring(kept).iter(f"{SVG}rect") if rect.get("fill") in high | low]
     drawn = [
-        sorted(float(bar.get("x")) for bar in bars if float(bar.get("y")) == top and bar.get("width") != "24")
-        for top in animation.LANES
+        sorted(float(bar.get("x")) for bar in bars if top <= float(bar.get("y")) < bottom and bar.get("width") != "24")
+        for top, bottom in ends
     ]
+    assert {bar.get("fill"): float(bar.get("height")) for bar in bars} == pytest.approx(high | low)
     for rank, lefts in zip(step.ranks, drawn, strict=True):
         starts_s = [(left - LEFT) / (RIGHT - LEFT) * step.length_s for left in lefts]
         assert starts_s == pytest.approx([seen.start_s for seen in rank.trace.collectives], abs=1e-3)

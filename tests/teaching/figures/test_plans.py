@@ -58,7 +58,7 @@ def test_a_waterfall_says_from_how_many_ranks_on_it_fits():
     assert [plan.fits for plan in drawn] == [False, True, True]
     assert plans.plot_waterfall(drawn, "A model")[1].get_title("left") == "Fits 5 GB from 8 ranks on\nA model"
     assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB from 1,024 ranks on"
-    assert findings.fits_from({8: 30e9}, 10e9) == "Does not fit 10 GB on any of these numbers of ranks"
+    assert findings.fits_from({8: 30e9}, 10e9) == "Does not fit 10 GB on 8 ranks"
     assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Fits 10 GB from 8 ranks on"
 
 
@@ -80,7 +80,10 @@ def test_what_fits_is_marked_by_more_than_a_colour():
     assert [text.split()[0] for text in texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for row in rows for plan in row]
     assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["8", "64"]
     assert [tick.get_text() for tick in axes[0].get_yticklabels()] == ["1", "10"]
-    assert axes[0].get_title(loc="left") == "one" and "(GB)" in axes[0].get_ylabel()
+    # 1 GB is too little on 8 and on 64 ranks, 10 GB are enough on 8
+    assert axes[0].get_title(loc="left") == "Fits 10 GB from 8 ranks on\none" and "(GB)" in axes[0].get_ylabel()
+    nowhere = plans.plot_what_fits({"one": rows[:1]})[1][0]
+    assert nowhere.get_title(loc="left") == "Does not fit 1 GB on 64 ranks\none"
 
 
 def test_errors_are_drawn_in_percent():

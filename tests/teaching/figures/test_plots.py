@@ -14,10 +14,12 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from runs import tiny_record
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.records import (
     Collective,
@@ -36,7 +38,6 @@ from fsdp_helpers.teaching.figures.style import (
     PEAK_COLOURS,
     SERIES_COLOURS,
     STRATEGY_COLOURS,
-    TEXT_COLOUR,
     described_png,
     ink_on,
 )
@@ -234,10 +235,27 @@ def test_bars_without_room_for_a_number_are_added_up():
         assert texts(ax).count(note) == 2  # one for each rank
 
 
-def test_collectives_differ_in_hatch_not_in_colour_alone():
-    fig, ax = plots.plot_collectives([step_trace()], "One step")
-    assert [bar.get_hatch() for bar in ax.patches] == [None, "////", None]
-    assert [text.get_text() for text in fig.legends[0].texts] == ["all_gather", "reduce_scatter", "all_to_all"]
+def test_collectives_differ_in_height_not_in_colour_alone():
+    ax = plots.plot_collectives([step_trace()], "One step")[1]
+    gather, reduce, other = (bar.get_height() for bar in ax.patches)
+    assert gather == other > 1.5 * reduce
+    legend = ax.get_legend()
+    assert [text.get_text() for text in legend.texts] == ["all_gather", "reduce_scatter", "all_to_all"]
+    gather, reduce, other = (line.get_linewidth() for line in legend.get_lines())
+    assert gather == other > 1.5 * reduce
+
+
+HATCHED = {"plot_held_and_peak": PEAK_COLOURS["gradients, whole"]}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_only_gradients_that_are_not_averaged_are_hatched(name):
+    arguments = FIGURES[name]
+    if name in HATCHED:
+        arguments = ({"ddp": run_of(rank_record())}, {"ddp": peak_of(gradients=6)})
+    fig = getattr(plots, name)(*arguments)[0]
+    hatched = {to_hex(bar.get_facecolor()) for ax in fig.axes for bar in ax.patches if bar.get_hatch()}
+    assert hatched == ({HATCHED[name]} if name in HATCHED else set())
 
 
 def test_traffic_and_memory_lie_on_one_time_line():
@@ -246,7 +264,8 @@ def test_traffic_and_memory_lie_on_one_time_line():
     # A step of 300 ms; at 0.1 s, or 100 ms, memory rises to 40 MB and the reduce-scatter begins
     assert memory.get_xlim() == pytest.approx((0, 300))
     assert list(memory.lines[0].get_xdata()) == pytest.approx([0, 100, 200, 300])
-    assert [bar.get_x() for bar in traffic.patches if bar.get_hatch()] == [100, 100]
+    reduces = [bar for bar in traffic.patches if to_hex(bar.get_facecolor()) == OP_COLOURS["reduce_scatter"]]
+    assert [bar.get_x() for bar in reduces] == [100, 100]
 
 
 def test_runs_that_coincide_can_all_be_seen():
@@ -297,8 +316,11 @@ def test_notes_stand_above_the_curve_at_their_moments():
         "backward": (100, 40),
         "reduce-scatter:": (150, 40),
     }
-    heights = [line.get_ydata()[1] for line in lines.values()]
-    assert len(set(heights)) == 4 and min(heights) > 40  # no two texts side by side, none on the curve
+    # Each text begins at its line and lies lower than the one before, above the peak: no line crosses a text
+    ends = sorted((line.get_xdata()[0], -line.get_ydata()[1]) for line in lines.values())
+    heights = [-lower for _, lower in ends]
+    assert heights == sorted(set(heights), reverse=True) and min(heights) > 40
+    assert {text.get_ha() for text in ax.texts[-4:]} == {"left"}
 
 
 def test_the_comparison_draws_held_in_front_of_peak():
@@ -339,7 +361,7 @@ def test_a_title_states_what_was_found_or_there_is_none():
     assert title_of("plot_step_losses", same) == ["Same losses: at most 6e-8 apart"]
     for runs in ({"one": [2.3, 2.0], "two": [2.3, 1.9]}, {"one": [2.3, 2.0], "two": [2.3]}, {"one": [2.3]}):
         assert title_of("plot_step_losses", runs) == []
-    assert title_of("plot_step_losses", {"one": [2.3], "two": [2.3]}) == ["Same losses: at most 0 apart"]
+    assert title_of("plot_step_losses", {"one": [2.3], "two": [2.3]}) == ["Same losses, bit for bit"]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +381,8 @@ def test_a_title_states_what_was_found_or_there_is_none():
             ],
         ),
         ("plot_copies", ["Copies of units: 1 to the device, 0 to the host"]),
-        ("plot_peak_by_ranks", []),
+        # 20 MB for two million parameters, and 20 of 25 MB
+        ("plot_peak_by_ranks", ["On 2 ranks, ddp, lean peaks at 10.0 bytes per parameter, 80 % of ddp's"]),
     ],
 )
 def test_titles_are_computed_from_what_is_drawn(name, found):
