@@ -14,6 +14,7 @@ import sysconfig
 from pathlib import Path
 
 from fsdp_helpers.lab.sources import PROJECT
+from fsdp_helpers.mnist import MNIST_FILES
 
 SCRIPT = Path(__file__).resolve().parent / "laptop.py"
 MNIST = Path("MNIST", "raw")
@@ -33,8 +34,9 @@ def bundle_repository(project: Path, bundle: Path) -> None:
 
 
 def copy_data(data: Path, folder: Path) -> list[str]:
-    """Copy MNIST's packed files, if they are there; return their names."""
-    files = sorted((data / MNIST).glob("*-ubyte.gz"))
+    """Copy MNIST, packed or as a download leaves it; return the files' names, none if it is not here whole."""
+    ways = ([data / MNIST / f"{name}{end}" for name in MNIST_FILES] for end in (".gz", ""))
+    files = next((paths for paths in ways if all(path.exists() for path in paths)), [])
     folder.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copy2(path, folder)).name for path in files]
 

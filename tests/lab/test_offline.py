@@ -15,6 +15,7 @@ import pytest
 from leftovers import PROJECT
 
 from fsdp_helpers.lab import offline
+from fsdp_helpers.mnist import MNIST_FILES
 
 # What pip is told, and where from, is what the tests look at; pip itself is not started.
 MAKEFILE = """.venv/installed:
@@ -34,7 +35,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     project, data = tmp_path / "project", tmp_path / "data"
     (data / "MNIST" / "raw").mkdir(parents=True)
-    (data / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz").write_bytes(b"digits")
+    for name in MNIST_FILES:
+        (data / "MNIST" / "raw" / f"{name}.gz").write_bytes(b"digits")
     project.mkdir()
     (project / "Makefile").write_text(MAKEFILE)
     (project / "requirements.lock").write_text("# nothing\n")
@@ -69,11 +71,23 @@ def test_a_laptop_gets_all_of_it(folder, address, tmp_path, served):
     done = set_up(folder, source, tmp_path / "laptop")
     assert done.returncode == 0, done.stderr
     clone = tmp_path / "laptop" / "fsdp"
+    names = {path.name for path in (clone / "data" / "MNIST" / "raw").iterdir()}
+    assert names == {f"{name}.gz" for name in MNIST_FILES}
     assert (clone / "data" / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz").read_bytes() == b"digits"
     told = dict(line.split("=", 1) for line in (clone / ".venv" / "installed").read_text().splitlines())
     assert told["PIP_NO_INDEX"] == "1" and told["PIP_CONFIG_FILE"] == os.devnull
     assert told["PIP_FIND_LINKS"] == f"{address if served else folder.resolve().as_uri()}/packages/"
     assert told["PIP_TRUSTED_HOST"] == ("127.0.0.1" if served else "localhost")
+
+
+def test_data_are_copied_as_a_run_has_downloaded_them_and_only_if_whole(tmp_path):
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in MNIST_FILES:  # the packed files of a download are not kept
+        assert offline.copy_data(tmp_path / "data", tmp_path / "copy") == []
+        (raw / name).write_bytes(b"digits")
+    assert offline.copy_data(tmp_path / "data", tmp_path / "copy") == list(MNIST_FILES)
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == set(MNIST_FILES)
 
 
 def test_three_laptops_at_once_are_served_by_one_machine(folder, address, tmp_path):
