@@ -34,7 +34,7 @@ class Flag:
 
 
 def flags() -> Iterator[Flag]:
-    """Return one flag per setting, in the order of the settings."""
+    """Yield one flag per setting, in the order of the settings."""
     for setting in fields(TrainConfig):
         (kind,) = [one for one in get_args(setting.type) or (setting.type,) if one is not NoneType]
         yield Flag(

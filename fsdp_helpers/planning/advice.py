@@ -133,7 +133,7 @@ def fastest(plan: Plan, subject: Subject) -> Plan | None:
 
 
 def _tried(plan: Plan, subject: Subject) -> Iterator[Settings]:
-    """Return settings with the smallest batch."""
+    """Yield settings with the smallest batch."""
     smallest = replace(plan.settings, batch=subject.sequence)
     levels = ("none", "selective", "units") if subject.units else ("none",)
     nodes = plan.cluster.world_size // plan.cluster.ranks_per_node

@@ -38,7 +38,7 @@ def plan_command(options: argparse.Namespace, write_json: Callable[[dict, Path],
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Return the plan as lines of text: what is planned, bytes by category, and what a step sends and computes."""
+    """Yield the plan as lines of text: what is planned, bytes by category, and what a step sends and computes."""
     settings, cluster = plan.settings, plan.cluster
     yield (
         f"{plan.model}, {format_count(plan.num_params)} parameters, on {cluster.world_size:,} rank(s), "

@@ -108,7 +108,7 @@ def stack_profile(
 
 
 def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> Iterator[Moment]:
-    """Return the events of the head's forward, the loss in both directions, and the head's backward."""
+    """Yield the events of the head's forward, the loss in both directions, and the head's backward."""
     at_the_end = blocks_bytes + head.kept_bytes
     entering = at_the_end if head.entering_bytes is None else blocks_bytes + head.entering_bytes
     yield from _forward_of(name, at_the_end, at_the_end + head.forward_bytes)

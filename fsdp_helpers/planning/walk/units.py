@@ -187,7 +187,7 @@ class Shards:
         self.free_buffer(JOINED, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return the shape of each parameter with a gradient, and the same with the rows that the ranks divide."""
+        """Yield the shape of each parameter with a gradient, and the same with the rows that the ranks divide."""
         for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)

@@ -92,7 +92,7 @@ class SlicedBlock:
 
 
 class Onlooker:
-    """An observer of which blocks have bytes, and when."""
+    """An onlooker that counts the bytes of whole parameters in the blocks, and the blocks that are whole at once."""
 
     def __init__(self, blocks: list[SlicedBlock]) -> None:
         self.blocks = blocks

@@ -6,14 +6,21 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from fsdp_helpers.palette import TEXT_COLOUR
+from fsdp_helpers.planning.plan import CATEGORIES
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, RankRecord, Rung
-from fsdp_helpers.teaching.figures.style import HATCH, PEAK_COLOUR, PEAK_COLOURS, STRATEGY_COLOURS, ink_on
+from fsdp_helpers.teaching.figures.style import (
+    HATCH,
+    PEAK_COLOUR,
+    PEAK_COLOURS,
+    STRATEGY_COLOURS,
+    WHOLE_GRADIENTS,
+    ink_on,
+)
 
 THIN = 0.36  # height of one of the two bars of a row
 ROOM = 0.07  # of the axis: a part this narrow has no room for its number
-WHOLE = "gradients, whole"
 
 
 def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
@@ -36,21 +43,19 @@ def _as_written(record: RankRecord) -> tuple[str, ...]:
 def held_parts(record: RankRecord) -> dict[str, int]:
     """Return the bytes that a rank has between two steps, by kind."""
     own = {
-        "parameters": record.parameter_bytes,
-        "gradients": record.gradient_bytes,
-        "optimiser": record.optimizer_bytes,
+        CATEGORIES["parameters"]: record.parameter_bytes,
+        CATEGORIES["gradients"]: record.gradient_bytes,
+        CATEGORIES["optimizer"]: record.optimizer_bytes,
     }
-    return own | {"buffers": max(0, record.held_bytes - sum(own.values()))}
+    return own | {CATEGORIES["buffers"]: max(0, record.held_bytes - sum(own.values()))}
 
 
 def peak_parts(peak: Peak) -> dict[str, int]:
     """Return the bytes of a predicted peak by kind, slices of gradients apart from whole ones."""
     parts = dict.fromkeys(PEAK_COLOURS, 0)
     for term in peak.terms:
-        kind = {"optimizer": "optimiser"}.get(term.kind, term.kind)
-        if kind == "gradients" and "slice" not in term.name:
-            kind = WHOLE
-        parts[kind] += term.bytes
+        whole = term.kind == "gradients" and "slice" not in term.name
+        parts[WHOLE_GRADIENTS if whole else CATEGORIES[term.kind]] += term.bytes
     return parts
 
 
@@ -86,7 +91,7 @@ def keys(kinds: Collection[str]) -> list[Patch]:
 
 
 def _look(kind: str) -> dict:
-    hatch = {"hatch": HATCH, "edgecolor": "white"} if kind == WHOLE else {}
+    hatch = {"hatch": HATCH, "edgecolor": "white"} if kind == WHOLE_GRADIENTS else {}
     return {"facecolor": PEAK_COLOURS[kind], "linewidth": 0, **hatch}
 
 

@@ -83,7 +83,7 @@ def _bars(ax: Axes) -> list[str]:
 
 
 def _lengths(ax: Axes, container: BarContainer) -> Iterator[tuple[str, float]]:
-    """Return the name of each bar's row or column, and the bar's length."""
+    """Yield the name of each bar's row or column, and the bar's length."""
     lying = container.orientation == "horizontal"
     names = _row_names(ax) if lying else _tick_names(ax.xaxis)
     for bar in container.patches:

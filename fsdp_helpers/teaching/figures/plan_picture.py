@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.teaching.figures.plans import CATEGORY_COLOURS
-from fsdp_helpers.teaching.figures.style import FONT
+from fsdp_helpers.teaching.figures.style import FONT, PEAK_COLOURS
 
 WIDTH, HEIGHT = 960, 370
 LEFT, RIGHT, TOP, BOTTOM = 60, 610, 36, 320
@@ -43,7 +42,7 @@ def waterfall_svg(plans: Sequence[Plan], chosen: int, highest_bytes: float) -> s
 def _bar(place: int, plan: Plan, chosen: int, num_bars: int, highest_bytes: float) -> str:
     room = (RIGHT - LEFT) / num_bars
     left, width, ranks = LEFT + room * (place + (1 - BAR) / 2), room * BAR, plan.cluster.world_size
-    sizes = [(size, CATEGORY_COLOURS[name]) for name, size in plan.by_category().items()]
+    sizes = [(size, PEAK_COLOURS[name]) for name, size in plan.by_category().items()]
     drawn, below = [], 0.0
     for size, colour in (*sizes, (plan.cluster.allowance_bytes, "none")):
         top = _y(below + size, highest_bytes)
@@ -62,7 +61,7 @@ def _bar(place: int, plan: Plan, chosen: int, num_bars: int, highest_bytes: floa
 
 
 def _key() -> str:
-    names = [(name, CATEGORY_COLOURS[name]) for name in reversed(CATEGORIES.values())]
+    names = [(name, PEAK_COLOURS[name]) for name in reversed(CATEGORIES.values())]
     rows = []
     for row, (name, colour) in enumerate([("outside the count", "none"), *names]):
         y = BOTTOM - 150 + 22 * row

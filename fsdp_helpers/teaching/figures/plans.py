@@ -13,14 +13,6 @@ from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, smallest_that_fits, titled
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLOURS, SERIES_COLOURS, figure_style
 
-CATEGORY_COLOURS = {
-    "parameters": PEAK_COLOURS["parameters"],
-    "gradients": PEAK_COLOURS["gradients"],
-    "optimiser state": PEAK_COLOURS["optimiser"],
-    "gathered units": PEAK_COLOURS["gathered"],
-    "activations": PEAK_COLOURS["activations"],
-    "communication buffers": PEAK_COLOURS["buffers"],
-}
 NEAR = 0.01  # of the measured peak
 FITS, FITS_NOT = "#bbf7d0", "#fecaca"
 
@@ -41,7 +33,7 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
     below = [0.0] * len(plans)
     for category in CATEGORIES.values():
         sizes = [plan.by_category()[category] / GB for plan in plans]
-        look = {"color": CATEGORY_COLOURS[category]}
+        look = {"color": PEAK_COLOURS[category]}
         ax.bar(places, sizes, bottom=below, width=0.7, label=category, linewidth=0, **look)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
     outside = [plan.cluster.allowance_bytes / GB for plan in plans]

@@ -103,7 +103,7 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak])
     rows = rows_of({name: run.ranks for name, run in runs.items()})
     highest_bytes = max(max(record.peak_bytes, peaks[name].bytes) for name, record in rows.values())
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 1.1 + 0.62 * len(rows)), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 1.3 + 0.62 * len(rows)), layout="constrained")
         kinds: set[str] = set()
         for place, (name, record) in enumerate(rows.values()):
             kinds |= draw_rank(ax, place, record, peaks[name], highest_bytes)
@@ -113,7 +113,7 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak])
         fullest = {name: max(run.ranks, key=lambda rank: rank.peak_bytes) for name, run in runs.items()}
         ax.set(xlabel="bytes on one rank (MB)", xlim=(0, 1.17 * highest_bytes / MB), title=lowest_peak(fullest))
         look = {"handlelength": 1.2, "columnspacing": 1.2, "loc": "outside lower left"}
-        fig.legend(handles=keys(kinds), ncols=len(kinds), **look)
+        fig.legend(handles=keys(kinds), ncols=4, **look)
     return fig, ax
 
 

@@ -16,18 +16,22 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fsdp_helpers.palette import BLUE, TEXT_STYLE
+from fsdp_helpers.planning.plan import CATEGORIES
 from fsdp_helpers.teaching.figures.descriptions import describe
 
 # After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any colour vision.
 ORANGE, GREEN, VERMILION, PURPLE = "#e69f00", "#009e73", "#d55e00", "#cc79a7"
 STATE_COLOURS = {"parameters": BLUE, "gradients": "#56b4e9", "optimiser": "#c6e2f5"}
 # What a rank has within a step: its state, and what is there for a while.
+WHOLE_GRADIENTS = "gradients, whole"
 PEAK_COLOURS = {
-    **STATE_COLOURS,
-    "gradients, whole": STATE_COLOURS["gradients"],
-    "gathered": "#d97706",
-    "activations": "#059669",
-    "buffers": "#d1d5db",
+    CATEGORIES["parameters"]: STATE_COLOURS["parameters"],
+    CATEGORIES["gradients"]: STATE_COLOURS["gradients"],
+    CATEGORIES["optimizer"]: STATE_COLOURS["optimiser"],
+    WHOLE_GRADIENTS: STATE_COLOURS["gradients"],
+    CATEGORIES["gathered"]: "#d97706",
+    CATEGORIES["activations"]: "#059669",
+    CATEGORIES["buffers"]: "#d1d5db",
 }
 STRATEGY_COLOURS = {
     "local": "#6b7280",

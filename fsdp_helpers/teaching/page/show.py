@@ -72,7 +72,7 @@ def _global_names(code: str) -> set[str]:
 
 
 def _provided(module: ModuleType) -> Iterator[Import]:
-    """Return everything that `module` imports and defines at its top level."""
+    """Yield everything that `module` imports and defines at its top level."""
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", alias.asname or alias.name.split(".")[0]) for alias in node.names)
@@ -86,7 +86,7 @@ def _provided(module: ModuleType) -> Iterator[Import]:
 
 
 def _statements(imports: set[Import]) -> Iterator[str]:
-    """Return one `import` for each module, and one `from` for all names from the same module."""
+    """Yield one `import` for each module, and one `from` for all names from the same module."""
     from_modules: dict[str, list[str]] = {}
     for module, name, here in sorted(imports):
         if not name:

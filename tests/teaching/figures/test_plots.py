@@ -436,7 +436,7 @@ def test_bars_say_their_rows_and_what_their_colours_mean():
     text = of("plot_held_and_peak")
     # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else; then the parts of the peak
     assert "Bars: ddp, each of 2 ranks: 4, 4, 8, 1, 4, 4, 16, 16; fsdp: 4, 4, 8, 1, 4, 4, 8, 4, 10." in text
-    assert "Key: parameters; gradients; optimiser; gathered; activations; buffers." in text
+    assert "Key: parameters; gradients; optimiser state; gathered units; activations; communication buffers." in text
     assert "peak 40.0" in text and "peak 30.0" in text
 
 
