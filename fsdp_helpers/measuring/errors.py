@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
@@ -109,13 +109,16 @@ def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
             measured, *_ = launch(measure_this_rank, config, world_size=run.world_size, device="cpu", progress=False)
         else:
             measured = measure_rank_of_n(config, run.world_size)
-        yield error_row(config, run, measured)
+        profile = profile_of(run.model, config.activation_checkpointing, config.precision)
+        yield error_row(run, config, profile, units_of(config), measured)
 
 
-def error_row(config: TrainConfig, run: Run, measured: RankOfN) -> ErrorRow:
-    """Put a measurement beside its prediction."""
-    profile = profile_of(config.model, config.activation_checkpointing, config.precision)
-    ranks, units = run.world_size, units_of(config)
+def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequence[str], measured: RankOfN) -> ErrorRow:
+    """Put a measurement beside its prediction.
+
+    Buffers, such as a batch norm's statistics, are not planned: DDP broadcasts them before each forward.
+    """
+    ranks = run.world_size
     step = walk_step(profile, config, ranks, units, backend="gloo" if run.real else "fake")
     return ErrorRow(
         **run._asdict(),
@@ -125,7 +128,7 @@ def error_row(config: TrainConfig, run: Run, measured: RankOfN) -> ErrorRow:
         predicted_state_bytes=own_state(profile, config, ranks, units).total_bytes,
         state_bytes=measured.state.total_bytes,
         predicted_sent_bytes=step.sent_bytes,
-        sent_bytes=measured.sent_bytes,
+        sent_bytes=sum(seen.sent_bytes for seen in measured.collectives if seen.op != "broadcast"),
         accelerate_bytes=accelerate_bytes(profile, config.precision),
         deepspeed_bytes=deepspeed_zero3_bytes(profile, ranks),
     )

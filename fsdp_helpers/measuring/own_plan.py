@@ -28,6 +28,7 @@ from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
 LossOf = Callable[[nn.Module, Any], Tensor]
+Flat = tuple[str, ...] | None  # the units that FSDP1 makes flat
 Classes = type[nn.Module] | tuple[type[nn.Module], ...]
 
 
@@ -104,13 +105,13 @@ def measured_subject(
         return built
 
     @cache
-    def profile_of(samples: int, precision: str, activation_checkpointing: str) -> StepProfile:
+    def profile_of(samples: int, precision: str, activation_checkpointing: str, flat: Flat = None) -> StepProfile:
         part = first_samples(batch, samples, DTYPES[precision])
         built = build(precision, activation_checkpointing)
         if fake:
-            return fake_step(built, part, loss_of, units, precision)
+            return fake_step(built, part, loss_of, units, precision, flat)
         loss_in = with_autocast(loss_of, device) if precision == "autocast" else loss_of
-        return measure_step(built, lambda: loss_in(built, part), units)
+        return measure_step(built, lambda: loss_in(built, part), units, flat_units=flat)
 
     @cache
     def unit_flops(samples: int) -> dict[str, int]:
@@ -164,7 +165,14 @@ def refused_precision(batch_norms: list[str], precision: str) -> str | None:
     )
 
 
-def fake_step(model: nn.Module, batch: Any, loss_of: LossOf, units: tuple[str, ...], precision: str) -> StepProfile:
+def fake_step(
+    model: nn.Module,
+    batch: Any,
+    loss_of: LossOf,
+    units: tuple[str, ...],
+    precision: str,
+    flat_units: Flat = None,
+) -> StepProfile:
     """Return the profile of a step of a model without values: as `measure_step`, with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     with fake_tensors() as mode:
@@ -182,7 +190,7 @@ def fake_step(model: nn.Module, batch: Any, loss_of: LossOf, units: tuple[str, .
             model.zero_grad()
             return marks.moments(trace.between_marks())
 
-        return profile_from(model, measure, units)
+        return profile_from(model, measure, flat_units)
 
 
 @contextmanager

@@ -31,12 +31,19 @@ CUT_BY_SIZE = ("fsdp-auto-wrap", "fsdp-offload")  # the strategies with units be
 WRAPPED = "_checkpoint_wrapped_module"  # the module that activation checkpointing has put a wrapper around
 
 
-def measure_step(model: nn.Module, compute_loss: Callable[[], Tensor], units: Collection[str] = ()) -> StepProfile:
+def measure_step(
+    model: nn.Module,
+    compute_loss: Callable[[], Tensor],
+    units: Collection[str] = (),
+    *,
+    flat_units: Sequence[str] | None = None,
+) -> StepProfile:
     """Return the profile of one forward, `compute_loss()`, and one backward of `model`, a plain one in one process.
 
     Nothing is updated, and gradients are discarded. A model with checkpointed units is measured as it is, recomputation
     included. For bf16 pass a bf16 model, and a loss that casts its images. Backward leaves `units` when FSDP2 does, if
-    that is not when the gradient of their input is complete: a different module may use that input too.
+    that is not when the gradient of their input is complete: a different module may use that input too. A profile for
+    FSDP1 names its `flat_units`, none of them if the model is one unit.
     """
     compute_loss().backward()  # what only a first step allocates does not count
     model.zero_grad()
@@ -49,18 +56,18 @@ def measure_step(model: nn.Module, compute_loss: Callable[[], Tensor], units: Co
         model.zero_grad()
         return marks.moments(trace.between_marks(MARK))
 
-    return profile_from(model, measure, units)
+    return profile_from(model, measure, flat_units)
 
 
 def profile_from(
-    model: nn.Module, measure: Callable[[], tuple[Moment, ...]], units: Collection[str] = ()
+    model: nn.Module, measure: Callable[[], tuple[Moment, ...]], flat_units: Sequence[str] | None = None
 ) -> StepProfile:
     """Return the record of `model`, whose step `measure()` returns.
 
-    Where frozen and trained parameters share a unit, it is called once more, with all of these trained.
+    If frozen and trained parameters share one of FSDP1's flat units, it is called again with all of these trained.
     """
     profile = _record(model, measure())
-    thawed = frozen_beside_trained(profile, tuple(units))
+    thawed = frozenset() if flat_units is None else frozen_beside_trained(profile, flat_units)
     if not thawed:
         return profile
     named = model.named_parameters()

@@ -38,10 +38,12 @@ def _host_sentence(plan: Plan) -> str:
     """Say what offloading asks of the host, which a device's memory does not show."""
     if not plan.host_bytes:
         return ""
-    needs = f", and a node keeps {format_bytes(plan.node_host_bytes)} in host memory"
+    ranks = plan.cluster.node_ranks
+    keeper = f"a node of {ranks} ranks" if ranks > 1 else "each rank"
+    needs = f", and {keeper} keeps {format_bytes(plan.node_host_bytes)} in host memory"
     if plan.fits_host:
         return needs
-    return f"{needs}, more than its {format_bytes(round(plan.cluster.host_memory_bytes))}"
+    return f"{needs}, more than a node's {format_bytes(round(plan.cluster.host_memory_bytes))}"
 
 
 def _advice(changes: list[tuple[str, Plan]]) -> str:

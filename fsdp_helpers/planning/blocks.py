@@ -16,13 +16,15 @@ def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, 
     - in fp32: mean and standard deviation of two norms, 4; attention's logarithms, a
 
     Backward is highest behind the hidden layer: the gradient that came in, h, that of GELU's output, m, and that of the
-    second weight, m x h.
+    second weight, m x h. Or at its end, at q, k and v: all weights' gradients, beside the norm's input and output, 2 h,
+    its statistics, 2, the gradients of q, k and v, 3 h, of what they come from, h, and of the way around, h.
     """
     return BlockBytes(
         kept_bytes=tokens * (value_bytes * (8 * width + 2 * mlp_width) + FP32_BYTES * (num_heads + 4)),
         input_bytes=tokens * value_bytes * width,
         products_bytes=tokens * value_bytes * (5 * width + mlp_width),
         working_bytes=value_bytes * (tokens * (width + mlp_width) + mlp_width * width),
+        leaving_bytes=tokens * (value_bytes * 7 * width + FP32_BYTES * 2),
     )
 
 
@@ -43,7 +45,9 @@ def llama_block_bytes(
     - in fp32: one statistic of each of two norms, 2; attention's logarithms, a
 
     Backward is highest behind SiLU: the gradient that came in, h, those of the two halves, 2 m, and that of the last
-    weight, m x h.
+    weight, m x h. Or at its end, at the queries: all weights' gradients, beside the norm's input and output, 2 h, its
+    statistic, 1, the queries' gradient, q, those of what queries, keys and values come from, 2 h, and of the way
+    around, h.
     """
     q_width = q_width or width
     values = 4 * width + 2 * q_width + 2 * kv_width + 4 * mlp_width
@@ -52,4 +56,5 @@ def llama_block_bytes(
         input_bytes=tokens * value_bytes * width,
         products_bytes=tokens * value_bytes * (2 * width + q_width + 2 * kv_width + 2 * mlp_width),
         working_bytes=value_bytes * (tokens * (width + 2 * mlp_width) + mlp_width * width),
+        leaving_bytes=tokens * (value_bytes * (5 * width + q_width) + FP32_BYTES),
     )

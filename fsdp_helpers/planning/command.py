@@ -74,10 +74,13 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
         return
     time, (most, least) = plan.time, plan.items_per_s
     shortest, longest = (format_seconds(bound) for bound in plan.step_s)
+    update = f"the optimiser {format_seconds(time.optimizer_s)}" if time.optimizer_s else "the optimiser not counted"
     yield (
         f"A step takes {format_seconds(time.estimate_s)}: arithmetic {format_seconds(time.arithmetic_s)}, waiting "
-        f"{format_seconds(time.exposed_s)}, the optimiser {format_seconds(time.optimizer_s)}."
+        f"{format_seconds(time.exposed_s)}, {update}."
     )
+    if not time.optimizer_s:
+        yield "An update takes as long as memory needs to read the state, and --device says how fast that is."
     yield f"Between {shortest} and {longest}: {_reason(plan)}."
     speed = plan.items_per_s_estimate
     mfu = f", {plan.mfu:.0%} MFU" if plan.mfu else ""

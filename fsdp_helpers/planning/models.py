@@ -1,6 +1,6 @@
 """Models that are planned by name, from the numbers that decide their size. Nothing is built; no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -23,7 +23,10 @@ class Subject:
     item: str  # what a batch is counted in: "image", "token", "sample"
     num_params: int
     units: tuple[str, ...]  # names of the modules that are gathered together, where the model is cut
-    profile_of: Callable[[int, str, str], StepProfile]  # of a batch, a precision and a kind of activation checkpointing
+    profile_of: Callable[
+        ..., StepProfile
+    ]  # of a batch, a precision, a kind of activation checkpointing and, for FSDP1,
+    # the units that it makes flat
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a forward of a batch
     unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, where it is known
     sequence: int = 1  # a batch is made of whole sequences of that many items
@@ -80,7 +83,10 @@ def _stacked_subject(
 ) -> Subject:
     """Describe a model of equal blocks, each a unit."""
 
-    def profile_of(batch: int, precision: str, activation_checkpointing: str) -> StepProfile:
+    def profile_of(
+        batch: int, precision: str, activation_checkpointing: str, flat_units: Sequence[str] | None = None
+    ) -> StepProfile:
+        """All values are trained, so that a flat unit has no others."""
         block, head = (count(batch, VALUE_BYTES[precision]) for count in (block_bytes, head_bytes))
         if precision == "autocast":  # it keeps a bf16 copy of each matrix from forward to backward
             copies = 2 * count_values({name: shape for name, shape in block_shapes.items() if len(shape) > 1})

@@ -100,12 +100,13 @@ def _when(moment: Moment) -> str:
 
 
 def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
-    """Refuse FSDP1 where frozen parameters share a unit with trained ones and the profile was cut elsewhere."""
+    """Refuse FSDP1 if frozen parameters share a unit with trained ones, and the profile was not measured with that."""
     mixed = frozen_beside_trained(profile, units)
     if mixed != profile.thawed:
         raise ValueError(
             f"FSDP1 gives all parameters of a unit with a trained one gradients, so here {len(mixed)} frozen ones too; "
-            f"the step was measured with {len(profile.thawed)} of them. Use the units it was measured with, or FSDP2"
+            f"the step was measured with {len(profile.thawed)} of them. Measure it with this plan's units as flat_units, "
+            "or take FSDP2"
         )
 
 

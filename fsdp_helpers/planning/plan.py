@@ -214,7 +214,10 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
     subject.check(settings.batch, settings.precision, settings.activation_checkpointing)
     config = settings.config()
     units = () if settings.strategy == "fsdp" else subject.units
-    profile = subject.profile_of(settings.batch, settings.measured_precision, settings.activation_checkpointing)
+    flat_units = units if config.is_sharded and config.api == "fsdp1" else None
+    profile = subject.profile_of(
+        settings.batch, settings.measured_precision, settings.activation_checkpointing, flat_units
+    )
     replicas = settings.replicas if settings.sharding == "hybrid" else None
     how = {"optimizer": settings.optimizer, "precision": settings.precision}
     step = walk_step(

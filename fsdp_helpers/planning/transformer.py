@@ -15,6 +15,7 @@ class BlockBytes:
     input_bytes: int  # of those, the input: all that activation checkpointing keeps
     products_bytes: int  # the outputs of its matrix products: what selective checkpointing keeps besides
     working_bytes: int  # the most that backward has in flight within the block, on top of what is kept
+    leaving_bytes: int = 0  # kept and in flight at the block's first product, when all later gradients are there
 
     def waiting_bytes(self, activation_checkpointing: str) -> int:
         """Return the bytes kept of the block until backward reaches it."""
@@ -84,8 +85,9 @@ def stack_profile(
     """One step of a model of equal blocks, called `blocks`, for one rank's images; without a `head` all else is small.
 
     Backward walks from the last block to the first. At each it holds what the earlier blocks keep and all of this one,
-    because what was not kept has been recomputed. Its gradients are finished when it is left. The modules
-    `outer_units`, if there are two, are in front of the blocks and behind them.
+    because what was not kept has been recomputed. Its gradients are finished one after the other; a wide block with few
+    tokens peaks with the last of them. The modules `outer_units`, if there are two, are in front of the blocks and
+    behind them.
     """
     head = head or HeadBytes()
     waiting = block.waiting_bytes(activation_checkpointing)
@@ -140,7 +142,9 @@ def _backward(
     for before, name in reversed(list(enumerate(blocks))):
         whole = before * waiting + block.kept_bytes + block.working_bytes
         yield _moment("enter_backward", name, (before + 1) * waiting, whole)
-        yield from (_moment("gradient", f"{name}.{parameter}", before * waiting) for parameter in block_shapes)
+        *finished, last = (f"{name}.{parameter}" for parameter in reversed(block_shapes))
+        yield from (_moment("gradient", parameter, before * waiting) for parameter in finished)
+        yield _moment("gradient", last, before * waiting, before * waiting + block.leaving_bytes)
         yield _moment("leave_backward", name, before * waiting)
 
 

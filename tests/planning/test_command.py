@@ -119,9 +119,10 @@ def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
     seconds = {"arithmetic_s": 3.0, "communication_s": 1.0, "optimizer_s": 0.0, "estimate_s": 3.5}
     time = StepTime(**seconds, shortest_s=3.0, longest_s=4.0, spans=())
     plan = replace(plan, step_flops=3_000, collectives=(gather,), cluster=slow, time=time)
-    assert list(plan_lines(plan))[-4:] == [
+    assert list(plan_lines(plan))[-5:] == [
         "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
-        "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimiser 0.00 µs.",
+        "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimiser not counted.",
+        "An update takes as long as memory needs to read the state, and --device says how fast that is.",
         "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic; with none, and rates 25% below.",
         "3 images/s over all ranks (3 to 4), 2 per rank, 2.96e+05 a day.",
     ]

@@ -15,7 +15,7 @@ BLOCKS, PARAMS = ("a", "b"), 2_016
 SHARDED = Settings(batch=20)
 
 
-def profile_of(batch: int, precision: str, activation_checkpointing: str):
+def profile_of(batch: int, precision: str, activation_checkpointing: str, flat_units=None):
     half = 2 if precision == "bf16" else 1
     block = BlockBytes(
         kept_bytes=500 * batch // half,

@@ -27,6 +27,7 @@ class FlatParameters:
         self._prefetch = config.backward_prefetch
         self._frees_after_forward = config.sharding != "grad-op"
         self._forwards: list[Unit] = []  # in the order in which they first ended
+        self._awaited: set[str] = set()  # units that will be gathered for a backward which has not begun
         self._in_backward: set[str] = set()
         self._gradients = Counter(
             shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
@@ -50,6 +51,7 @@ class FlatParameters:
             self._shards.compute("forward", unit)
         if unit.parameters and unit not in self._forwards:
             self._forwards.append(unit)
+            self._awaited.add(name)
         if name != ROOT and self._frees_after_forward:
             self._shards.free_gathered(unit)
 
@@ -57,11 +59,13 @@ class FlatParameters:
         """Gather the unit, unless it is there, and prefetch the next one; both once, however often it was used."""
         self._backward_runs = True
         unit = self.units[name]
-        self._shards.compute("backward", unit)
         if name in self._in_backward:
+            self._shards.compute("backward", unit)
             return
         self._in_backward.add(name)
+        self._awaited.discard(name)
         self._gather(unit)
+        self._shards.compute("backward", unit)
         if self._prefetch == "pre" and unit in self._forwards:
             self._gather_next(unit)
 
@@ -119,6 +123,7 @@ class FlatParameters:
             if self._ranks > 1:
                 self._shards.free_gathered(unit)
         self._forwards.clear()
+        self._awaited.clear()
         self._in_backward.clear()
 
     def _gather(self, unit: Unit) -> None:
@@ -133,7 +138,7 @@ class FlatParameters:
 
     def _gather_next(self, unit: Unit) -> None:
         before = self._forwards.index(unit) - 1
-        if before >= 0:
+        if before >= 0 and self._forwards[before].name in self._awaited:
             self._gather(self._forwards[before])
 
     def _reduce(self, unit: Unit) -> None:

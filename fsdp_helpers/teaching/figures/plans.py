@@ -14,6 +14,7 @@ from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, sma
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLOURS, SERIES_COLOURS, figure_style
 
 NEAR = 0.01  # of the measured peak
+MODEL_SHIFT = 0.2  # between the marks of two models
 FITS, FITS_NOT = "#bbf7d0", "#fecaca"
 
 
@@ -74,18 +75,21 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
     variants = list(dict.fromkeys(row.variant for row in rows))
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        fig, ax = plt.subplots(figsize=(9, 2.8), layout="constrained")
         for shift, (model, marker) in enumerate(zip(models, MARKERS, strict=False)):
             for real in (True, False):
                 chosen = [row for row in rows if (row.model, row.real) == (model, real)]
-                places = [variants.index(row.variant) + 0.2 * (shift - 1) + (0.0 if real else 0.08) for row in chosen]
+                if not chosen:
+                    continue
+                beside = MODEL_SHIFT * (shift - (len(models) - 1) / 2)
+                places = [variants.index(row.variant) + beside + (0.0 if real else 0.08) for row in chosen]
                 colour = SERIES_COLOURS[1:][shift]
                 look = {"facecolor": colour if real else "none", "edgecolor": colour, "marker": marker}
                 label = f"{model}, {'real ranks' if real else 'a rank of N'}"
                 ax.scatter(places, [100 * row.error for row in chosen], s=22, label=label, **look)
         ax.axhspan(-100 * NEAR, 100 * NEAR, color=FRAME_COLOUR, alpha=0.2, zorder=0)
         ax.axhline(0, color=FRAME_COLOUR, linewidth=0.8, zorder=0)
-        ax.set_xticks(range(len(variants)), variants)
+        ax.set_xticks(range(len(variants)), [variant.replace(" ", "\n") for variant in variants])
         title = f"{errors_within([row.error for row in rows], NEAR)}; grey: {100 * NEAR:.0f} %"
         ax.set(ylabel="predicted / measured - 1 (%)", title=title)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
