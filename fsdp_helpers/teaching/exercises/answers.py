@@ -1,20 +1,31 @@
 """What happens to a reader's answer: it is asked for, called, refused in one line, or counted as solved."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from numbers import Real
 from typing import Any
+
+from fsdp_helpers.teaching.lessons.failures.entry import link_to
 
 BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not below it
 
 
 class NotYet(AssertionError):
-    """The answer is missing or wrong; a notebook shows only the message, behind an amber label."""
+    """The answer is missing or wrong; a notebook shows only the message, behind an amber label.
+
+    `cards` are those of 11 on which this failure is run and mended; the notebook links them above the message.
+    """
 
     look = "\x1b[30;43m"  # black on amber
 
+    def __init__(self, message: str, *cards: str) -> None:
+        self.message, self.cards = message, cards
+        super().__init__(f"{message} (in notebook 11: {', '.join(cards)})" if cards else message)
+
     def _render_traceback_(self) -> list[str]:
+        if self.cards:
+            show_links(self.cards)
         return [f"{self.look}Not yet:\x1b[0m {self}"]
 
 
@@ -68,10 +79,17 @@ def exercise(notebook: str) -> Callable:
     return register
 
 
-def expect(holds: bool, message: str) -> None:
-    """Raise NotYet with `message` unless it holds."""
+def show_links(cards: Sequence[str]) -> None:
+    """Show links to cards of 11; an error's own text cannot be clicked."""
+    from IPython.display import Markdown, display  # ranks import this module too, and need no IPython
+
+    display(Markdown(f"Notebook 11 breaks the same on purpose, and mends it: {' · '.join(map(link_to, cards))}"))
+
+
+def expect(holds: bool, message: str, *cards: str) -> None:
+    """Raise NotYet with `message` unless it holds; `cards` are the names of those in 11 that treat the failure."""
     if not holds:
-        raise NotYet(message)
+        raise NotYet(message, *cards)
 
 
 def expect_answered(answer: Any) -> None:

@@ -32,6 +32,7 @@ from fsdp_helpers.teaching.exercises.unit_hooks import GATHERS, TrainedHooks, tr
 
 THRESHOLD = RunTask(
     peak_bytes=1_450_000_000,
+    peak_card="memory-default-threshold",
     num_collectives=9,
     world_size=2,
     strategies=("fsdp-auto-wrap",),
@@ -84,14 +85,17 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
     expect(
         found.peak_bytes < limit_bytes,
         f"{says}the peak is {format_bytes(found.peak_bytes)}, the target below {format_bytes(limit_bytes)}",
+        "memory-root-only",
     )
     expect(
         found.num_collectives <= CUT_COLLECTIVES,
         f"{says}{found.num_collectives} collectives a step, the target is at most {CUT_COLLECTIVES}",
+        "slow-many-units",
     )
     expect(
         not found.in_root,
         f"{says}{', '.join(found.in_root)} belong to no unit but the root, which stays whole from forward to backward",
+        "memory-root-only",
     )
     expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
 

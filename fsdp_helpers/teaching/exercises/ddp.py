@@ -49,7 +49,7 @@ def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RAN
             # Two buckets that follow one another are more than one bucket together, else they would have been one.
             most = 2 * NET_BYTES // bucket_bytes + 1
             expect(len(seen) > 0, f"{says}no collective was seen; gradients that no one sends are not averaged")
-            expect_same_losses(losses, right, f"{says}the losses are not those of DDP")
+            expect_same_losses(losses, right, f"{says}the losses are not those of DDP", "wrong-summed-loss")
             expect(len(seen) <= most, f"{says}{len(seen)} collectives were seen in a step, {most} are enough")
             largest = max(collective.bytes for collective in seen)
             expect(largest <= bucket_bytes, f"{says}{format_bytes(largest)} were sent in one collective")

@@ -33,6 +33,7 @@ def check_job_script(path: str) -> str:
     expect(
         first.endpoint.rpartition(":")[2] != second.endpoint.rpartition(":")[2],
         f"two jobs meet at {first.endpoint}: on a shared node they would meet each other; derive the port from the job",
+        "crash-port-in-use",
     )
     return (
         "Right: four torchruns that meet at a port of their own, a checkpoint before the limit, and a job that goes on."

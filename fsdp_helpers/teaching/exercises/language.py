@@ -55,10 +55,12 @@ def _expect_tokens(found: dict[str, float], says: str) -> None:
     expect(
         abs(found["length"] - 1) < TOLERANCE,
         f"{says}the gradient is {found['length']:.3f} times as long as in one process",
+        "wrong-summed-loss",
     )
     expect(
         found["error"] < TOLERANCE,
         f"{says}the gradient is {found['error']:.1%} off that of one process; does every token have the same weight?",
+        "wrong-mean-of-means",
     )
     expect(
         abs(found["given"] - found["right"]) < TOLERANCE,

@@ -56,6 +56,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     expect(
         step["reduced"] <= NET_UNITS,
         f"{says}{step['reduced']} reduce-scatters were seen in a step; the model has {NET_UNITS} units",
+        "memory-accumulation",
     )
     largest = max((images for _, images in step["passes"]), default=0)
     expect(largest <= step["part"], f"{says}a forward takes {largest} images at once; a part has {step['part']}")
@@ -65,12 +66,18 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
         f"{says}the second forward comes before the first backward, so the activations of both are there at once",
     )
     ratio = step["norm"] / step["right_norm"]
-    expect(abs(ratio - 1) < TOLERANCE, f"{says}the gradient is {ratio:.2f} times as long as in one process")
+    expect(
+        abs(ratio - 1) < TOLERANCE,
+        f"{says}the gradient is {ratio:.2f} times as long as in one process",
+        "wrong-summed-loss",
+    )
     given = step["given_norm"]
     expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; a number or a plain tensor is asked for")
     expect(
         abs(given / step["norm"] - 1) < TOLERANCE,
         f"{says}gradient_norm says {given:.5f}, not the norm of the whole gradient; whose slices are in it?",
+        "wrong-local-norm-logged",
+        "wrong-clip-local-norm",
     )
     expect(
         abs(step["norm_after"] / step["norm"] - 1) < TOLERANCE, f"{says}gradient_norm changes the gradient it looks at"

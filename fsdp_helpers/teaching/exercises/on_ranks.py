@@ -1,5 +1,6 @@
 """A reader's module on ranks: run with a time limit, with failures in one line and losses compared."""
 
+import re
 from collections.abc import Callable
 from textwrap import shorten
 
@@ -15,6 +16,16 @@ TOLERANCE = 1e-4  # fp32 sums in a different order differ by less
 # What torch says when a module is sharded after the unit that it lies in.
 TORCHS_WORDS = "Invariant encountered: value was None"
 IN_OUR_WORDS = "a part of a unit was made a unit after it; inner ones first, the root last"
+ABORTED = "SIGABRT"  # what gloo does to a rank that receives a different collective's bytes
+HANGS = ("hang-order", "hang-gather-on-rank-0")
+CARDS = {  # of 11, by what an error says; a regular expression
+    ABORTED: "crash-skipped-step",
+    "got mixed torch.Tensor and DTensor": "crash-mixed-tensor-dtensor",
+    "already managed by another FSDP group": "crash-tied-weights",
+    r"Missing key.*\bmodule\.": "save-module-prefix",
+    "PytorchStreamReader": "save-half-written",
+    "did not answer any more|Connection (closed|reset) by peer": "crash-connection-closed",
+}
 
 
 def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
@@ -24,7 +35,9 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
     except RankError as error:
         where = last_line_in(module, error.details)
         summary = IN_OUR_WORDS if TORCHS_WORDS in error.summary else shorten(error.summary, LONGEST)
-        raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}") from None
+        if ABORTED in summary:
+            summary += "; the ranks' collectives do not match: is there a forward or a gather that some skip?"
+        raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}", *cards_of(error.summary)) from None
 
 
 def launch_readers(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
@@ -37,15 +50,21 @@ def launch_readers(worker: Callable, module: str, world_size: int, *arguments: o
     except RankTimeout as error:
         raise NotYet(
             f"on {world_size} ranks, {module}.py does not end: {'; '.join(error.places)}. A collective waits until"
-            " every rank takes part in it"
+            " every rank takes part in it",
+            *HANGS,
         ) from None
 
 
-def expect_same_losses(losses: list[float], right: list[float], message: str) -> None:
+def cards_of(summary: str) -> list[str]:
+    """Return the cards of 11 that treat an error of a rank."""
+    return [card for says, card in CARDS.items() if re.search(says, summary, re.DOTALL)]
+
+
+def expect_same_losses(losses: list[float], right: list[float], message: str, *cards: str) -> None:
     differences = [abs(loss - expected) for loss, expected in zip(losses, right, strict=True)]
     same = all(difference < TOLERANCE for difference in differences)
     first = next((step for step, difference in enumerate(differences) if not difference < TOLERANCE), 0)
-    expect(same, f"{message}: {losses[first]:.5f} instead of {right[first]:.5f} in step {first + 1}")
+    expect(same, f"{message}: {losses[first]:.5f} instead of {right[first]:.5f} in step {first + 1}", *cards)
 
 
 def first_of(names: list[str]) -> str:

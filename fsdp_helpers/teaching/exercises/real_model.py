@@ -131,17 +131,38 @@ class StartedByReader:
 
 
 def _expect_start(found: StartedByReader, says: str) -> None:
-    for names, what in ((found.whole, "in no unit"), (found.on_meta, "still on meta")):
-        expect(not names, f"{says}{len(names)} tensors are {what}, {first_of(names)} among them")
-    expect(found.units == UNITS, f"{says}the units are {', '.join(found.units)}; one per block and the root, please")
+    expect(not found.whole, f"{says}{len(found.whole)} tensors are in no unit, {first_of(found.whole)} among them")
+    expect(
+        not found.on_meta,
+        f"{says}{len(found.on_meta)} tensors are still on meta, {first_of(found.on_meta)} among them",
+        "wrong-meta-buffers",
+    )
+    expect(
+        found.units == UNITS,
+        f"{says}the units are {', '.join(found.units)}; one per block and the root, please",
+        "memory-root-only",
+    )
     expect(
         found.extra_bytes <= START_EXTRA_BYTES,
         f"{says}{format_bytes(found.extra_bytes)} were needed besides what stays, enough for several layers at "
         "once; is the model whole for a moment?",
     )
-    expect(found.is_tied, f"{says}head.weight and embed.weight are two parameters; they were one, with two names")
-    expect(found.buffer_right, f"{says}the buffer has not its values; no file and no rank sends them")
-    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of rank 0's weights")
+    expect(
+        found.is_tied,
+        f"{says}head.weight and embed.weight are two parameters; they were one, with two names",
+        "crash-tied-weights",
+    )
+    expect(
+        found.buffer_right,
+        f"{says}the buffer does not have its values; no file and no rank sends them",
+        "wrong-meta-buffers",
+    )
+    expect_same_losses(
+        found.losses,
+        found.right,
+        f"{says}the losses are not those of rank 0's weights",
+        "wrong-different-seeds",
+    )
 
 
 def _expect_short_file_refused(module: str, world_size: int) -> None:

@@ -13,6 +13,7 @@ class RunTask:
     """A run to be found: what its text leaves as it is, and what it must reach. All other settings are free."""
 
     peak_bytes: int  # every rank stays below
+    peak_card: str | None = None  # of 11, for a run that does not
     num_collectives: int | None = None  # allowed in a step
     world_size: int | None = None
     strategies: tuple[str, ...] = ("fsdp", "fsdp-auto-wrap")
@@ -32,13 +33,16 @@ def judge_run(record: RunRecord | None, task: RunTask) -> str:
     expect(
         peak_bytes < task.peak_bytes,
         f"the run peaks at {format_bytes(peak_bytes)} on a rank, the target is below {format_bytes(task.peak_bytes)}",
+        *([task.peak_card] if task.peak_card else []),
     )
     verdict = f"Right: {format_bytes(peak_bytes)} at the peak, below {format_bytes(task.peak_bytes)}."
     if task.num_collectives is None:
         return verdict
     counted = max(sum(seen.count for seen in rank.collectives) for rank in record.ranks)
     expect(
-        counted <= task.num_collectives, f"{counted} collectives a step, the target is at most {task.num_collectives}"
+        counted <= task.num_collectives,
+        f"{counted} collectives a step, the target is at most {task.num_collectives}",
+        "slow-many-units",
     )
     return f"{verdict} {counted} collectives a step."
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.teaching.lessons.failures.entry import link_to
 from fsdp_helpers.teaching.lessons.from_ddp import build_model, make_optimizer, shard
 
 SMALL_UNIT = 10_000  # parameters: fewer are not worth a collective
@@ -173,7 +174,7 @@ SYMPTOMS = [
         "mixed Tensor and DTensor, or an average that has no effect",
         "evaluated, not resharded",
         "`model.reshard()` after evaluation",
-        ("crash-mixed-tensor-dtensor",),
+        ("crash-mixed-tensor-dtensor", "save-average-lost"),
     ),
 ]
 
@@ -184,7 +185,3 @@ def checklist(found: dict[str, list[str]]) -> list[list[str]]:
         [symptom, case, "; ".join(found[case]) or "nothing", remedy, " ".join(map(link_to, entries))]
         for symptom, case, remedy, entries in SYMPTOMS
     ]
-
-
-def link_to(entry: str) -> str:
-    return f"[{entry}](11_when_it_breaks.ipynb#{entry})"

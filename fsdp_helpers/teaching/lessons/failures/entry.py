@@ -12,6 +12,7 @@ SYMPTOMS = {
     "slow": "it is slow",
     "save": "it saves, but does not come back",
 }
+CHAPTER = "11_when_it_breaks.ipynb"
 Numbers = Mapping[str, float]
 RankFunction = Callable[[int, int], Numbers]
 
@@ -51,6 +52,11 @@ class Failure:
     @property
     def is_run(self) -> bool:
         return self.broken is not None
+
+
+def link_to(name: str) -> str:
+    """Return a Markdown link to a failure's card in 11, for the other notebooks, which lie beside it."""
+    return f"[{name}]({CHAPTER}#{name})"
 
 
 def same_numbers(found: Numbers, right: Numbers, tolerance: float) -> bool:
