@@ -1,4 +1,4 @@
-"""A card of the gallery of failures: what runs, what you see, why, how to tell, the fix, and the proof."""
+"""A card of the gallery of failures: the broken code, its symptom, why, how to tell, the fix, and the proof."""
 
 import json
 import re
@@ -61,6 +61,7 @@ def draw(failure: Failure, broken: Seen, mended: Seen) -> None:
 
 
 def reasons(failure: Failure) -> str:
+    """Return the two parts that explain: why, and how to tell."""
     return f"**Why.** {failure.why}\n\n**How to tell.** {failure.tell}"
 
 
@@ -73,6 +74,7 @@ def as_text(seen: Seen) -> str:
 
 
 def in_words(numbers: Numbers) -> str:
+    """Return named numbers as text, to six digits."""
     return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
 
 
@@ -87,7 +89,7 @@ def proof(mended: Seen, right: Numbers) -> str:
 
 
 def keep(names: Iterable[str], path: Path = KEPT) -> None:
-    """Run failures and add what they showed to the kept runs, for `kept_card`."""
+    """Run failures and add the results to the kept runs, for `kept_card`."""
     kept = json.loads(path.read_text())
     for failure in map(gallery.find, names):
         kept[failure.name] = {
@@ -98,9 +100,9 @@ def keep(names: Iterable[str], path: Path = KEPT) -> None:
 
 
 def keep_tools(path: Path = KEPT) -> None:
-    """Run the tools that need packages of their own, py-spy and tabulate, and add what they said to the kept runs."""
+    """Run the tools that need packages of their own, py-spy and tabulate, and add their output to the kept runs."""
     kept = json.loads(path.read_text())
-    two_ranks = {"world_size": 2, "device": "cpu", "progress": False}
+    two_ranks = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": gallery.LIMIT_S}
     dump = launch(tools.dump_with_py_spy, **two_ranks)[1]
     kept["py-spy"] = dump[dump.index("Thread ") :].splitlines()[:5]
     kept["debug server"] = stacks_of_page(launch(tools.read_debug_server, **two_ranks)[1])
@@ -116,17 +118,19 @@ def stacks_of_page(page: str) -> dict[str, str]:
 def shorten_stack(text: str) -> str:
     """Return the innermost three places of a rank's main thread in the last whole stack of `text`, without folders.
 
-    It was ended while `faulthandler` may have been writing, and only the main thread's stack comes down to `run_rank`.
+    Only the main thread's stack comes down to `run_rank`. The last one may be cut: the rank was ended meanwhile.
     """
     stacks = text.split("(most recent call first)")
-    main_thread = [stack for stack in stacks if "in run_rank\n" in stack][-1]
-    frames = re.findall(r'File ".*?([^/\\]+)", line (\d+) in (\w+)', main_thread)
+    main_thread = [stack for stack in stacks if "in run_rank\n" in stack]
+    if not main_thread:
+        raise ValueError(f"no whole stack of a rank's main thread in these {len(text)} characters: {text[-300:]!r}")
+    frames = re.findall(r'File ".*?([^/\\]+)", line (\d+) in (\w+)', main_thread[-1])
     places = [f"{function} ({file}, line {line})" for file, line, function in frames if function != "wrapper"]
     return ", called from ".join(places[:3])
 
 
 def sentences(message: str) -> str:
-    """Return a library's long message, with its fingerprints shortened to what they compare."""
+    """Return DETAIL's message as one line per rank, its fingerprints cut to the fields that the ranks compare."""
     return (
         re.sub(r", TensorDtypes.*?\(nullopt\)\)\)", ")", message).replace(", but", ",\nbut").replace(".Coll", ".\nColl")
     )

@@ -312,7 +312,7 @@ WRONG = [
                 'optimizer.load_state_dict(saved["optimizer"])',
             )
         ],
-        "my_move.py fails in line .* got mixed torch.Tensor and DTensor .*crash-mixed-tensor-dtensor",
+        "my_move.py fails in line .* got mixed torch.Tensor and DTensor.*crash-mixed-tensor-dtensor",
     ),
     (
         "my_move",

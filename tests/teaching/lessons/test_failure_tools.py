@@ -1,15 +1,19 @@
 """The tools of 11 find two ranks that part: each names both sides."""
 
 import importlib.util
+import io
 import json
+import os
 import shutil
+import sys
+from http.client import IncompleteRead, RemoteDisconnected
 from pathlib import Path
 
 import pytest
 
 from fsdp_helpers.ranks.launching.errors import RankError, RankTimeout
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.teaching.lessons.failures import tools
+from fsdp_helpers.teaching.lessons.failures import crashes_at_the_ends, tools
 from fsdp_helpers.teaching.page.cards import stacks_of_page
 
 KEPT = json.loads((Path(__file__).parents[3] / "notebooks/reference/failures.json").read_text())
@@ -42,7 +46,43 @@ def test_torchs_counter_sees_units():
 
 @pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is a package of its own")
 def test_py_spy_says_from_outside_where_a_rank_waits():
-    assert "dump_with_py_spy" in launch(tools.dump_with_py_spy, timeout_s=120, **TWO_RANKS)[1]
+    try:
+        dump = launch(tools.dump_with_py_spy, timeout_s=120, **TWO_RANKS)[1]
+    except RankError as error:
+        if "ermission" in error.summary:
+            pytest.skip(error.summary)
+        raise
+    assert "dump_with_py_spy" in dump
+
+
+def test_py_spy_without_the_right_to_trace(tmp_path, monkeypatch):
+    """Its own words, and no waiting for a dump that never comes."""
+    refusing = tmp_path / "py-spy"
+    refusing.write_text("#!/bin/sh\necho 'Permission Denied: Try running again' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(RuntimeError, match="py-spy cannot look at process 4242: Permission Denied: Try running again"):
+        tools.dump_process(4242)
+
+
+def test_a_page_is_read_once_it_is_whole(monkeypatch):
+    answers = [ConnectionRefusedError(), RemoteDisconnected(), IncompleteRead(b"all_"), b"starting", b"in all_reduce"]
+
+    def answer(address, timeout):
+        assert timeout > 0, "a server that never answers must not hold the rank"
+        given = answers.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return io.BytesIO(given)
+
+    monkeypatch.setattr(tools, "urlopen", answer)
+    monkeypatch.setattr(tools, "POLL_S", 0.0)
+    assert tools.read_until("http://localhost:1/stacks", "all_reduce") == "in all_reduce" and not answers
+
+
+def test_a_program_without_an_answer_says_how_it_ended():
+    with pytest.raises(RuntimeError, match="no answer, and exit status 3: gone"):
+        crashes_at_the_ends.answer_of([sys.executable, "-c", "import sys; sys.stderr.write('gone'); sys.exit(3)"])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tabulate") is None, reason="the debug server needs tabulate")

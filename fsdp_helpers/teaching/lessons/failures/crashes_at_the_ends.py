@@ -1,4 +1,4 @@
-"""It crashes at its start or at its end: where processes meet, and where one of them leaves."""
+"""It crashes at its start, where processes meet, or at its end, when one of them leaves early."""
 
 import socket
 import subprocess
@@ -11,13 +11,11 @@ import torch.distributed as dist
 
 from fsdp_helpers.teaching.lessons.failures.entry import Failure, Numbers
 
-CPU = torch.device("cpu")
-
 # ---------------------------------------------------------------- one rank ends early
 
 
 def end_early(rank: int, world_size: int) -> Numbers:
-    num_batches = 3 if rank == 0 else 2  # of an uneven share
+    num_batches = 3 if rank == 0 else 2  # as an uneven split leaves it
     for _ in range(num_batches):
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -41,7 +39,7 @@ def both_ranks() -> Numbers:
 
 
 def meet_at_a_fixed_port(rank: int, world_size: int) -> Numbers:
-    with socket.create_server(("127.0.0.1", 0)) as neighbour:  # a run of somebody else
+    with socket.create_server(("127.0.0.1", 0)) as neighbour:  # someone else's run
         port = neighbour.getsockname()[1]
         store = dist.TCPStore("127.0.0.1", port, world_size=1, is_master=True)
         return {"stores": float(store.port > 0)}
@@ -69,9 +67,11 @@ if __name__ == "__main__":
 
 
 def answer_of(command: list[str]) -> Numbers:
+    """Run a program and return the number that it prints; RuntimeError with its own error if it prints none."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
-        raise RuntimeError(next(line for line in done.stderr.splitlines() if "Error: " in line))
+        errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+        raise RuntimeError(errors[0] if errors else f"no answer, and exit status {done.returncode}: {done.stderr}")
     return {"the worker's answer": float(done.stdout)}
 
 
