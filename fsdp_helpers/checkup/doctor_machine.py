@@ -128,14 +128,31 @@ def orphans() -> Iterator[tuple[int, str]]:
         with suppress(psutil.Error, OSError):  # it ended, or belongs to somebody else
             command = " ".join(process.cmdline())
             is_server = all(word in command for word in SERVER)
-            if (is_server or RANK_OF_TORCHRUN in process.environ()) and is_orphan(process):
+            if (is_server or belongs_to_rank(process)) and is_orphan(process):
                 yield process.pid, "fork server" if is_server else "rank of torchrun"
 
 
 def is_orphan(process: Any) -> bool:
-    """Return True if the process has lost its parent: its parent is the first process, or one that is not Python."""
+    """Return True if the process has lost its parent: its parent is the first process, or one that is not Python.
+
+    A rank's parent may also be a script that torchrun started in its stead; then the script's parent decides.
+    """
     parent = process.parent()
-    return parent is None or parent.pid == 1 or "python" not in " ".join(parent.cmdline()[:1])
+    if parent is None or parent.pid == 1:
+        return True
+    if belongs_to_rank(parent):
+        return is_orphan(parent)
+    return "python" not in " ".join(parent.cmdline()[:1])
+
+
+def belongs_to_rank(process: Any) -> bool:
+    """Return True if torchrun started this process, or one above it."""
+    import psutil
+
+    try:
+        return RANK_OF_TORCHRUN in process.environ()
+    except psutil.AccessDenied:  # somebody else's
+        return False
 
 
 def gpu_is_usable_or_absent() -> Outcome:

@@ -143,6 +143,18 @@ def test_a_server_whose_notebook_runs_is_not_left_over():
             server.kill()
 
 
+def test_a_rank_behind_a_script_is_not_left_over():
+    """As under `torchrun --no-python ./wrapper.sh`, with this process as torchrun."""
+    wrapper = ["sh", "-c", f"{sys.executable} -c 'import time; time.sleep(600)' & echo $!; wait"]
+    environment = os.environ | {doctor_machine.RANK_OF_TORCHRUN: "none"}
+    with subprocess.Popen(wrapper, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        rank = int(script.stdout.readline())
+        try:
+            assert not {script.pid, rank} & dict(doctor_machine.orphans()).keys()
+        finally:
+            os.kill(rank, signal.SIGKILL)
+
+
 def test_packed_data_are_found(monkeypatch, tmp_path):
     contents = {f"{name}.gz": name.encode() for name in MNIST_FILES}
     checksums = [(name, hashlib.md5(content).hexdigest()) for name, content in contents.items()]
