@@ -39,7 +39,6 @@ from fsdp_helpers.teaching.figures.style import (
     SERIES_COLOURS,
     STRATEGY_COLOURS,
     described_png,
-    ink_on,
 )
 
 MB = 10**6
@@ -471,46 +470,3 @@ def test_figures_that_are_shown_have_both(shell):
     picture, folded = captured.outputs
     assert picture.metadata["image/png"]["alt"] == picture.data["text/plain"] == describe(fig)
     assert html.unescape(re.sub(r"<.*?>", "", folded.data["text/html"])) == f"In words{describe(fig)}"
-
-
-# The share of red and of green in what is left of both: the first two columns of the matrices in the paper below.
-YELLOW = {"protanope": (0.11238, 0.88762), "deuteranope": (0.29275, 0.70725)}
-
-
-def seen_by(who: str, colour: str) -> tuple[float, float]:
-    """Roughly what is left of a colour without the cones for long or for middle waves: a yellow and a blue.
-
-    After F. Viénot, H. Brettel and J. Mollon, "Digital video colourmaps for checking the legibility of displays by
-    dichromats", 1999, in linear RGB.
-    """
-    red, green, blue = ((int(colour[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
-    yellow = YELLOW[who][0] * red + YELLOW[who][1] * green
-    return yellow, blue
-
-
-KINDS = {kind: colour for kind, colour in PEAK_COLOURS.items() if not kind.endswith("whole")}  # that one is hatched
-
-
-@pytest.mark.parametrize(
-    "colours",
-    [STRATEGY_COLOURS, KINDS, OP_COLOURS, dict(enumerate(SERIES_COLOURS))],
-    ids=["strategies", "kinds", "collectives", "series"],
-)
-@pytest.mark.parametrize("who", YELLOW)
-def test_colours_differ_for_whoever_does_not_tell_red_from_green(who, colours):
-    seen = [seen_by(who, colour) for colour in colours.values()]
-    distances = [
-        max(abs(a - b) for a, b in zip(one, other, strict=True))
-        for place, one in enumerate(seen)
-        for other in seen[:place]
-    ]
-    assert min(distances) > 0.08
-
-
-def test_ink_is_black_on_light_and_white_on_dark_colours():
-    assert [ink_on(colour) for colour in ("#ffffff", "#000000", "#e69f00", "#0072b2")] == [
-        "black",
-        "white",
-        "black",
-        "white",
-    ]
