@@ -407,12 +407,12 @@ def test_the_verdict_is_on_the_first_screen_and_follows_the_controls(lab, projec
 def test_an_exercise_by_typing_wrong_and_right(lab):
     lab.open("01_local_training.ipynb")
     cells = lab.cells()
-    set_up = next(place for place, cell in enumerate(cells) if "import checks" in cell["source"])
+    set_up = next(place for place, cell in enumerate(cells) if "as exercises" in cell["source"])
     exercise = next(place for place, cell in enumerate(cells) if "check_parameter_count(" in cell["source"])
     lab.run("notebook:clear-all-cell-outputs")
     lab.run_cell(set_up)
-    lab.type_into(exercise, "checks.check_parameter_count(204_800)")
+    lab.type_into(exercise, "exercises.check_parameter_count(204_800)")
     shown = lab.wait_for_output(exercise, r"Not yet:\S* ")
     assert len(shown.splitlines()) == 1 and "204,928" not in shown
-    lab.type_into(exercise, "checks.check_parameter_count(128 * (64 * 5 * 5) + 128)")
+    lab.type_into(exercise, "exercises.check_parameter_count(128 * (64 * 5 * 5) + 128)")
     assert lab.wait_for_output(exercise, r"solved\)") == "✓ Right: 204,928 parameters. (1 of 3 solved)"
