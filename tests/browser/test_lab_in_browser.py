@@ -394,6 +394,8 @@ def test_the_verdict_is_on_the_first_screen_and_follows_the_controls(lab, projec
     lab.go_to(controls)
     for element in (lab.shown(f"{output} select"), verdict):
         assert wait_until(lambda element=element: is_on_a_projector(element.bounding_box())), element.bounding_box()
+    tracks = lab.shown(output).locator(".noUi-target")
+    assert tracks.count() == 2 and all(track.bounding_box()["width"] > 80 for track in tracks.all()), "can be dragged"
     before = verdict.text_content()
     assert "fits" in before
     lab.shown(f"{output} select").select_option("llama-70b")

@@ -15,6 +15,7 @@ from fsdp_helpers.teaching.figures.plan_picture import WIDTH, waterfall_svg
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 DEVICES_GB = (24, 40, 80, 141)
 VERDICT = "font-size:1.6em;font-weight:700;line-height:1.3;color:"
+SLIDER_WIDTH = "240px"
 GREEN, RED = "#15803d", "#dc2626"  # legible, at this size, on white and on black
 
 
@@ -126,10 +127,13 @@ def plan_controls(
     except ImportError:
         return draw_plan(model, ranks, device_gb, precision, recompute)
     narrow = {"style": {"description_width": "initial"}, "layout": {"width": "auto"}}
+    to_drag = {**narrow, "layout": {"width": SLIDER_WIDTH}}  # left alone, a row leaves a slider no track
     controls = {
         "model": ipywidgets.Dropdown(options=NAMED_MODELS, value=model, description="model", **narrow),
-        "ranks": ipywidgets.SelectionSlider(options=RANKS, value=ranks, description="ranks", **narrow),
-        "device_gb": ipywidgets.SelectionSlider(options=DEVICES_GB, value=device_gb, description="device GB", **narrow),
+        "ranks": ipywidgets.SelectionSlider(options=RANKS, value=ranks, description="ranks", **to_drag),
+        "device_gb": ipywidgets.SelectionSlider(
+            options=DEVICES_GB, value=device_gb, description="device GB", **to_drag
+        ),
         "precision": ipywidgets.Dropdown(options=("fp32", "bf16"), value=precision, description="precision", **narrow),
         "recompute": ipywidgets.Checkbox(value=recompute, description="recompute blocks", indent=False, **narrow),
     }
