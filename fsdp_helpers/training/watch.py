@@ -24,12 +24,21 @@ class StepWatch:
     """
 
     def __init__(
-        self, config: TrainConfig, num_steps: int, device: torch.device, world_size: int = 1, steps_before: int = 0
+        self,
+        config: TrainConfig,
+        num_steps: int,
+        device: torch.device,
+        world_size: int = 1,
+        *,
+        rank: int = 0,
+        steps_before: int = 0,
     ) -> None:
         self._config, self._num_steps, self._device = config, num_steps, device
         self._steps_before = steps_before
         self._title, self._last_loss = run_title(config, world_size, device.type), None
-        self._whose_loss = "loss" if world_size == 1 else "rank 0's loss"  # the mean would cost a collective per step
+        self._whose_loss = (
+            "loss" if world_size == 1 else f"rank {rank}'s loss"
+        )  # the mean would cost a collective per step
         self._memory = MemoryTrace(device)
         self._memory.start()
         self.state: StateBytes | None = None

@@ -49,7 +49,7 @@ def run_training(
     parts = epochs_to_train(config, len(dataset.train) // config.global_batch_size, first_step)
     num_steps = sum(part.num_steps for part in parts)
 
-    watch = StepWatch(config, num_steps, rank_device(), world_size, steps_before=first_step)
+    watch = StepWatch(config, num_steps, rank_device(), world_size, rank=rank, steps_before=first_step)
     model, optimizer = set_up(rank, config)
     if first_step:
         settle_buckets(model, dataset.train.images[: config.global_batch_size // world_size])

@@ -348,7 +348,7 @@ def test_the_stop_button(lab, scratch, watch):
     lab.run("notebook:run-cell")
     lab.wait_for_output(0, r"images/s, rank 0's loss")
     if watch:
-        lab.wait_for_output(0, r"(?s)rank 0: .*\nrank 1: .*Loss of rank 0's images")
+        lab.wait_for_output(0, r"(?s)rank 0: .*\nrank 1: .*rank 1's loss .*Loss of rank 0's images")
     assert ranks_of(lab.server)
     lab.shoot(f"running-watch-{watch}")
     lab.shown(INTERRUPT).click()

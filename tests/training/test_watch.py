@@ -66,14 +66,15 @@ def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock
     ]
 
 
-def test_a_report_of_several_ranks_says_whose_loss_it_is(reports, half_second_clock, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_report_of_several_ranks_says_whose_loss_it_is(reports, half_second_clock, monkeypatch, rank):
     monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
     model = nn.Linear(1, 1)
-    watch = StepWatch(TrainConfig(global_batch_size=64), 1, torch.device("cpu"), world_size=2)
+    watch = StepWatch(TrainConfig(global_batch_size=64), 1, torch.device("cpu"), world_size=2, rank=rank)
     watch.watch(model, torch.optim.Adam(model.parameters()))
     watch.begin_epoch(0)
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
-    assert reports[-1][3] == "128 images/s, rank 0's loss 2.0000"
+    assert reports[-1][3] == f"128 images/s, rank {rank}'s loss 2.0000"
 
 
 def test_a_resumed_run_counts_on(reports, half_second_clock, monkeypatch):
