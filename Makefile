@@ -1,7 +1,7 @@
 # make lab          install, then open JupyterLab on the notebooks   (LAB_ARGS="--port 9000" hands on arguments)
 # make student      the same on copies in work/, so that working changes no file of the project
 # make reset        take one of the copies anew   (NOTEBOOK=3)
-# make test         install, then run the tests and every notebook
+# make test         install, then run the tests, every notebook and, if a package index answers, test-tools
 # make test-all     the same, and the long evidence
 # make test-browser every notebook in JupyterLab, in a browser
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
@@ -114,9 +114,12 @@ book: $(INSTALLED)
 offline: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.lab.offline $(OFFLINE_ARGS)
 
+# With and without transformers and accelerate: the last line installs them beside the environment, or says why not.
 test: $(INSTALLED)
 	$(PYTEST) -m "not long and $(PLAIN)" tests
 	$(MAKE) test-notebooks
+	@if why=$$($(MAKE) --silent can-test-tools 2> /dev/null); then $(MAKE) test-tools; \
+	  else echo "test-tools is left out: $${why:-can-test-tools does not say why}"; fi
 
 test-notebooks: $(INSTALLED)
 	@mkdir -p $(CACHE)
@@ -203,7 +206,7 @@ can-test-oldest:
 
 can-test-tools: $(INSTALLED)
 	@for package in $(TOOLS_PACKAGES); do \
-	  $(BIN)/python -m pip index versions "$${package%%==*}" 2> /dev/null | grep -qF "$${package##*==}" \
+	  $(BIN)/python -m pip --retries 1 --timeout 10 index versions "$${package%%==*}" 2> /dev/null | grep -qF "$${package##*==}" \
 	  || { echo "no package index is at hand that has $$package"; exit 1; }; done
 
 can-xla: $(INSTALLED)

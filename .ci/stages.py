@@ -49,7 +49,7 @@ SHORTENED = "LONG_ARGS=-k 'not whole_grid and not all_of_it and not [deep- and n
 IN_LAB, OTHER_PAGES = "BROWSER_ARGS=-k every_cell_runs", "BROWSER_ARGS=-k 'not every_cell_runs'"
 ALWAYS = (Stage("lint", 4), Stage("test", 32, offline=True))
 GROUPS = (
-    (Stage("test-imagined", 18), Stage("test-tools", 3), Stage("test-mnist", 16)),
+    (Stage("test-imagined", 18), Stage("test-mnist", 16)),
     (Stage("test-long", 30, (SHORTENED,), offline=True), Stage("test-network", 7)),
     (Stage("test-browser", 36, (IN_LAB,), part="every cell"),),
     (Stage("test-oldest", 38),),

@@ -1,6 +1,7 @@
 """Which stages .ci/run runs on a push, in what order, and what it says about the others."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -92,8 +93,31 @@ def test_every_stage_is_a_target_that_says_whether_it_can_run():
 def test_every_marker_and_every_target_of_tests_has_a_stage():
     makefile = (PROJECT / "Makefile").read_text()
     targets = set(re.findall(r"^(test[\w-]*|lint|xla):", makefile, re.MULTILINE))
-    parts = {"test-notebooks", "test-all", "test-cluster"}  # made of others, or a part of one
+    parts = {"test-notebooks", "test-tools", "test-all", "test-cluster"}  # made of others, or a part of one
     assert targets - parts == {stage.target for stage in STAGES}
+
+
+@pytest.mark.parametrize("index, tools, says", [("", 0, "no package index"), ("yes", 0, ""), ("yes", 1, "Error 1")])
+def test_make_test_ends_with_the_tools_or_says_why_not(index, tools, says, tmp_path):
+    """An index that does not answer is told in one line; a test of the tools that fails is a failure."""
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\n[ "$1 $2" = "-m pip" ] && { [ -z "$INDEX" ] || echo $VERSIONS; exit; }\necho "$@"; exit $TOOLS\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    for name in ("installed", "tools-installed"):
+        (tmp_path / name).touch()
+    own = [f"BIN={tmp_path}", f"TOOLS_BIN={tmp_path}", "PYTEST=true", f"CACHE={tmp_path}"]
+    own += [f"INSTALLED={tmp_path / 'installed'}", f"TOOLS_INSTALLED={tmp_path / 'tools-installed'}"]
+    known = re.search("^TOOLS_PACKAGES := (.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)[1]
+    environment = os.environ | {"INDEX": index, "TOOLS": str(tools), "VERSIONS": known}
+    command = ["make", "test", *own]
+    done = subprocess.run(
+        command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    output = done.stdout + done.stderr
+    assert (done.returncode == 0) == (tools == 0) and says in output, output
+    assert ("test-tools is left out: no package index is at hand that has transformers" in output) == (not index)
+    assert ("-m pytest -m tools tests" in output) == bool(index and not tools)
 
 
 @pytest.mark.parametrize("target", ["test-network", "test-slurm"])
