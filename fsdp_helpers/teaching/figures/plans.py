@@ -10,7 +10,9 @@ from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
+from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, smallest_that_fits, titled
+from fsdp_helpers.teaching.figures.plot_words import errors_in_words, fits_in_words, sentences, waterfall_in_words
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLOURS, SERIES_COLOURS, figure_style
 
 NEAR = 0.01  # of the measured peak
@@ -24,7 +26,9 @@ def plot_waterfall(plans: Sequence[Plan], subject: str) -> tuple[Figure, Axes]:
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
         draw_waterfall(ax, plans)
         needed = {plan.cluster.world_size: plan.needed_bytes for plan in plans}
-        ax.set(title=titled(fits_from(needed, plans[0].cluster.device_memory_bytes), subject))
+        finding = fits_from(needed, plans[0].cluster.device_memory_bytes)
+        ax.set(title=titled(finding, subject))
+    put_in_words(fig, sentences(subject, finding, waterfall_in_words(plans)))
     return fig, ax
 
 
@@ -67,6 +71,7 @@ def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figur
             ax.set(xlim=(-0.5, len(rows[0]) - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel="ranks")
             ax.set(title=titled(smallest_that_fits(rows), name))
         axes[0][0].set(ylabel="memory of a device (GB)")
+    put_in_words(fig, fits_in_words(plans))
     return fig, axes[0]
 
 
@@ -90,7 +95,8 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
         ax.axhspan(-100 * NEAR, 100 * NEAR, color=FRAME_COLOUR, alpha=0.2, zorder=0)
         ax.axhline(0, color=FRAME_COLOUR, linewidth=0.8, zorder=0)
         ax.set_xticks(range(len(variants)), [variant.replace(" ", "\n") for variant in variants])
-        title = f"{errors_within([row.error for row in rows], NEAR)}; grey: {100 * NEAR:.0f} %"
-        ax.set(ylabel="predicted / measured - 1 (%)", title=title)
+        finding = errors_within([row.error for row in rows], NEAR)
+        ax.set(ylabel="predicted / measured - 1 (%)", title=f"{finding}; grey: {100 * NEAR:.0f} %")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    put_in_words(fig, sentences(finding, errors_in_words(rows)))
     return fig, ax

@@ -15,6 +15,7 @@ from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
+from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.findings import (
     copies_of_a_step,
     foot_of_the_ladder,
@@ -25,6 +26,17 @@ from fsdp_helpers.teaching.figures.findings import (
     same_losses,
     sent_in_a_step,
     titled,
+)
+from fsdp_helpers.teaching.figures.plot_words import (
+    by_ranks_in_words,
+    comparison_in_words,
+    copies_in_words,
+    curve_in_words,
+    digits_in_words,
+    held_and_peak_in_words,
+    ladder_in_words,
+    sentences,
+    traffic_in_words,
 )
 from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOUR, STRATEGY_COLOURS, figure_style
 from fsdp_helpers.teaching.figures.timelines import (
@@ -63,6 +75,8 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
             right, shown = int(labels[index]), int((labels if predictions is None else predictions)[index])
             wrong = {} if shown == right else {"color": PEAK_COLOUR, "weight": "bold"}
             ax.set_title(f"{shown} ≠ {right}" if wrong else shown, loc="center", **wrong)
+    right = labels.tolist()
+    put_in_words(fig, digits_in_words(right, right if predictions is None else predictions.tolist()))
     return fig, axes[0]
 
 
@@ -78,6 +92,7 @@ def plot_memory_curve(
         draw_memory_curve(ax, curve)
         draw_notes(ax, curve, notes or {})
         ax.set(title=titled(peak_of_curve(curve), subject))
+    put_in_words(fig, curve_in_words(curve, subject, notes))
     return fig, ax
 
 
@@ -114,6 +129,7 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak])
         ax.set(xlabel="bytes on one rank (MB)", xlim=(0, 1.17 * highest_bytes / MB), title=lowest_peak(fullest))
         look = {"handlelength": 1.2, "columnspacing": 1.2, "loc": "outside lower left"}
         fig.legend(handles=keys(kinds), ncols=4, **look)
+    put_in_words(fig, sentences(lowest_peak(fullest), held_and_peak_in_words(rows, peaks)))
     return fig, ax
 
 
@@ -124,6 +140,7 @@ def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure,
         draw_collectives(ax, traces)
         title = titled(sent_in_a_step(traces), subject)
         ax.set(title=title, xlabel="time in the step (ms); numbers are the MB that the rank sends")
+    put_in_words(fig, traffic_in_words(traces, subject))
     return fig, ax
 
 
@@ -136,6 +153,7 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
         draw_collectives(axes[0], traces)
         axes[0].set(title=titled(f"{sent_in_a_step(traces)}; numbers are MB", subject))
         axes[1].set(ylabel="on rank 0 (MB)", title=peak_of_curve(traces[0].curve))
+    put_in_words(fig, sentences(traffic_in_words(traces, subject), curve_in_words(traces[0].curve, "Memory of rank 0")))
     return fig, axes
 
 
@@ -163,6 +181,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
         highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / num_params
         ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank\n(bytes per parameter)")
         ax.set(ylim=(0, 1.1 * highest), title=lowest_by_ranks(peaks, num_params))
+    put_in_words(fig, by_ranks_in_words(peaks, num_params))
     return fig, ax
 
 
@@ -193,6 +212,7 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
         memory_ax.set_yticks(range(len(rungs)), [rung.name for rung in rungs])
         memory_ax.set(title=foot_of_the_ladder(rungs), xlabel=HELD_IN_PEAK, xlim=(0, 1.25 * max(peaks) / MB))
         memory_ax.legend(loc="lower right")
+    put_in_words(fig, sentences(foot_of_the_ladder(rungs), ladder_in_words(rungs)))
     return fig, (memory_ax, time_ax)
 
 
@@ -211,6 +231,7 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
             memory_ax.set_yticks(range(len(chosen)), [row.label for row in chosen])
             memory_ax.set(title=least_of_the_comparison(chosen), xlabel=HELD_IN_PEAK)
             memory_ax.margins(x=0.16)
+    put_in_words(fig, comparison_in_words(rows))
     return fig, axes
 
 
@@ -219,5 +240,8 @@ def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
         draw_copies(ax, trace, copies, units)
-        ax.set(title=copies_of_a_step([way for _, way, _ in unit_copies(copies, units)]))
+        found = unit_copies(copies, units)
+        finding = copies_of_a_step([way for _, way, _ in found])
+        ax.set(title=finding)
+    put_in_words(fig, sentences(finding, copies_in_words(found)))
     return fig, ax

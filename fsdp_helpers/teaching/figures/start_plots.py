@@ -7,6 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fsdp_helpers.palette import TEXT_COLOUR
+from fsdp_helpers.teaching.figures.descriptions import put_in_words
+from fsdp_helpers.teaching.figures.plot_words import orders_in_words
 from fsdp_helpers.teaching.figures.style import OP_COLOURS, figure_style
 
 
@@ -23,4 +25,5 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
         ax.set_yticks(range(len(orders)), list(orders))
         ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; numbers are blocks")
         ax.margins(x=0.01)
+    put_in_words(fig, orders_in_words(orders))
     return fig, ax

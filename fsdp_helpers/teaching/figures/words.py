@@ -26,7 +26,7 @@ def _stage_in_words(number: int, stage: Stage, num_ranks: int) -> str:
     joined = "; ".join(dict.fromkeys(phrases))
     told = f"Stage {number}, {stage.title}: {joined}."
     link = stage.leads_to.replace("-\n", "-")
-    return f"{told} {link[0].upper()}{link[1:]} leads to the next stage." if link else told
+    return f"{told} Next: {link}." if link else told
 
 
 def _state_in_words(kind: str, has: str, num_ranks: int) -> str:
@@ -76,7 +76,7 @@ def units_in_words(units: Sequence[str]) -> str:
 def cut_in_words(choices: Mapping[str, Mapping[str, int]]) -> str:
     """Say for each choice which modules become units, and how many parameters each has; `choices` has the counts."""
     return " ".join(
-        f"{name}: {len(sizes)} units, {_listed([f'{unit} with {size:,} parameters' for unit, size in sizes.items()])}."
+        f"{name}: {len(sizes)} unit{'s' * (len(sizes) != 1)}, {_listed([f'{unit} with {size:,} parameters' for unit, size in sizes.items()])}."
         for name, sizes in choices.items()
     )
 
@@ -101,7 +101,8 @@ def slices_in_words(entries: Sequence[TensorEntry]) -> str:
 
 def _written(entry: TensorEntry) -> Iterator[str]:
     for part in entry.slices:
-        yield f"rank {part.rank} wrote {part.sizes[0]:,} rows" if entry.shape else f"rank {part.rank} wrote it"
+        rows = f"{part.sizes[0]:,} row{'s' * (part.sizes[0] != 1)}" if entry.shape else ""
+        yield f"rank {part.rank} wrote {rows}" if entry.shape else f"rank {part.rank} wrote it"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -174,10 +174,10 @@ def test_a_step_in_words():
     assert text.startswith(
         "Stage 1, between steps: rank 0 has the left half of the parameters, rank 1 the right half; rank 0 has the "
         "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimiser state, rank 1 "
-        "the right half. All-gather leads to the next stage. Stage 2, forward: every rank has all parameters; there "
+        "the right half. Next: all-gather. Stage 2, forward: every rank has all parameters; there "
         "are no gradients; "
     )
-    assert "Reduce-scatter leads to the next stage. Stage 4" in text
+    assert "Next: reduce-scatter. Stage 4" in text
     assert "each of 3 ranks has its own slice of the parameters" in describe(
         drawings.draw_step(stages.FSDP_STEP, num_ranks=3)[0]
     )
@@ -195,7 +195,7 @@ def test_a_cut_in_words():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))  # 9 and 4 parameters
     text = describe(drawings.draw_cut(model, {"none": [], "first": ["0"]})[0])
     assert text == (
-        "none: 1 units, root with 13 parameters. first: 2 units, root with 4 parameters and 0 with 9 parameters."
+        "none: 1 unit, root with 13 parameters. first: 2 units, root with 4 parameters and 0 with 9 parameters."
     )
 
 
@@ -205,5 +205,5 @@ def test_streams_in_words():
 
 
 def test_slices_in_words():
-    text = describe(drawings.draw_slices([entry("weight", 3, 2)])[0])
-    assert text == "weight: rank 0 wrote 3 rows and rank 1 wrote 2 rows."
+    text = describe(drawings.draw_slices([entry("weight", 3, 1)])[0])
+    assert text == "weight: rank 0 wrote 3 rows and rank 1 wrote 1 row."

@@ -8,6 +8,7 @@ from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.models import named_subject
 from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
 from fsdp_helpers.teaching.figures import findings, plans
+from fsdp_helpers.teaching.figures.descriptions import describe
 
 SUBJECT = named_subject("vit-b16")
 
@@ -51,6 +52,9 @@ def test_a_waterfall_adds_up_to_what_is_needed():
     assert "(GB)" in ax.get_ylabel()
     assert list(ax.lines[0].get_ydata()) == [10, 10]  # the device's memory
     assert [text.get_text() for text in ax.texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for plan in three]
+    largest = max(three[0].by_category().items(), key=lambda part: part[1])
+    first = f"8 ranks: {three[0].needed_bytes / 1e9:,.0f} GB, the largest part {largest[0]} with {largest[1] / 1e9:,.0f} GB."
+    assert describe(fig).startswith("title. Fits 10 GB from 8 ranks on. " + first)
 
 
 def test_a_waterfall_says_from_how_many_ranks_on_it_fits():
@@ -82,6 +86,8 @@ def test_what_fits_is_marked_by_more_than_a_colour():
     assert [tick.get_text() for tick in axes[0].get_yticklabels()] == ["1", "10"]
     # 1 GB is too little on 8 and on 64 ranks, 10 GB are enough on 8
     assert axes[0].get_title(loc="left") == "Fits 10 GB from 8 ranks on\none" and "(GB)" in axes[0].get_ylabel()
+    needed = ", ".join(f"{text.split()[0]} GB on {ranks} ranks" for text, ranks in zip(texts, (8, 64), strict=False))
+    assert describe(fig).startswith(f"one needs {needed}. Fits 10 GB from 8 ranks on. another needs")
     nowhere = plans.plot_what_fits({"one": rows[:1]})[1][0]
     assert nowhere.get_title(loc="left") == "Does not fit 1 GB on 64 ranks\none"
 
@@ -94,4 +100,8 @@ def test_errors_are_drawn_in_percent():
     assert [text.get_text() for text in ax.get_xticklabels()] == ["DDP", "bf16"]
     # 1 % off twice, exact once
     assert ax.get_title("left") == "3 of 3 peaks within 1 %; the worst is 1.0 % off; grey: 1 %"
+    assert describe(fig) == (
+        "3 of 3 peaks within 1 %; the worst is 1.0 % off. "
+        "DDP: 2 predictions, -1.00 % to +1.00 %. bf16: 1 prediction, +0.00 % to +0.00 %."
+    )
     assert rows[0].is_exact and rows[0].error == pytest.approx(0.01)
