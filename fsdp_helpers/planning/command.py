@@ -55,8 +55,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if plan.host_bytes:
         rows |= {"in host memory, for each rank": plan.host_bytes}
         rows |= {f"in host memory, of a node of {cluster.node_ranks:,}": plan.node_host_bytes}
+    width = max(34, *(len(name) + 1 for name in rows))
     for name, size in rows.items():
-        yield f"  {name:<34}{format_bytes(size):>8}"
+        yield f"  {name:<{width}}{format_bytes(size):>8}"
     if plan.host_bytes and cluster.node_ranks == 1 < cluster.world_size:
         yield "Ranks of one node share its memory: say how many with --ranks-per-node."
     yield ""
