@@ -60,7 +60,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
 
 
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
-    """Return the ranks that did not sign within `wait_s` seconds; [0] if the store, which lives there, is silent."""
+    """Return the ranks that did not sign within `wait_s` seconds; [0] if the store, which rank 0 holds, is silent."""
     signed: set[int] = set()
     caller = threading.Thread(  # a store in a process that is stopped never answers
         target=_collect, args=(rank, world_size, signed, time.monotonic() + wait_s), daemon=True

@@ -111,7 +111,7 @@ def expect_whole(given: Any) -> None:
 
 
 def call(function: Callable | None, *arguments: object, **named: object) -> Any:
-    """Call the reader's function and return its result. Raises NotYet if that fails, or is still the dots or None."""
+    """Call the reader's function and return its result. Raises NotYet if that fails, or if it is still the dots or None."""
     given = call_or_none(function, *arguments, **named)
     expect_answered(given)
     return given

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from builds import BuildTestsOnRanks
 from small_exercises import UNDER_LIMITS, RunTests, attempt, refused
 
 from fsdp_helpers.teaching.exercises import auto_wrap
@@ -32,3 +33,84 @@ class TestThreshold(RunTests):
         too_many = replace(record.ranks[0], collectives=counted)
         told = refused(self.checker, replace(record, ranks=(too_many, record.ranks[1])))
         assert "17 collectives a step" in told
+
+
+# ---------------------------------------------------------------- the build
+
+AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
+OTHER_WAY = """
+from torch.distributed.fsdp import fully_shard
+
+def shard_model(model, mesh):
+    modules = [model.embed, *model.blocks, model.head]
+    for first, end in ((0, 3), (3, 5), (5, 7), (7, 10)):
+        fully_shard(modules[first:end], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+"""
+
+
+class TestCut(BuildTestsOnRanks):
+    name = "my_cut"
+    checker = staticmethod(auto_wrap.check_cut)
+    starter = "on 2 ranks, rank 0: 100 parameters are in no unit"
+    wrong = [
+        ([AS_ONE_UNIT], "the peak is .* the target below"),
+        ([("fully_shard(list(pair), mesh=mesh)", "[fully_shard(one, mesh=mesh) for one in pair]")], "26 collectives"),
+        # four single blocks, and four are the root's: few collectives, and a low peak
+        (
+            [("for pair in zip(blocks[::2], blocks[1::2], strict=True):", "for pair in zip(blocks[4:]):")],
+            "blocks.0, blocks.1, blocks.2, blocks.3 belong to no unit but the root",
+        ),
+        (
+            [
+                ("    blocks = list", "    fully_shard(model, mesh=mesh)\n    blocks = list"),
+                ("    fully_shard(model, mesh=mesh)  # the root, last: embed and head\n", ""),
+            ],
+            "my_cut.py fails in line 8: a part of a unit was made a unit after it; inner ones first, the root last",
+        ),
+        (
+            [("fully_shard(model, mesh=mesh)  # the root", "pass  # the root")],
+            "my_cut.py fails: RuntimeError: FSDP requires a single root module",
+        ),
+    ]
+
+    def test_another_way_is_accepted(self, write):
+        """Four units that take embed and head along, and a root with nothing of its own."""
+        write(OTHER_WAY)
+        self.accept(**self.settings)
+
+
+class TestHooks(BuildTestsOnRanks):
+    name = "my_hooks"
+    checker = staticmethod(auto_wrap.check_hooks)
+    starter = "on 2 ranks, rank 0: after hook_block, blocks still have 44,992 bytes"
+    wrong = [
+        # zeros take as many bytes
+        (
+            [("        storage.resize_(0)\n", "        whole.zero_()\n")],
+            "after hook_block, blocks still have 4.,... bytes",
+        ),
+        (
+            [("    block.register_forward_hook(reshard)\n", "")],
+            "between forward and backward, blocks still have .* bytes",
+        ),
+        (
+            [("    block.register_full_backward_pre_hook(unshard)\n", "")],
+            "RuntimeError: in backward, a layer computes while the storage of its block is empty",
+        ),
+        # the first gradient to arrive frees the block
+        (
+            [
+                ("            reshard()\n", "            pass\n"),
+                ("        arrived.append(parameter)\n", "        reshard()\n"),
+            ],
+            "in backward, a layer computes while the storage of its block is empty",
+        ),
+        ([("            reshard()\n", "            pass\n")], "after backward, blocks still have"),
+        ([("        gather(whole)\n", "        pass\n")], "0 gathers in a step, not 8"),
+        # gathered before there is room for it
+        (
+            [("        storage.resize_(num_bytes)\n        gather(whole)\n", "        gather(whole)\n")],
+            "gather fills a tensor whose storage is still empty",
+        ),
+    ]

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from builds import BuildTests
 from small_exercises import FunctionTests, refused, table
 
 from fsdp_helpers.teaching.exercises import checkpointing
@@ -101,3 +102,71 @@ class TestSavingInterval(FunctionTests):
         assert self.checker(
             lambda save_s, between_s: chosen.get((save_s, between_s), (2 * save_s * between_s) ** 0.5)
         ).startswith("Right")
+
+
+# ---------------------------------------------------------------- the build
+
+OTHER_WAY = """
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+def train_loop(model, optimizer, schedule, loss_of, folder, num_steps):
+    path, first_step = Path(folder, "newest.pt"), 0
+    if path.exists():
+        first_step, of_model, of_adam, of_schedule = torch.load(path, weights_only=True)
+        settings = StateDictOptions(full_state_dict=True)
+        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_adam, options=settings)
+        schedule.load_state_dict(of_schedule)
+    for step in range(first_step, num_steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        schedule.step()
+        if step % 2:
+            states = get_state_dict(model, optimizer, options=WHOLE)
+            if dist.get_rank() == 0:
+                torch.save((step + 1, *states, schedule.state_dict()), f"{path}.tmp")
+                os.replace(f"{path}.tmp", path)
+"""
+
+
+class TestLoop(BuildTests):
+    name = "my_loop"
+    checker = staticmethod(checkpointing.check_loop)
+    starter = "killed in step 16 on 3 ranks and started again on 2, your loop begins with step 1: nothing was loaded"
+    wrong = [
+        (
+            [('        schedule.load_state_dict(state["schedule"])\n', "")],
+            "an undisturbed run a different one.*save-schedule-lost",
+        ),
+        ([("set_state_dict(model, optimizer,", "print(model, optimizer,")], "undisturbed run a different one|fails"),
+        ([('first_step = state["step"]', 'first_step = state["step"] + 1')], "goes on with step 14; it saves"),
+        ([("% 2 == 0", "% 3 == 0")], "killed in step 16 .* goes on with step 16; it saves after every second"),
+        # one folder, overwritten; a part of it is new when the save is cut short
+        ([('f"{step + 1:06}"', '"newest"')], "killed in the save after step 14 .* written by the same save"),
+        ([("{step + 1:06}", "{step + 1}")], "goes on with step 9; .* of what was saved whole the newest counts"),
+        (
+            [('glob("*/.metadata")', 'glob("*")'), ("whole[-1].parent", "whole[-1]")],
+            "fails; is all that it finds whole",
+        ),
+    ]
+
+    def test_another_way_is_accepted(self, write):
+        """One file in rank 0's name, which is there at once or not at all."""
+        write(OTHER_WAY)
+        self.accept(**self.settings)
+
+    def test_a_file_that_is_there_before_it_is_whole_is_refused(self, write):
+        """As the other way, but written in its place."""
+        at_once = OTHER_WAY.replace('f"{path}.tmp")\n', "path)\n").replace(
+            '                os.replace(f"{path}.tmp", path)\n', ""
+        )
+        assert OTHER_WAY.count("\n") == at_once.count("\n") + 1
+        write(at_once)
+        self.refuse("in the save after step 14 .* your loop fails; is all that it finds whole.*save-half-written")

@@ -2,9 +2,12 @@
 
 import math
 
+import pytest
+from builds import BuildTestsOnRanks
 from small_exercises import FunctionTests, table
 
-from fsdp_helpers.teaching.exercises import ddp
+from fsdp_helpers.teaching.exercises import ddp, on_ranks
+from fsdp_helpers.teaching.exercises.answers import NotYet
 
 
 class TestSmallestBucket(FunctionTests):
@@ -21,3 +24,63 @@ class TestSmallestBucket(FunctionTests):
     ]
     far_off = staticmethod(lambda n, latency, speed: 5)
     right_says = "1,800,000"
+
+
+# ---------------------------------------------------------------- the build
+
+OTHER_WAY = """
+import torch
+import torch.distributed as dist
+
+def average_gradients(model, bucket_bytes):
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
+    for part in flat.split(bucket_bytes // 4):
+        dist.all_reduce(part)
+    start = 0
+    for parameter in model.parameters():
+        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+"""
+STUCK = """
+import torch.distributed as dist
+
+def average_gradients(model, bucket_bytes):
+    if dist.get_rank() == 0:
+        dist.barrier()
+"""
+
+
+class TestAverageGradients(BuildTestsOnRanks):
+    name = "my_ddp"
+    checker = staticmethod(ddp.check_average_gradients)
+    starter = "on 2 ranks.*no collective was seen"
+    wrong = [
+        ([("    flat /= dist.get_world_size()\n", "")], "the losses are not those of DDP.*wrong-summed-loss"),
+        ([("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "6 collectives were seen"),
+        # one all-reduce per gradient and a sum: the losses come first, as the first hint does
+        (
+            [("size + parameter.grad.nbytes > bucket_bytes", "bucket"), ("    flat /= dist.get_world_size()\n", "")],
+            "the losses are not those of DDP: .* in step 2",
+        ),
+        ([("size + parameter.grad.nbytes > bucket_bytes", "False")], "47.7 kB were sent in one collective"),
+        ([("    average(bucket)  # the last one, full or not\n", "")], "the losses are not those of DDP"),
+        ([("dist.all_reduce(flat)", "dist.all_sum(flat)")], r"my_ddp.py fails in line 18: AttributeError"),
+    ]
+
+    def test_another_way_is_accepted(self, write):
+        """All gradients as one tensor, cut wherever a bucket is full."""
+        write(OTHER_WAY)
+        self.accept(**self.settings)
+
+    def test_ranks_that_wait_for_one_another_are_refused_with_the_place(self, write, monkeypatch):
+        monkeypatch.setattr(on_ranks, "STALL_S", 2.0)
+        write(STUCK)
+        with pytest.raises(NotYet) as caught:
+            self.checker(self.name)
+        assert "rank 0 was waiting in barrier(), called from my_ddp.py line 6, in average_gradients;" in str(
+            caught.value
+        )
+        assert "rank 1 was waiting in all_reduce(), called from exchange.py" in str(caught.value)
+        assert str(caught.value).endswith("(in notebook 11: hang-order, hang-gather-on-rank-0)")
+        assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from builds import BuildTestsOnRanks
 from small_exercises import UNDER_LIMITS, RunTests, attempt, refused
 
 from fsdp_helpers.teaching.exercises import fsdp
@@ -30,3 +31,47 @@ class TestLowerPeak(RunTests):
         too_high = replace(record.ranks[1], peak_bytes=36_000_000)
         told = refused(self.checker, replace(record, ranks=(record.ranks[0], too_high, record.ranks[2])))
         assert "the run peaks at 36.0 MB on a rank" in told
+
+
+# ---------------------------------------------------------------- the build
+
+
+class TestUnit(BuildTestsOnRanks):
+    name = "my_unit"
+    checker = staticmethod(fsdp.check_unit)
+    starter = "on 2 ranks, my_unit.py fails: TypeError: a Unit needs `shard`"
+    wrong = [
+        ([("        self.shard.grad /= self.world_size\n", "")], "one process.*wrong-summed-loss"),
+        # divided as if there were always two ranks
+        # the first loss comes before any gradient
+        (
+            [("        self.shard.grad /= self.world_size\n", "        self.shard.grad /= 2\n")],
+            "on 3 ranks.*instead of .* in step 2",
+        ),
+        ([("parameter.data = torch.empty(0)", "pass")], "bytes are held after __init__"),
+        ([("        self.free()\n\n", "\n")], "bytes are held after __init__, more than a slice needs"),
+        (
+            [("            parameter.grad = None\n", "            pass\n")],
+            "bytes are held between steps, more than four slices need",
+        ),
+        # only rank 0 frees
+        (
+            [
+                ("        self.world_size = world_size\n", "        self.world_size, self.rank = world_size, rank\n"),
+                ("parameter.data = torch.empty(0)", "parameter.data = parameter.data if self.rank else torch.empty(0)"),
+            ],
+            "on 2 ranks, rank 1: .* bytes are held after __init__",
+        ),
+        (
+            [
+                ("dist.reduce_scatter_tensor(self.shard.grad, whole)", "dist.all_reduce(whole)"),
+                ("torch.empty_like(self.shard)", "whole.chunk(self.world_size)[dist.get_rank()].clone()"),
+            ],
+            "'all_reduce': 1",
+        ),
+        ([("(0, -len(flat) % self.world_size)", "(0, 0)")], "my_unit.py fails|are all equally long"),
+    ]
+
+    def test_the_package_s_own_answer_is_refused(self, write):
+        write("from fsdp_helpers.teaching.lessons.by_hand import FlatUnit as Unit\n")
+        self.refuse("my_unit.py imports fsdp_helpers; write it with torch alone")

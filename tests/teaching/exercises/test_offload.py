@@ -2,6 +2,7 @@
 
 import math
 
+from builds import BuildTests
 from small_exercises import FunctionTests, table
 
 from fsdp_helpers.teaching.exercises import offload
@@ -39,3 +40,44 @@ class TestImagesToHide(FunctionTests):
     ]
     far_off = staticmethod(lambda *link: 5)
     right_says = "8 images"
+
+
+# ---------------------------------------------------------------- the build
+
+OTHER_WAY = """
+import math
+
+def blocks_to_offload(num_blocks, block_params, world_size, activation_bytes, device_bytes, host_bytes):
+    left = device_bytes - activation_bytes - 8 * block_params
+    if left < 0:
+        return None
+    staying = min(num_blocks, math.floor(left * world_size / (16 * block_params)))
+    leaving = num_blocks - staying
+    return leaving if 16 * block_params * leaving <= host_bytes else None
+"""
+
+
+class TestPlan(BuildTests):
+    name = "my_plan"
+    checker = staticmethod(offload.check_plan)
+    starter = "replace the ... with your answer"
+    wrong = [
+        ([("range(num_blocks + 1)", "range(1, num_blocks + 1)")], "fits with fewer blocks|does fit both"),
+        ([("<= device_bytes", "< device_bytes")], "does fit both memories|fits with fewer"),
+        ([("range(num_blocks + 1)", "range(num_blocks)")], "does fit both memories"),
+        (
+            [("on_host = offloaded * state_bytes", "on_host = offloaded * state_bytes / world_size")],
+            "the host would be",
+        ),
+        ([("    return None\n", "    return 0\n")], "would be too small"),
+        ([("            return offloaded\n", "            return str(offloaded)\n")], "a number is asked for"),
+        ([("at_work = 8", "at_work = none")], "fails: NameError"),
+    ]
+
+    def test_another_way_is_accepted(self, write):
+        write(OTHER_WAY)
+        self.accept(**self.settings)
+
+    def test_lookup_tables_of_sizes_are_refused(self, write):
+        write("def blocks_to_offload(*sizes):\n    return {(8, 1000, 2, 0, 0, 0): 3}.get(sizes)\n")
+        self.refuse(".")

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from builds import BuildTestsOnRanks
 
 from fsdp_helpers.teaching.exercises import real_model
 from fsdp_helpers.teaching.exercises.answers import NotYet
@@ -78,3 +79,63 @@ def test_wrong_numbers_of_ranks(answer):
     with pytest.raises(NotYet) as refused:
         real_model.check_fewest_ranks(answer)
     assert len(str(refused.value).splitlines()) == 1
+
+
+# ---------------------------------------------------------------- the build
+
+ADD_KEY = """    if weights:  # rank 0's
+        weights = {**weights, "head.weight": weights["embed.weight"]}
+"""
+UNTIED = "    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())\n"
+OTHER_WAY = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+def start_sharded(build, weights, mesh):
+    with torch.device("meta"):
+        model = build()
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, own in model.named_parameters():  # a tied one once; rank 0 fails if one is missing
+            whole = weights[name] if weights else torch.empty(own.shape)
+            own.copy_(distribute_tensor(whole, mesh, own.placements))
+    model.fill_buffers()
+    return model
+"""
+
+
+class TestStart(BuildTestsOnRanks):
+    name = "my_start"
+    checker = staticmethod(real_model.check_start)
+    starter = "on 2 ranks, rank 0: 97 tensors are in no unit"
+    wrong = [
+        ([('with torch.device("meta")', "if True")], "besides what stays, .* whole for a moment"),
+        ([("    model.fill_buffers()\n", "")], "the buffer does not have its values.*wrong-meta-buffers"),
+        ([("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; one per block"),
+        (
+            [("model.to_empty(device=mesh.device_type)", "pass")],
+            "1 tensors are still on meta, waves .*wrong-meta-buffers",
+        ),
+        (
+            [("set_model_state_dict(model, weights, options=options)", "torch.nn.init.normal_(model.head.weight)")],
+            "the losses are not those of rank 0's weights",
+        ),
+        ([(ADD_KEY, "")], 'my_start.py fails in line .*: RuntimeError: .*Missing key.* "head.weight"'),
+        (
+            [(ADD_KEY, ""), ("broadcast_from_rank0=True)", "broadcast_from_rank0=True, strict=False)")],
+            "from weights without blocks.3.linear1.weight your model starts, too",
+        ),
+        (
+            [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],
+            "rank 0: head.weight and embed.weight are two parameters.*crash-tied-weights",
+        ),
+        ([("    return model", "    return None")], "returns a NoneType; the model is asked for"),
+    ]
+
+    def test_another_way_is_accepted(self, write):
+        """Straight from meta to values: rank 0's take the place of the shapes, and only the buffer needs room."""
+        write(OTHER_WAY)
+        self.accept(**self.settings)
