@@ -168,7 +168,7 @@ def digits_dir(tmp_path) -> Path:
 def run_cli(tmp_path):
     """Run the command line in a process of its own, in an empty folder; `starter` replaces the interpreter."""
 
-    def run(*arguments, starter=(sys.executable,), offline=False, timeout_s=90, **environment):
+    def run(*arguments, starter=(sys.executable,), offline=False, timeout_s=240, **environment):
         program = [str(Path(__file__).with_name("offline.py"))] if offline else ["-m", "fsdp_helpers"]
         home = tmp_path / "cwd"
         home.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 TESTS = Path(__file__).resolve().parent
+PATIENCE_S = 240.0  # for whatever has to come; only a test that fails waits so long
 # Where the tests run under `nohup ... &`, interrupts are ignored, and every process inherits that.
 RESTORE_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
@@ -33,7 +34,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while not (holds := condition()) and time.monotonic() < deadline_s:
         time.sleep(0.05)

@@ -126,7 +126,7 @@ def test_what_a_machine_lacks_is_said_by_name(target, tmp_path):
     (tmp_path / "installed").touch()  # newer than the lock: this environment is used, and no other is made
     own = [f"BIN={Path(sys.executable).parent}", f"INSTALLED={tmp_path / 'installed'}"]
     command = ["make", "--silent", f"can-{target}", *own]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=240)
     said = done.stdout + done.stderr
     assert done.returncode == 0 or re.search("root|apt-get", said), said
     assert "Error:" not in said
@@ -141,7 +141,7 @@ good:
 bad:
 	@echo "=== 1 failed, 2 passed in 3.00s ===" && false
 slow:
-	@sleep 60
+	@sleep 600
 lacking:
 	@echo never
 can-lacking:
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_left_for_its_turn(folder, monkeypatch):
 
 def test_a_stage_that_does_not_end_is_ended(folder):
     outcome = ci.run_stage(ci.Stage("slow", 1), minutes_left=0.01)
-    assert outcome.failed and outcome.minutes < 0.5
+    assert outcome.failed and outcome.minutes < 5
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -205,7 +205,7 @@ def test_a_newcomer_without_a_network(folder, capfd, offline):
 def test_the_entry_starts_the_stages():
     entry = (PROJECT / ".ci" / "run").read_text()
     assert "exec" in entry and entry.rstrip().endswith(".ci/stages.py")
-    subprocess.run(["bash", "-n", str(PROJECT / ".ci" / "run")], check=True, timeout=60)
+    subprocess.run(["bash", "-n", str(PROJECT / ".ci" / "run")], check=True, timeout=240)
 
 
 # ---------------------------------------------------------------- the workflows

@@ -1,3 +1,4 @@
+import gc
 import gzip
 import hashlib
 import http.server
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -69,12 +71,17 @@ class Mirror:
         self.url = f"http://127.0.0.1:{self._server.server_port}/"
 
     def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
         return self
 
     def __exit__(self, *error):
         self._server.shutdown()
         self._server.server_close()
+        self._thread.join()
+        with warnings.catch_warnings():  # torchvision keeps each answer 404 open, in a cycle, until it is collected
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
 
 def md5_of(content: bytes) -> str:
@@ -303,7 +310,7 @@ def test_read_only_folder_without_mnist(tmp_path):
     )
     tmp_path.chmod(0o555)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=90
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
     )
     tmp_path.chmod(0o755)
     assert "cannot be written (Permission denied). Choose another with --data-dir" in done.stdout, done.stderr

@@ -16,8 +16,8 @@ from programs import wait_until
 
 from fsdp_helpers.checkpointing.folder import find_steps
 
-START_S = 120.0  # a job has this long to begin, on a busy machine
-END_S = 200.0  # and this long to end
+START_S = 240.0  # a job has this long to begin, on a busy machine
+END_S = 240.0  # and this long to end
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TRAIN = ("-m", "fsdp_helpers", "train", "--device", "cpu")
 SMALL = ["--model", "simple", "--train-images", "1200", "--test-images", "101", "--global-batch-size", "24"]
@@ -98,6 +98,19 @@ def wait_for_step(checkpoints: Path, step: int, job: Job) -> None:
         lambda: (find_steps(checkpoints) or [0])[-1] >= step or job.process.poll() is not None, START_S
     )
     assert reached and job.process.poll() is None, job.output
+
+
+def wait_for_new_ranks(earlier: set[int], job: Job) -> set[int]:
+    """The process ids of the two ranks of the next start, as soon as those of `earlier` have ended."""
+    found: set[int] = set()
+
+    def are_there() -> bool:
+        nonlocal found
+        found = set(job.workers().values())
+        return len(found) == 2 and not found & earlier
+
+    assert wait_until(are_there, START_S), job.output
+    return found
 
 
 def wait_for_output(pattern: str, *jobs: Job) -> tuple[str, ...]:

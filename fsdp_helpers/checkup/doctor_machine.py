@@ -16,7 +16,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 64 * MB  # what a container gets unless it is told otherwise
 LEAST_MEMORY_BYTES = 2 * GB
 LARGEST_CHAPTER_BYTES = 7 * GB  # 04, with its 94 million parameters
-ROUND_TRIP_S = 60.0
+ROUND_TRIP_S = 180.0
 SERVER = ("multiprocessing.forkserver", "torch.distributed.fsdp")  # both are in our server's command line
 RANK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 

@@ -18,6 +18,7 @@ from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
 from fsdp_helpers.ranks.roll_call import LONGEST_WAIT_S, roll_call_s
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
+JOIN_S = 300.0  # for all ranks to load PyTorch and to come; a short time-out is meant for the steps
 
 _device: torch.device | None = None  # this rank's, while it is in a group
 _collective_timeout: timedelta | None = None  # of a single collective, while it is in a group
@@ -73,7 +74,8 @@ def process_group(
     """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device per rank, on CUDA.
 
     The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up somewhat
-    before `timeout_s` (half an hour if it is None): the rest is for `silent_ranks_named`. Ranks that `launch` started
+    before `timeout_s` (half an hour if it is None): the rest is for `silent_ranks_named`. Joining gives up after JOIN_S
+    at the earliest, because one rank may take much longer than the others to load PyTorch. Ranks that `launch` started
     know that all of them are on one host, and end with the block: host names are not exchanged, and gloo's connections
     end with the process, since closing them one by one costs 10 ms each.
     """
@@ -94,14 +96,16 @@ def process_group(
         _device = torch.device("cpu")
         group = {"backend": "gloo"}
     try:
+        join_timeout = max(_collective_timeout, timedelta(seconds=JOIN_S))
         dist.init_process_group(
-            init_method=init_method, rank=rank, world_size=world_size, timeout=_collective_timeout, **group
+            init_method=init_method, rank=rank, world_size=world_size, timeout=join_timeout, **group
         )
         if launched:
             dist.all_reduce(torch.zeros(1))  # a rank that leaves at once would cut off one that is still connecting
             torch.set_num_threads(max(1, num_cores() // world_size))
         else:
             share_cores()
+        limit_waiting(dist.group.WORLD)
         yield
     finally:
         _device = _collective_timeout = None

@@ -321,7 +321,7 @@ STRATEGIES = ("ddp", "fsdp1", "fsdp1 without a mesh", "fsdp1 flat", "fsdp2")
 def saved_by_three(tmp_path_factory):
     """What three ranks saved under each strategy, and what they had."""
     folder = tmp_path_factory.mktemp("three")
-    return folder, launch(workers.save_and_go_on, folder, STRATEGIES, world_size=3, device="cpu", timeout_s=200)
+    return folder, launch(workers.save_and_go_on, folder, STRATEGIES, world_size=3, device="cpu", timeout_s=240)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -337,7 +337,7 @@ def test_on_as_many_ranks_it_is_the_same_run(name, saved_by_three):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_other_ranks_and_under_another_strategy(world_size, saved_by_three):
     folder, _ = saved_by_three
-    found = launch(workers.load_crosswise, folder, STRATEGIES, world_size=world_size, device="cpu", timeout_s=200)[0]
+    found = launch(workers.load_crosswise, folder, STRATEGIES, world_size=world_size, device="cpu", timeout_s=240)[0]
     assert found.keys() == {(saver, loader) for saver in STRATEGIES for loader in STRATEGIES}
     for pair, (differing, rate, step) in found.items():
         assert differing == [], pair
@@ -362,5 +362,5 @@ def test_no_rank_writes_before_leftovers_are_gone(tmp_path):
     leftover = begin(tmp_path / "run")
     leftover.mkdir()
     (leftover / "left").touch()
-    found = launch(workers.save_beside_leftovers, tmp_path / "run", world_size=2, device="cpu", timeout_s=60)
+    found = launch(workers.save_beside_leftovers, tmp_path / "run", world_size=2, device="cpu", timeout_s=240)
     assert found == [[False], [False]]

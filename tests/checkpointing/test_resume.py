@@ -285,7 +285,7 @@ def check_that_nothing_is_lost(folder: Path, steps_done: int, saving_config, und
     newest = ([0] + find_steps(folder))[-1]
     # A checkpoint is due at every second step, and the one of the last step done may have been under way.
     assert newest >= (steps_done - 1) // 2 * 2
-    resumed = launch(train_worker, saving_config(folder, resume=True), world_size=2, device="cpu", timeout_s=60)[0]
+    resumed = launch(train_worker, saving_config(folder, resume=True), world_size=2, device="cpu", timeout_s=240)[0]
     assert resumed.first_step == newest
     assert resumed.step_losses == undisturbed[newest:]
     assert unfinished(folder) == []
@@ -325,7 +325,7 @@ def kill_and_check(victim, moment, everyone, saving_config, undisturbed, tmp_pat
             diary,
             world_size=2,
             device="cpu",
-            timeout_s=60,
+            timeout_s=240,
         )
     check_that_nothing_is_lost(folder, len(diary.read_bytes()), saving_config, undisturbed)
 
@@ -401,7 +401,9 @@ def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, c
 def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_config, undisturbed, tmp_path):
     """SIGTERM may reach one machine alone, or sooner than the other; step 5 is no step to save after by itself."""
     folder = tmp_path / "run"
-    ends = launch(workers.train_and_be_asked, saving_config(folder), asked, 5, world_size=2, device="cpu", timeout_s=60)
+    ends = launch(
+        workers.train_and_be_asked, saving_config(folder), asked, 5, world_size=2, device="cpu", timeout_s=240
+    )
     assert ends == [f"asked to end by SIGTERM: saved after step 5 of 8 in {folder}; go on from there with --resume"] * 2
     assert find_steps(folder)[-1] == 5
     check_that_nothing_is_lost(folder, 5, saving_config, undisturbed)
@@ -423,7 +425,7 @@ def test_a_disk_that_fills_up(full_on, part, saving_config, undisturbed, tmp_pat
             part,
             world_size=2,
             device="cpu",
-            timeout_s=60,
+            timeout_s=240,
         )
     assert f"CheckpointError: {folder}" in caught.value.summary.replace("fsdp_helpers.checkpointing.folder.", "")
     assert find_steps(folder) == [2, 4]
@@ -450,7 +452,7 @@ def test_a_disk_that_is_really_full(small_disk, saving_config, undisturbed):
     config = saving_config(folder, keep_last=None)
     # The reason is the system's, "No space left on device", or torch's, which notices that its file is too short.
     with pytest.raises(RankError, match=f"CheckpointError: {folder}.*no checkpoint of step 6"):
-        launch(train_worker, config, world_size=2, device="cpu", timeout_s=60)
+        launch(train_worker, config, world_size=2, device="cpu", timeout_s=240)
     assert find_steps(folder) == [2, 4]
     assert unfinished(folder) == []
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)

@@ -51,7 +51,7 @@ def saved(tmp_path_factory):
 
 
 def on_ranks(worker, *args, world_size) -> list:
-    return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=120)
+    return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=240)
 
 
 def read_expected(saved, name):

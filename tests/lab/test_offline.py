@@ -62,7 +62,7 @@ def address(folder) -> Iterator[str]:
 def set_up(folder: Path, source: str, where: Path) -> subprocess.CompletedProcess:
     where.mkdir(exist_ok=True)
     command = [sys.executable, folder / "laptop.py", source]
-    return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=240)
 
 
 @pytest.mark.parametrize("served", [True, False])

@@ -37,6 +37,7 @@ def no_group(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **settings: asked.append(settings["backend"]))
+    monkeypatch.setattr(group, "limit_waiting", lambda joined: None)
     monkeypatch.setattr(group, "share_cores", lambda: None)
     monkeypatch.setattr(group, "keep_freed_memory", lambda: asked.append("keep freed memory"))
     monkeypatch.setenv("LOCAL_RANK", "0")

@@ -15,14 +15,14 @@ def test_the_roll_call_takes_a_quarter_and_at_most_five_seconds(timeout_s, expec
 @pytest.mark.parametrize("sharding", [None, "hybrid"])
 def test_a_rank_that_is_stopped_is_named(sharding):
     """Also where it is missed in a group of two of the four ranks."""
-    with pytest.raises(RankError, match="rank 1 did not answer within 4 s") as error:
-        launch(workers.stop_rank_1, sharding, world_size=4, device="cpu", group_timeout_s=4.0, timeout_s=60)
+    with pytest.raises(RankError, match="rank 1 did not answer within 8 s") as error:
+        launch(workers.stop_rank_1, sharding, world_size=4, device="cpu", group_timeout_s=8.0, timeout_s=240)
     assert error.value.rank != 1
 
 
 def test_a_rank_that_is_late_fails_nobody():
     """It comes within the time-out."""
-    assert launch(workers.all_reduce_late, 1.0, world_size=2, device="cpu", group_timeout_s=30.0) == [2.0, 2.0]
+    assert launch(workers.all_reduce_late, 1.0, world_size=2, device="cpu", group_timeout_s=240.0) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])

@@ -16,7 +16,7 @@ from filelock import FileLock
 from programs import has_ended, wait_until
 from take_home_workers import FOLDER, ask_one_rank_to_end, load_script, run_main, train_undisturbed
 from torch.distributed import TCPStore
-from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_output
+from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_new_ranks, wait_for_output
 
 from fsdp_helpers.ranks.launching.launch import launch
 
@@ -34,7 +34,7 @@ def launched(worker, *arguments, world_size: int = 2) -> str:
     """What rank 0 prints as `launch` runs the script's `main`, which takes less time than torchrun."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = (store.port, *arguments) if worker is ask_one_rank_to_end else ("checkpoint.py", store.port, *arguments)
-    return launch(worker, *place, world_size=world_size, device="cpu", timeout_s=200)[0]
+    return launch(worker, *place, world_size=world_size, device="cpu", timeout_s=240)[0]
 
 
 def steps_and_losses(output: str) -> list[tuple[int, str]]:
@@ -46,7 +46,10 @@ def steps_and_losses(output: str) -> list[tuple[int, str]]:
 
 
 def wait_for_change(look: Callable[[], object], job: Job) -> None:
-    """Until `look` sees something, and not what it sees now; a save takes milliseconds, so it looks often."""
+    """Until `look` sees something, and not what it sees now.
+
+    A save takes milliseconds, so it looks often. On a busy machine it may miss one, and sees its end.
+    """
     before = look()
     end_s = time.monotonic() + START_S
     while look() in (None, before):
@@ -65,16 +68,6 @@ def last_change(folder: Path) -> int | None:
         return folder.stat().st_mtime_ns
 
 
-def wait_for_new_ranks(earlier: set[int], job: Job) -> set[int]:
-    """The process ids of the two ranks of the next start, as soon as those of `earlier` have ended."""
-
-    def found() -> set[int]:
-        return set(job.workers().values())
-
-    assert wait_until(lambda: len(found()) == 2 and not found() & earlier, START_S), job.output
-    return found()
-
-
 def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[int, str]]:
     """The steps of a run in which a rank is killed this many times, each time while the ranks save."""
     draw = random.SystemRandom()
@@ -84,7 +77,7 @@ def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[in
             ranks = wait_for_new_ranks(ranks, job)
             if draw.random() < 0.5:  # some starts complete a save, others do not
                 wait_for_change(lambda: newest(folder / "run"), job)
-            wait_for_change(lambda: last_change(folder / "run" / "unfinished"), job)
+            wait_for_change(lambda: (last_change(folder / "run" / "unfinished"), newest(folder / "run")), job)
             time.sleep(draw.uniform(0, 0.05))
             os.kill(draw.choice(sorted(ranks)), signal.SIGKILL)
         assert job.wait() == 0, job.output

@@ -22,7 +22,7 @@ SHAPE = LlamaShape(
 def run(world_size: int, *arguments) -> dict[int, float]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = tuple(map(str, arguments))
-    found = launch(run_main, "finetune.py", store.port, words, world_size=world_size, device="cpu", timeout_s=200)
+    found = launch(run_main, "finetune.py", store.port, words, world_size=world_size, device="cpu", timeout_s=240)
     assert found[1:] == [""] * (world_size - 1)  # rank 0 alone prints
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", found[0], re.MULTILINE)}
 

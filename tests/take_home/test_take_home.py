@@ -61,7 +61,7 @@ def run_script():
         which = (name, world_size, arguments)
         if which not in outputs:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            found = launch(run_main, name, store.port, arguments, world_size=world_size, device="cpu", timeout_s=200)
+            found = launch(run_main, name, store.port, arguments, world_size=world_size, device="cpu", timeout_s=240)
             assert found[1:] == [""] * (world_size - 1)  # rank 0 alone prints
             outputs[which] = found[0]
         return outputs[which]

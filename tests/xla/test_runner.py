@@ -80,12 +80,10 @@ def test_temporary_files_of_an_aborted_script_are_in_its_folder(script, tmp_path
 
 
 def test_a_script_that_hangs_is_ended_with_all_that_it_started(script, tmp_path):
-    sleeper = "import time; time.sleep(100)"
+    sleeper = "import time; time.sleep(600)"
     script(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {sleeper!r}])")
-    start_s = time.monotonic()
     with pytest.raises(xla.XlaTimeout, match="still running after 2 s and was ended"):
-        xla.run_script("lesson", tmp_path, {}, timeout_s=2)
-    assert time.monotonic() - start_s < 60  # and not 100: conftest.py fails this test if a process is left
+        xla.run_script("lesson", tmp_path, {}, timeout_s=2)  # conftest.py fails this test if a process is left
 
 
 def test_a_script_ends_with_what_started_it(script, tmp_path):
@@ -93,7 +91,7 @@ def test_a_script_ends_with_what_started_it(script, tmp_path):
     scripts = PROJECT / "notebooks" / "xla"
     script(
         f"import sys, time\nsys.path.insert(0, {str(scripts)!r})\nimport replicas\n"
-        "def wait(folder, settings):\n    (folder / 'began').touch()\n    time.sleep(100)\n"
+        "def wait(folder, settings):\n    (folder / 'began').touch()\n    time.sleep(600)\n"
         "replicas.main(wait, sys.argv)\n"
     )
     code = (

@@ -102,7 +102,7 @@ def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
     script = tmp_path / "my_script.py"
     script.write_text(UNGUARDED.format(start_method=start_method))
     with running([sys.executable, str(script)]) as process:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=240)
     assert process.returncode == 1 and output == ""
     assert errors.count("main guard") == errors.count("Traceback") == 1
     last = errors.splitlines()[-1]
@@ -150,7 +150,7 @@ def test_a_python_with_settings_of_its_own(tmp_path):
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     own = {"GLIBC_TUNABLES": OWN_TUNABLES}
     with running_python(code, prelude=ignoring, variables=own, cwd=tmp_path) as process:
-        output, errors = process.communicate(timeout=200)
+        output, errors = process.communicate(timeout=240)
     assert errors == ""
     ranks, tunables, ignored = ast.literal_eval(output)
     # Ranks have the reader's setting after the series' own; the Python that launches has the reader's alone again.

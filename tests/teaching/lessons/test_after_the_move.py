@@ -25,7 +25,7 @@ SAYS = {
 
 def test_each_fault_is_named_on_every_rank():
     assert SAYS.keys() == {case for _, case, *_ in after_the_move.SYMPTOMS}
-    for found in launch(after_the_move.visit, world_size=2, device="cpu", timeout_s=120, progress=False):
+    for found in launch(after_the_move.visit, world_size=2, device="cpu", timeout_s=240, progress=False):
         assert found.keys() == SAYS.keys()
         for case, says in SAYS.items():
             assert found[case] == [] if says is None else found[case][0].startswith(says), case

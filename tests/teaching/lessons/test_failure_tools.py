@@ -47,7 +47,7 @@ def test_torchs_counter_sees_units():
 @pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is a package of its own")
 def test_py_spy_says_from_outside_where_a_rank_waits():
     try:
-        dump = launch(tools.dump_with_py_spy, timeout_s=120, **TWO_RANKS)[1]
+        dump = launch(tools.dump_with_py_spy, timeout_s=240, **TWO_RANKS)[1]
     except RankError as error:
         if "ermission" in error.summary:
             pytest.skip(error.summary)
@@ -87,7 +87,7 @@ def test_a_program_without_an_answer_says_how_it_ended():
 
 @pytest.mark.skipif(importlib.util.find_spec("tabulate") is None, reason="the debug server needs tabulate")
 def test_the_debug_servers_page_has_the_stacks_of_all_ranks():
-    stacks = stacks_of_page(launch(tools.read_debug_server, timeout_s=120, **TWO_RANKS)[1])
+    stacks = stacks_of_page(launch(tools.read_debug_server, timeout_s=240, **TWO_RANKS)[1])
     assert stacks["rank 0"].startswith("all_reduce (") and "read_debug_server" in stacks["rank 0"]
     assert "urlopen" in stacks["rank 1"] or "socket.py" in stacks["rank 1"]
 

@@ -11,7 +11,7 @@ MOVED_AT, LAST_STEP = 10, 12  # steps: the second is in the middle of the second
 
 
 def run(worker, job: Job, world_size: int = 2) -> from_ddp.Record:
-    return launch(worker, job, world_size=world_size, device="cpu", timeout_s=120, progress=False)[0]
+    return launch(worker, job, world_size=world_size, device="cpu", timeout_s=240, progress=False)[0]
 
 
 @pytest.fixture

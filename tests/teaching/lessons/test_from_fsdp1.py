@@ -7,7 +7,7 @@ from fsdp_helpers.teaching.lessons import from_fsdp1
 
 
 def run(worker, *arguments, world_size: int = 2):
-    return launch(worker, *arguments, world_size=world_size, device="cpu", timeout_s=120, progress=False)[0]
+    return launch(worker, *arguments, world_size=world_size, device="cpu", timeout_s=240, progress=False)[0]
 
 
 def test_both_kinds_of_checkpoint_go_on(digits_dir, monkeypatch, tmp_path):

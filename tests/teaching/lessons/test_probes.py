@@ -5,7 +5,7 @@ from fsdp_helpers.teaching.lessons import probes
 
 
 def on_two_ranks(worker, *args) -> list:
-    return launch(worker, *args, world_size=2, device="cpu", timeout_s=120, progress=False)
+    return launch(worker, *args, world_size=2, device="cpu", timeout_s=240, progress=False)
 
 
 def test_an_optimiser_built_before_sharding_moves_nothing():

@@ -21,7 +21,7 @@ def config(digits_dir) -> TrainConfig:
     return TrainConfig(model="vit-mnist", global_batch_size=8, max_steps=3, data_dir=str(digits_dir))
 
 
-def on_ranks(worker, *args, world_size=2, timeout_s=120):
+def on_ranks(worker, *args, world_size=2, timeout_s=240):
     return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=timeout_s, progress=False)
 
 

@@ -46,7 +46,7 @@ def test_every_way_writes_the_state_once(strategy, api, config, tmp_path):
 
 def test_a_save_in_if_hangs(config, tmp_path):
     with pytest.raises(RankTimeout) as caught:
-        launch(lessons.save_in_if, config, str(tmp_path), world_size=2, device="cpu", timeout_s=10)
+        launch(lessons.save_in_if, config, str(tmp_path), world_size=2, device="cpu", stall_s=2)
     first, second = str(caught.value).splitlines()[1:]
     assert "rank 0 was waiting in full_tensor()" in first and "in gather_on_rank_0" in first
     assert "rank 1 was waiting in barrier()" in second and "in save_in_if" in second

@@ -11,7 +11,7 @@ SHAPE = VIT_SHAPES["vit-mnist"]
 
 
 def on_two_ranks(worker, *args) -> list:
-    return launch(worker, *args, world_size=2, device="cpu", timeout_s=120, progress=False)
+    return launch(worker, *args, world_size=2, device="cpu", timeout_s=240, progress=False)
 
 
 def test_tied_in_one_unit_stays_tied():

@@ -17,7 +17,7 @@ BLOCK_BYTES, ROOT_BYTES = 4 * 49_984, 4 * 5_002  # of the small transformer
 
 
 def on_ranks(world_size: int, worker, *args) -> list:
-    return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=120, progress=False)
+    return launch(worker, *args, world_size=world_size, device="cpu", timeout_s=240, progress=False)
 
 
 def test_what_is_kept_between_forward_and_backward():

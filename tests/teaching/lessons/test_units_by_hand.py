@@ -9,7 +9,7 @@ from fsdp_helpers.models import build_model, count_params
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons import units_by_hand
 
-QUIET = {"device": "cpu", "timeout_s": 120, "progress": False}
+QUIET = {"device": "cpu", "timeout_s": 240, "progress": False}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -46,7 +46,7 @@ def test_nothing_runs_after_the_block():
 
 def test_a_run_that_ends_before_what_is_waited_for(tmp_path):
     with homes.started(python("print('broken')")) as (process,):
-        process.wait(timeout=60)
+        process.wait(timeout=240)
         with pytest.raises(RuntimeError, match="did not come to step-4:\nbroken"):
             homes.kill_rank(process, 1, after=tmp_path / "step-4")
     with (

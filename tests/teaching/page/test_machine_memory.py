@@ -40,7 +40,7 @@ def test_a_container_may_have_less(machine):
     assert machine_memory.available_bytes() == 5 * GIB
 
 
-CHILD = "import time; buffer = bytearray(2**26); print(flush=True); time.sleep(60)"
+CHILD = "import time; buffer = bytearray(2**26); print(flush=True); time.sleep(600)"
 KERNEL = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
 
 
