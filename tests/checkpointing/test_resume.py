@@ -298,8 +298,9 @@ def test_there_are_many_moments_to_be_killed_at(moments):
     assert moments[0] > 60 and moments[1] > 24
 
 
-@pytest.mark.parametrize("part", mostly_long(range(13), telling=(4, 9)))
-@pytest.mark.parametrize("everyone", [False, True])
+@pytest.mark.parametrize(
+    "everyone, part", mostly_long([(part % 2 == 1, part // 2) for part in range(26)], telling=(8, 19))
+)
 def test_killed_on_rank_0(everyone, part, moments, saving_config, undisturbed, tmp_path):
     """At 26 moments from the first to the last: rank 0 alone at every other one, all ranks at those in between."""
     moment = 1 + round((2 * part + everyone) / 25 * (moments[0] - 1))

@@ -19,7 +19,7 @@ from fsdp_helpers.mnist import MNIST_FILES
 from fsdp_helpers.ranks import gpus
 from fsdp_helpers.ranks.gpus import VISIBLE, Gpus
 
-MOST_CPU_S = 15.0  # on an idle machine it cannot take longer than its processor time
+MOST_CPU_S = 30.0  # it takes 7, and more where other programs fill the caches; on an idle machine it takes no longer
 
 
 def examined(capsys) -> tuple[int, list[str]]:

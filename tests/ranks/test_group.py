@@ -70,6 +70,18 @@ def test_a_rank_on_the_cpu_keeps_freed_memory_and_sets_nothing_of_cuda(no_group)
     assert no_group == ["keep freed memory", "gloo"]
 
 
+def test_joining_has_time_however_short_a_collectives_time_out_is(no_group, monkeypatch):
+    """One rank may load PyTorch many seconds longer than the other."""
+    joined, limited = [], []
+    monkeypatch.setattr(dist, "init_process_group", lambda *, timeout, **_: joined.append(timeout.total_seconds()))
+    monkeypatch.setattr(group, "limit_waiting", lambda _: limited.append(group._collective_timeout.total_seconds()))
+    for timeout_s in (8.0, None):
+        with group.process_group(0, 2, device="cpu", timeout_s=timeout_s):
+            pass
+    # 8 s less a quarter for the roll call; half an hour less 5 s
+    assert (joined, limited) == ([group.JOIN_S, 1795.0], [6.0, 1795.0])
+
+
 def test_a_setting_of_the_readers_own_stays(no_group, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")

@@ -154,7 +154,7 @@ NOT_LONG = "join_timeout=30," + SOON  # an agent waits so long for the others, a
 
 def lose_a_machine(folder, *, holds_store: bool, num_nodes: str = "1:2", conf: str = SOON) -> tuple[int, str]:
     """Two agents that train, of which one is lost: exit status and output of the other."""
-    saving = ["--checkpoint-dir", folder / "run", "--checkpoint-every", 2, "--resume"]
+    saving = ["--checkpoint-dir", folder / "run", "--checkpoint-every", 5, "--resume"]
     arguments = [*SHARDED, "--max-steps", LONG_RUN, "--epochs", 100, *saving, "--json", folder / "run.json"]
     options = agents(num_nodes, free_port(), "--max-restarts", "3", "--rdzv-conf")
     stays_with, lost_with = [*options, conf + str(int(not holds_store))], [*options, conf + str(int(holds_store))]
