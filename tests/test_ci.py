@@ -112,7 +112,7 @@ def test_make_test_ends_with_the_tools_or_says_why_not(index, tools, says, tmp_p
     environment = os.environ | {"INDEX": index, "TOOLS": str(tools), "VERSIONS": known}
     command = ["make", "test", *own]
     done = subprocess.run(
-        command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False, timeout=60
+        command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False, timeout=240
     )
     output = done.stdout + done.stderr
     assert (done.returncode == 0) == (tools == 0) and says in output, output
