@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -81,9 +84,10 @@ def test_what_working_leaves_is_ignored(path):
 
 
 @pytest.fixture
-def started(monkeypatch) -> list[list[str]]:
+def started(monkeypatch, tmp_path) -> list[list[str]]:
     """The arguments that JupyterLab would have been started with; the variables that are set are taken back."""
     calls = []
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "signatures"))  # first: what is started inherits it
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("jupyterlab.labapp.LabApp.launch_instance", calls.append)
     return calls
@@ -104,6 +108,18 @@ def test_lab_works_in_copies(started, monkeypatch, tmp_path):
     assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
     assert (tmp_path / "work" / "00_start_here.ipynb").is_file()
     assert "--LabApp.default_url=/lab/tree/work/00_start_here.ipynb" in started[0]
+    with closing(sqlite3.connect(tmp_path / "signatures" / "nbsignatures.db")) as signatures:
+        ((num_signed,),) = signatures.execute("SELECT count(*) FROM nbsignatures")
+    assert num_signed == len(list((tmp_path / "work").glob("*.ipynb"))) > 10
+
+
+def test_copies_that_cannot_be_signed_are_opened_unsigned(started, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(server, "PROJECT", tmp_path)
+    (tmp_path / "signatures").touch()  # where a folder should be
+    assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
+    assert len(started) == 1 and re.search(
+        r"^the copies are not signed: .+Error", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_copies_outside_what_jupyterlab_shows_are_refused(started, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,12 +21,26 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
     """
     folder = _folder_of(copies)
     if copies is not None:
-        num_copied = len(copy_missing(PROJECT / folder))
-        print(f"{folder}: {num_copied} new file(s); all others are as they were")
+        copied = copy_missing(PROJECT / folder)
+        print(f"{folder}: {len(copied)} new file(s); all others are as they were")
+        sign([path for path in copied if path.suffix == ".ipynb"])
     os.environ |= environment(os.environ)
     from jupyterlab.labapp import LabApp  # it reads the environment when it is imported
 
     LabApp.launch_instance([*settings(folder), *arguments])
+
+
+def sign(notebooks: Sequence[Path]) -> None:
+    """Sign notebooks as if they had been run here: JupyterLab shows the kept outputs of others only after cleaning them.
+
+    Signatures lie in Jupyter's data folder. Where nothing can be written, a line says that there are none.
+    """
+    if not notebooks:
+        return
+    command = [sys.executable, "-m", "nbformat.sign", *map(str, notebooks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"the copies are not signed: {done.stderr.strip().rpartition(os.linesep)[2]}")
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:

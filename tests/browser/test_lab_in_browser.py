@@ -81,6 +81,10 @@ class Lab:
     def is_idle(self) -> bool:
         return self.evaluate("app.shell.currentWidget.sessionContext.session?.kernel?.status") == "idle"
 
+    def trusts_all(self) -> bool:
+        cells = "[...app.shell.currentWidget.content.model.cells].filter(cell => cell.type === 'code')"
+        return self.evaluate(f"{cells}.every(cell => cell.trusted)")
+
     def close_all(self) -> None:
         """Close what is open, and shut down all kernels and terminals."""
         self.page.evaluate(CLOSE_ALL)
@@ -140,6 +144,7 @@ def server(tmp_path_factory) -> Iterator[tuple[str, Path, int]]:
     home = tmp_path_factory.mktemp("lab")
     work = PROJECT / "work" / f"browser-{os.getpid()}"
     environment = {**os.environ, "IPYTHONDIR": str(home), "JUPYTER_CONFIG_DIR": str(home), "TMPDIR": str(home)}
+    environment |= {"JUPYTER_DATA_DIR": str(home / "data")}  # with the signatures
     environment |= {"JUPYTER_RUNTIME_DIR": str(home), "JUPYTERLAB_SETTINGS_DIR": str(home / "settings")}
     environment |= {"JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"), "PYTHONPATH": str(PROJECT)}
     environment.pop(SESSION_VARIABLE, None)  # the server lives for several tests, each of which may leave nothing
@@ -285,7 +290,11 @@ def test_every_cell_runs(lab, name):
 
 def test_a_notebook_never_run_here_has_coloured_listings_and_descriptions(lab):
     """JupyterLab cleans the outputs of a notebook that it does not trust: what is left is what a reader sees first."""
-    lab.open("03_fsdp.ipynb")
+    unsigned = nbformat.read(PROJECT / "notebooks" / "03_fsdp.ipynb", as_version=4)
+    unsigned.metadata["signed"] = "not with this line"
+    nbformat.write(unsigned, lab.work / "unsigned.ipynb")
+    lab.open("unsigned.ipynb")
+    assert not lab.trusts_all()
     cells = lab.cells()
     listing = next(place for place, cell in enumerate(cells) if cell["source"].startswith("show.source("))
     lab.go_to(listing)
@@ -303,6 +312,11 @@ def test_a_notebook_never_run_here_has_coloured_listings_and_descriptions(lab):
         lab.go_to(place)
         folded = lab.shown(f'[data-windowed-list-index="{place}"] .jp-OutputArea details')
         assert folded.locator("summary").text_content() == "In words" and len(folded.text_content()) > 60
+
+
+def test_the_copies_to_work_in_are_trusted(lab):
+    lab.open("03_fsdp.ipynb")
+    assert lab.trusts_all()
 
 
 def num_pictures(cell: dict) -> int:
