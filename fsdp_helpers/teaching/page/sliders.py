@@ -15,7 +15,7 @@ from fsdp_helpers.teaching.figures.plan_picture import WIDTH, waterfall_svg
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 DEVICES_GB = (24, 40, 80, 141)
 VERDICT = "font-size:1.6em;font-weight:700;line-height:1.3;color:"
-SLIDER_WIDTH = "240px"
+SLIDER_WIDTH = "280px"
 GREEN, RED = "#15803d", "#dc2626"  # legible, at this size, on white and on black
 
 
