@@ -11,7 +11,9 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.traffic import step_range_s
+from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.findings import slowed_by, titled
+from fsdp_helpers.teaching.figures.plot_words import bandwidths_in_words, sentences
 from fsdp_helpers.teaching.figures.style import STRATEGY_COLOURS, figure_style
 
 MBIT = 1e6
@@ -43,8 +45,10 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
         ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.yaxis.set_minor_locator(NullLocator())
         measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
-        ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"))
+        finding, subject = slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"
+        ax.set_title(titled(finding, subject))
         ax.legend(fontsize=8, loc="upper right")
+    put_in_words(fig, sentences(subject, finding, bandwidths_in_words(rates)))
     return fig, ax
 
 

@@ -14,6 +14,7 @@ from fsdp_helpers.teaching.figures.findings import (
     least_of_the_comparison,
     lowest_by_ranks,
     peak_of_curve,
+    same_losses,
     sent_in_a_step,
     smallest_that_fits,
 )
@@ -119,6 +120,29 @@ def comparison_in_words(rows: Sequence[ComparisonRow]) -> str:
 
 def _held_peak_time(row: Rung | ComparisonRow) -> str:
     return f"held {in_mb(row.held_bytes)} MB, peak {in_mb(row.peak_bytes)} MB, {1e3 * row.step_s:,.0f} ms per step"
+
+
+def losses_in_words(runs: Mapping[str, Sequence[float]]) -> str:
+    """Say where each run's loss begins and ends, and between which values it stays."""
+    told = [
+        f"{name}: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}, lowest {min(losses):.3f}, "
+        f"highest {max(losses):.3f}"
+        for name, losses in runs.items()
+    ]
+    return sentences("Loss over the global batch in nats", same_losses(list(runs.values())), *told)
+
+
+def bandwidths_in_words(rates: Sequence[dict]) -> str:
+    """Say for each bandwidth how long a step was measured to take, and how long its bytes take alone."""
+    told = []
+    for row in rates:
+        limit, measured = row["bits_per_s"], f"a step takes {1e3 * row['step_s']:,.0f} ms"
+        if limit is None:
+            told.append(f"Without a limit {measured}")
+        else:
+            alone_ms = 8e3 * row["sent_bytes"] / limit
+            told.append(f"At {limit / 1e6:,.0f} Mbit/s {measured}, of which its bytes need {alone_ms:,.0f} ms")
+    return sentences(*told)
 
 
 def copies_in_words(copies: Sequence[tuple[str, str, float]]) -> str:

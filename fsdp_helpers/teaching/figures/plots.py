@@ -35,6 +35,7 @@ from fsdp_helpers.teaching.figures.plot_words import (
     digits_in_words,
     held_and_peak_in_words,
     ladder_in_words,
+    losses_in_words,
     sentences,
     traffic_in_words,
 )
@@ -61,6 +62,7 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
         ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title=same_losses(list(runs.values())))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
         ax.legend(handlelength=5)
+    put_in_words(fig, losses_in_words(runs))
     return fig, ax
 
 
@@ -75,8 +77,10 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
             right, shown = int(labels[index]), int((labels if predictions is None else predictions)[index])
             wrong = {} if shown == right else {"color": PEAK_COLOUR, "weight": "bold"}
             ax.set_title(f"{shown} ≠ {right}" if wrong else shown, loc="center", **wrong)
-    right = labels.tolist()
-    put_in_words(fig, digits_in_words(right, right if predictions is None else predictions.tolist()))
+    right, shown = (
+        numbers[: len(images)].tolist() for numbers in (labels, labels if predictions is None else predictions)
+    )
+    put_in_words(fig, digits_in_words(right, shown))
     return fig, axes[0]
 
 

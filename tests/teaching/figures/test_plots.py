@@ -425,10 +425,12 @@ def test_every_figure_is_described_with_its_numbers(name):
 
 
 def test_lines_say_where_they_begin_and_end():
-    text = of("plot_step_losses", {"ddp": [2.3, 2.0, 1.8, 1.9, 1.2], "fsdp": [2.3, 2.0]})
-    assert "Figure: loss over the global batch (nats) against step." in text
-    assert "ddp: from 2.3 at 1 to 1.2 at 5, lowest 1.2, highest 2.3." in text
-    assert "fsdp: 2.3 at 1, 2 at 2." in text
+    fig, ax = plt.subplots()
+    ax.plot([1, 2, 3, 4, 5], [2.3, 2.0, 1.8, 1.9, 1.2], label="ddp")
+    ax.plot([1, 2], [2.3, 2.0], label="fsdp")
+    ax.set(xlabel="step", ylabel="loss (nats)")
+    text = "ddp: from 2.3 at 1 to 1.2 at 5, lowest 1.2, highest 2.3. fsdp: 2.3 at 1, 2 at 2."
+    assert describe(fig) == f"Figure: loss (nats) against step. {text}"
 
 
 def test_bars_of_any_figure_say_their_rows():
@@ -443,6 +445,8 @@ def test_bars_of_any_figure_say_their_rows():
 
 
 SAID = {
+    "plot_step_losses": "Loss over the global batch in nats. Same losses, bit for bit. ddp: 2.300 at step 1, 1.800 at step "
+    "3, lowest 1.800, highest 2.300. fsdp: 2.300 at step 1, 1.800 at step 3, lowest 1.800, highest 2.300.",
     "plot_digits": "Handwritten digits, from left to right: 1, 7 (wrong: it is 2), 3.",
     # 40 MB from 0.1 s on, until 0.2
     "plot_memory_curve": "One step. The peak comes in backward, 2.5 times what is held between steps. Allocated bytes over "
@@ -473,6 +477,10 @@ SAID = {
 @pytest.mark.parametrize("name", SAID)
 def test_a_figure_is_told_with_its_numbers_and_in_sentences(name):
     assert of(name) == SAID[name]
+
+
+def test_every_figure_is_told():
+    assert {*SAID, "plot_step"} == set(FIGURES)
 
 
 def test_a_step_is_told_with_its_traffic_and_its_memory():

@@ -10,6 +10,7 @@ from programs import wait_until
 
 from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.teaching.figures import network_plots
+from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.teaching.machines import homes
 
 REFERENCE = PROJECT / "notebooks" / "reference"
@@ -109,6 +110,11 @@ def test_step_times_are_drawn_as_measured(bandwidth):
     assert floor[1000.0] == pytest.approx(1000 * bandwidth["rates"][1]["predicted_s"])
     slowest = max(row["step_s"] for row in bandwidth["rates"]) / bandwidth["rates"][0]["step_s"]
     assert ax.get_title("left").startswith(f"At 50 Mbit/s a step takes {slowest:.0f} times as long as without a limit")
+    first, *limited = bandwidth["rates"]
+    told = [f"At {row['bits_per_s'] / 1e6:,.0f} Mbit/s a step takes {1e3 * row['step_s']:,.0f} ms" for row in limited]
+    said = describe(fig)
+    assert f"Without a limit a step takes {1e3 * first['step_s']:.0f} ms." in said and all(one in said for one in told)
+    assert f", of which its bytes need {1e3 * limited[0]['predicted_s']:.0f} ms." in said
     assert "Mbit/s" in ax.get_xlabel() and "ms" in ax.get_ylabel()
     key = [text.get_text() for text in ax.get_legend().get_texts()]
     assert key == ["measured", network_plots.BAND, "sent bytes / bandwidth", "measured, unlimited"]
