@@ -68,18 +68,16 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
 
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
     """Plot a row of digits (N, 1, 28, 28), titled with label or prediction: "7 ≠ 1" is a wrong prediction."""
+    right = labels[: len(images)].tolist()
+    shown = right if predictions is None else predictions[: len(images)].tolist()
     with figure_style():
         size = (0.75 * len(images), 1.1)
         fig, axes = plt.subplots(1, len(images), figsize=size, layout="constrained", squeeze=False)
-        for index, ax in enumerate(axes[0]):
-            ax.imshow(images[index, 0].cpu().numpy(), cmap="gray_r")
+        for ax, image, label, digit in zip(axes[0], images, right, shown, strict=True):
+            ax.imshow(image[0].cpu().numpy(), cmap="gray_r")
             ax.axis("off")
-            right, shown = int(labels[index]), int((labels if predictions is None else predictions)[index])
-            wrong = {} if shown == right else {"color": PEAK_COLOUR, "weight": "bold"}
-            ax.set_title(f"{shown} ≠ {right}" if wrong else shown, loc="center", **wrong)
-    right, shown = (
-        numbers[: len(images)].tolist() for numbers in (labels, labels if predictions is None else predictions)
-    )
+            wrong = {} if digit == label else {"color": PEAK_COLOUR, "weight": "bold"}
+            ax.set_title(f"{digit} ≠ {label}" if wrong else digit, loc="center", **wrong)
     put_in_words(fig, digits_in_words(right, shown))
     return fig, axes[0]
 
