@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.planning.optimizers import OPTIMIZERS
+from fsdp_helpers.planning.peak import walk_step
+from fsdp_helpers.planning.profile import Moment, StepProfile
 
 SIZES = [(300, 500), (100, 200), (1000,), (400, 250)]  # 271,000 values, the largest 150,000
 RUN_HERE = {
@@ -41,3 +44,25 @@ def test_a_step_has_as_much_in_flight_as_planned(name, dtype):
     print(f"{name}, {dtype}: {curve.held_bytes - kept:,} more kept, {curve.peak_bytes - curve.held_bytes:,} in flight")
     assert curve.held_bytes == pytest.approx(kept, abs=scalars)
     assert curve.peak_bytes - curve.held_bytes == pytest.approx(in_flight, rel=0.01, abs=scalars)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_table_of_chapter_09(name):
+    """Peaks without activations, of ten tensors with 256,000 values: FSDP needs less than DDP from two ranks on."""
+    tensors, values = [f"tensor{number}" for number in range(10)], 256_000
+    events = [("enter_forward", ""), ("leave_forward", ""), ("enter_backward", "")]
+    events += [("gradient", tensor) for tensor in tensors]
+    moments = tuple(Moment(event=event, name=of, activation_bytes=0, highest_bytes=0) for event, of in events)
+    profile = StepProfile(shapes=dict.fromkeys(tensors, (values // 10,)), moments=moments)
+
+    def peak(ranks: int, **settings: str) -> float:
+        step = walk_step(profile, TrainConfig(**settings), ranks, backend="nccl", optimizer=name)
+        return step.peak.bytes / values
+
+    state = OPTIMIZERS[name].state_bytes(values) / values
+    in_flight = 4 * OPTIMIZERS[name].in_flight_values(values, values // 10) / values
+    # parameters, gradients and buckets: 12; slices, the gathered unit, and the buffer that it came in: 4 / N + 8
+    assert peak(2, strategy="ddp") == pytest.approx(12 + state + in_flight)
+    for ranks in (2, 8):
+        assert peak(ranks, strategy="fsdp") == pytest.approx((4 + state) / ranks + 8)
+        assert peak(ranks, strategy="fsdp") < peak(ranks, strategy="ddp")
