@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from leftovers import END_S, PROJECT, processes_of_this_session
+from programs import PATIENCE_S
 from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
@@ -351,7 +352,7 @@ def started(command: list, folder: Path):
 
 
 def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while len(find_steps(folder)) < count and time.monotonic() < deadline_s and process.poll() is None:
         time.sleep(0.02)
     assert process.poll() is None, "the run ended by itself"
