@@ -43,7 +43,7 @@ def curve_in_words(curve: MemoryCurve, subject: str, notes: Mapping[str, float] 
     return sentences(
         subject,
         peak_of_curve(curve),
-        f"Allocated bytes over {1e3 * max(curve.times_s):.0f} ms: {ends[0]} MB at the beginning, "
+        f"Allocated bytes over {1e3 * max(curve.times_s):,.0f} ms: {ends[0]} MB at the beginning, "
         f"{ends[1]} MB at the end, {in_mb(curve.peak_bytes)} MB at the peak",
         f"The most in each phase: {', '.join(most)}" if most else "",
         f"Marked: {'; '.join(marked)}" if marked else "",
@@ -179,7 +179,7 @@ def errors_in_words(rows: Sequence[ErrorRow]) -> str:
     """Say for each variant between which errors its predictions lie."""
     told = []
     for variant in dict.fromkeys(row.variant for row in rows):
-        errors = [100 * row.error for row in rows if row.variant == variant]
+        errors = [round(100 * row.error, 2) + 0.0 for row in rows if row.variant == variant]  # no -0.00
         told.append(
             f"{variant}: {len(errors)} prediction{'s' * (len(errors) != 1)}, {min(errors):+.2f} % to {max(errors):+.2f} %"
         )

@@ -23,7 +23,7 @@ from fsdp_helpers.teaching.figures.descriptions import describe
 ORANGE, GREEN, VERMILION, PURPLE = "#e69f00", "#009e73", "#d55e00", "#cc79a7"
 STATE_COLOURS = {"parameters": BLUE, "gradients": "#56b4e9", "optimiser": "#c6e2f5"}
 # What a rank has within a step: its state, and what is there for a while.
-WHOLE_GRADIENTS = "gradients, whole"
+WHOLE_GRADIENTS = "whole gradients"
 PEAK_COLOURS = {
     CATEGORIES["parameters"]: STATE_COLOURS["parameters"],
     CATEGORIES["gradients"]: STATE_COLOURS["gradients"],

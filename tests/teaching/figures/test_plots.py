@@ -244,7 +244,7 @@ def test_collectives_differ_in_height_not_in_colour_alone():
     assert gather == other > 1.5 * reduce
 
 
-HATCHED = {"plot_held_and_peak": PEAK_COLOURS["gradients, whole"]}
+HATCHED = {"plot_held_and_peak": PEAK_COLOURS["whole gradients"]}
 
 
 @pytest.mark.parametrize("name", FIGURES)
