@@ -264,7 +264,7 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
     documents = read_documents(folder, Path(text), config["vocab_size"])
     if rank == 0:
         num_cut = sum(len(document) > LONGEST for document in documents)
-        print(f"{len(documents)} documents; of {num_cut}, the first {LONGEST} tokens are read", flush=True)
+        print(f"{len(documents)} documents; {num_cut} of them are cut at {LONGEST} tokens", flush=True)
     model = start(config, folder, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     first = load_newest(model, optimizer, run)

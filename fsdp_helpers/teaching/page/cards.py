@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -96,6 +97,16 @@ def keep(names: Iterable[str], path: Path = KEPT) -> None:
             "broken": asdict(gallery.run_broken(failure)),
             "mended": asdict(gallery.run_mended(failure)),
         }
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def keep_seconds(names: Iterable[str], path: Path = KEPT) -> None:
+    """Run failures and add the seconds from launch to symptom to the kept runs; the first also loads PyTorch."""
+    kept = json.loads(path.read_text())
+    for failure in map(gallery.find, names):
+        start_s = time.monotonic()
+        gallery.run_broken(failure)
+        kept.setdefault("seconds", {})[failure.name] = round(time.monotonic() - start_s, 1)
     path.write_text(json.dumps(kept, indent=1) + "\n")
 
 

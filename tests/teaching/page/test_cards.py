@@ -43,6 +43,12 @@ def test_a_kept_run_shows_what_its_test_asks_for(name):
     assert gallery.is_mended(failure, cards.seen_from(record["mended"]))
 
 
+def test_each_symptom_was_there_within_15_seconds():
+    """As kept from one run on two cores; nothing here measures a time, which a busy machine would stretch."""
+    seconds = KEPT["seconds"]
+    assert seconds.keys() == {failure.name for failure in RUN} and max(seconds.values()) < 15
+
+
 def test_the_index_links_to_every_card():
     text = cards.index().data
     assert all(f"[{name}](#{name})" in text for name in GALLERY)

@@ -1,4 +1,4 @@
-"""Failures that need a GPU, a cluster or half an hour: from the documentation and from people's reports, not run here."""
+"""Failures that need a GPU or a cluster, from documentation and reports; none of them was run here."""
 
 from fsdp_helpers.teaching.lessons.failures.entry import Failure
 
@@ -6,9 +6,9 @@ DOCUMENTED = (
     Failure(
         name="hang-nccl-watchdog",
         title="Watchdog caught collective operation timeout",
-        why="On GPUs nobody waits in the open: NCCL's calls return at once, and a thread of each *healthy* rank ends its process "
-        "after ten minutes. The rank at fault says nothing.",
-        tell="The rank without such a message is the one to look at. The flight recorder's dump (`TORCH_FR_BUFFER_SIZE`, "
+        why="NCCL's calls return at once, so no line of yours seems to wait. After ten minutes a watchdog thread on each "
+        "*healthy* rank ends its process. The rank at fault says nothing.",
+        tell="Look at the rank that has no such message. The flight recorder's dump (`TORCH_FR_BUFFER_SIZE`, "
         "`TORCH_FR_DUMP_TEMP_FILE`) has the last collectives of each rank.",
         fix="Find the first collective in which the ranks differ, as [hang-order](#hang-order) does.",
         source="PyTorch documentation, *Flight Recorder*; pytorch#38174",
@@ -16,10 +16,10 @@ DOCUMENTED = (
     Failure(
         name="hang-wrong-interface",
         title="Ranks on two machines never meet",
-        why="A machine has several network interfaces, and gloo or NCCL takes one that leads nowhere: Docker's, or a management "
-        "network. Or a firewall blocks the ports.",
-        tell="`NCCL_DEBUG=INFO` prints the interface. On one machine everything works.",
-        fix="`NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`; see [10](10_many_machines.ipynb).",
+        why="A machine has several network interfaces, and gloo or NCCL picked one that does not reach the other machine, such "
+        "as Docker's or a management network. A firewall that blocks the ports looks the same.",
+        tell="On one machine everything works. `NCCL_DEBUG=INFO` prints the interface that NCCL picked.",
+        fix="Name the right interface in `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`; see [10](10_many_machines.ipynb).",
         source="NVIDIA, *NCCL environment variables*; ml-engineering, network debugging",
     ),
     Failure(
@@ -33,71 +33,72 @@ DOCUMENTED = (
     Failure(
         name="crash-cuda-fork",
         title="Cannot re-initialize CUDA in forked subprocess",
-        why="A process that has used CUDA cannot hand it to a forked child. In a notebook one `.cuda()` in any cell is enough.",
-        tell="It disappears in a fresh kernel.",
+        why="After a process has used CUDA, a child that it forks cannot. In a notebook, one `.cuda()` in any cell is enough.",
+        tell="The same cell works in a fresh kernel.",
         fix="Start ranks with `spawn` or `forkserver`, as `launch` does, and keep the kernel off the GPU.",
         source="accelerate#940, #182",
     ),
     Failure(
         name="crash-shared-memory",
         title="DataLoader worker is killed by signal: Bus error",
-        why="Workers hand batches over in `/dev/shm`, and a container gives it 64 MB.",
-        tell="`df -h /dev/shm`, or `python -m fsdp_helpers doctor`.",
+        why="Worker processes pass batches through `/dev/shm`, and Docker gives a container 64 MB of it.",
+        tell="`df -h /dev/shm` shows its size; `python -m fsdp_helpers doctor` says how much is free.",
         fix="Start the container with `--shm-size=1g` or `--ipc=host`.",
         source="PyTorch README, *Docker image*",
     ),
     Failure(
         name="memory-nvidia-smi",
         title="nvidia-smi shows twice what you computed",
-        why="It shows what the process has reserved, with the CUDA context and NCCL's buffers. Tensors have less. And between "
-        "two steps you see what is held, not the peak.",
-        tell="Compare `memory_allocated`, `max_memory_allocated` and `memory_reserved`, the second within a step.",
-        fix="Plan with the peak of allocated bytes; leave room for the rest. See [04](04_fsdp_auto_wrap.ipynb).",
+        why="It shows what the process has reserved, plus the CUDA context and NCCL's buffers; your tensors take less. It "
+        "also shows a single moment, which is rarely a step's peak.",
+        tell="Compare `memory_allocated`, `memory_reserved`, and `max_memory_allocated` over a whole step.",
+        fix="Plan with the peak of allocated bytes, and leave room for the rest. See [04](04_fsdp_auto_wrap.ipynb).",
         source="fairscale#1050; ml-engineering, *GPU memory*",
     ),
     Failure(
         name="memory-fragmented",
         title="Out of memory, although gigabytes are reserved and free",
-        why="The allocator's free blocks are too small for a unit's buffer, because sizes vary from step to step.",
-        tell="The message says how much is *reserved but unallocated*.",
-        fix="`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, and batches of one shape.",
+        why="Sizes vary from step to step, so the memory that the allocator has reserved falls into pieces, each too small for a "
+        "unit's buffer.",
+        tell="The message says how much is *reserved by PyTorch but unallocated*: gigabytes.",
+        fix="Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, as the message suggests, and keep all batches the same shape.",
         source="PyTorch documentation, *CUDA memory management*",
     ),
     Failure(
         name="memory-gpu-nearby",
         title="Ranks on the CPU take memory of a GPU",
-        why="A GPU that PyTorch sees attracts it, even if all tensors are on the CPU: `fully_shard` without a mesh, the group of "
-        "a mesh, and every step of an optimiser look there, and each look makes a CUDA context.",
-        tell="`nvidia-smi` lists the CPU ranks with some hundred MB each.",
-        fix="Pass a mesh on the CPU, and start CPU ranks with an empty `CUDA_VISIBLE_DEVICES`, as `launch` does: it has to be "
+        why="If PyTorch can see a GPU, it looks at it even when all tensors are on the CPU: in `fully_shard` without a mesh, in "
+        "the group of a mesh, and in every step of an optimiser. The first look makes a CUDA context in that rank.",
+        tell="`nvidia-smi` lists the CPU ranks, each with a few hundred MB.",
+        fix="Pass a mesh on the CPU, and start CPU ranks with an empty `CUDA_VISIBLE_DEVICES`, as `launch` does. It has to be "
         "empty before PyTorch looks.",
         source="this series' tests beside an imagined GPU, `tests/imagined_gpu/test_ranks.py`",
     ),
     Failure(
         name="slow-threads",
         title="Ranks on one machine take turns instead of working side by side",
-        why="Every process starts one thread per core, so N ranks have N times as many threads as the machine has cores. "
+        why="Each process starts one thread per core, so N ranks have N times as many threads as the machine has cores. "
         "torchrun therefore sets one thread per rank, which may be too few.",
-        tell="`torch.get_num_threads()` times the ranks of this machine, against its cores.",
-        fix="`torch.set_num_threads(cores // ranks)`, as `launch` does, or `OMP_NUM_THREADS`.",
+        tell="Multiply `torch.get_num_threads()` by the number of ranks on this machine, and compare with its cores.",
+        fix="Call `torch.set_num_threads(cores // ranks)`, as `launch` does, or set `OMP_NUM_THREADS`.",
         source="PyTorch documentation, *torchrun*; measured in this series' `share_cores`",
     ),
     Failure(
         name="slow-item-every-step",
         title="GPUs idle between steps",
-        why="`loss.item()` and `print(loss)` wait until the GPU has finished, so the next step is not prepared meanwhile. "
-        "Gathers cannot run ahead, either.",
-        tell="A profile shows gaps after each step, and the CPU waits in `cudaStreamSynchronize`.",
-        fix="Log every N steps; keep the running sum on the GPU.",
+        why="`loss.item()` and `print(loss)` wait until the GPU has finished. Only then does the CPU prepare the next "
+        "step, and its first gathers start late as well.",
+        tell="A profile shows a gap after each step, while the CPU waits in `cudaStreamSynchronize`.",
+        fix="Keep the running sum on the GPU, and log it every N steps.",
         source="PyTorch *Performance Tuning Guide*",
     ),
     Failure(
         name="save-two-writers",
         title="Two runs write into the same folder",
-        why="torchrun was killed with SIGKILL, and its ranks went on as orphans. The next run writes beside them.",
-        tell="`python -m fsdp_helpers doctor` lists such ranks; `ps` shows them with parent 1.",
-        fix="Ask Linux to end a rank with its agent (`prctl`), and lock the folder, as `train` does; "
-        "[10](10_many_machines.ipynb) lists the endings, and its tests kill an agent.",
+        why="torchrun was killed with SIGKILL, and its ranks kept running as orphans. The next run writes to the same folder.",
+        tell="`python -m fsdp_helpers doctor` lists such ranks; `ps -ef` shows them with parent 1.",
+        fix="Ask Linux to end each rank with its agent (`prctl`), and lock the folder, as `train` does. "
+        "[10](10_many_machines.ipynb) lists all the ways in which a job can end.",
         source="chapter 10's tests",
     ),
 )

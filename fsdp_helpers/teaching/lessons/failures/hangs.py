@@ -198,7 +198,7 @@ HANGS = (
     ),
     Failure(
         name="hang-default-timeout",
-        title="After half an hour: timed out, but waiting for whom?",
+        title="After half an hour, a time-out that does not say who is missing",
         why="A collective gives up after 30 minutes unless you say otherwise, and its message has milliseconds but no rank number. "
         "Here the limit is two seconds.",
         tell="`dist.monitored_barrier` on a gloo group names the first rank that is missing. `launch` and `--timeout` call "
