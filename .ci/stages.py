@@ -25,6 +25,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 LIMIT_MIN = 75  # a stage begins only if it will have ended by then
 END_MIN = 85  # a stage that still runs then is ended and counts as failed; CI itself has 90 minutes
 CLOSING = re.compile(r"^=+ (.*\b(?:passed|failed|skipped|deselected|errors?|no tests ran)\b.*) in [\d.]+s.*=+$")
+LEFT_OUT = re.compile(r"^\S+ is left out: .*$")
 SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] (?:\S+: )?(.*)$")
 
 
@@ -67,6 +68,7 @@ class Outcome:
     left_out: str = ""  # why it did not run
     is_possible: bool = True  # False: this machine lacks something
     tallies: list[str] = field(default_factory=list)  # pytest's closing lines
+    parts_left_out: list[str] = field(default_factory=list)  # in make's words
     skips: Counter[str] = field(default_factory=Counter)  # tests skipped, by reason
 
 
@@ -117,6 +119,8 @@ def take_notes(outcome: Outcome, line: str) -> None:
     """Keep what pytest says about the tests as a whole, and about those that it skipped."""
     if closing := CLOSING.match(line):
         outcome.tallies.append(closing[1])
+    elif LEFT_OUT.match(line):
+        outcome.parts_left_out.append(line)
     elif skipped := SKIPPED.match(line):
         outcome.skips[skipped[2]] += int(skipped[1])
 
@@ -174,6 +178,7 @@ def told(outcome: Outcome) -> list[str]:
         return [f"  not run            {name}: {outcome.left_out}"]
     verdict = "FAILED" if outcome.failed else "ran   "
     lines = [f"  {verdict}             {name}, {outcome.minutes:.0f} min: {'; '.join(outcome.tallies) or 'no tests'}"]
+    lines += [f"{'':21}{part}" for part in outcome.parts_left_out]
     return lines + [f"{'':21}{count} skipped: {reason}" for reason, count in sorted(outcome.skips.items())]
 
 

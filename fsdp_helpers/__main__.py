@@ -28,7 +28,11 @@ CALL_FLAGS = (
         default="auto",
         meaning="auto means cuda if there is a usable GPU for each rank, else cpu",
     ),
-    Flag(setting="timeout", kind=float, meaning="give up after waiting X seconds for other ranks (default: 1800)"),
+    Flag(
+        setting="timeout",
+        kind=float,
+        meaning="give up after waiting X seconds for other ranks in a collective (default: 1800)",
+    ),
     Flag(setting="json", kind=Path, meaning="write the record of the run to FILE"),
 )
 

@@ -14,6 +14,8 @@ import psutil
 
 TESTS = Path(__file__).resolve().parent
 PATIENCE_S = 240.0  # for whatever has to come; only a test that fails waits so long
+# Code for a child: its own highest use of memory. `ru_maxrss` would begin with what the process that started it had.
+OWN_PEAK_KB = "next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))"
 # Where the tests run under `nohup ... &`, interrupts are ignored, and every process inherits that.
 RESTORE_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 

@@ -138,6 +138,8 @@ good:
 	@echo "SKIPPED [1] tests/test_y.py:7: no CUDA device here"
 	@echo "======= 3 passed, 3 skipped in 1.25s (0:00:01) ======="
 	@echo "offline: $$FSDP_OFFLINE"
+shorter:
+	@echo "test-more is left out: no index"
 bad:
 	@echo "=== 1 failed, 2 passed in 3.00s ===" && false
 slow:
@@ -168,11 +170,13 @@ def lines_of(outcomes) -> list[str]:
 
 
 def test_what_ran_and_what_was_skipped_in_it_is_listed(folder):
-    outcomes = run_stages("good", "lacking", "good")
+    outcomes = run_stages("good", "lacking", "shorter", "good")
     assert lines_of(outcomes) == [
         "ran good, 0 min: 3 passed, 3 skipped",
         "3 skipped: no CUDA device here",
         "not possible here lacking: no root here",
+        "ran shorter, 0 min: no tests",
+        "test-more is left out: no index",
         "ran good, 0 min: 3 passed, 3 skipped",
         "3 skipped: no CUDA device here",
     ]

@@ -40,7 +40,7 @@ def sign(notebooks: Sequence[Path]) -> None:
     command = [sys.executable, "-m", "nbformat.sign", *map(str, notebooks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"the copies are not signed: {done.stderr.strip().rpartition(os.linesep)[2]}")
+        print(f"the copies are not signed: {done.stderr.strip().splitlines()[-1]}")
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -23,10 +23,8 @@ class Subject:
     item: str  # what a batch is counted in: "image", "token", "sample"
     num_params: int
     units: tuple[str, ...]  # names of the modules that are gathered together, where the model is cut
-    profile_of: Callable[
-        ..., StepProfile
-    ]  # of a batch, a precision, a kind of activation checkpointing and, for FSDP1,
-    # the units that it makes flat
+    # Of a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units that it makes flat.
+    profile_of: Callable[..., StepProfile]
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a forward of a batch
     unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, where it is known
     sequence: int = 1  # a batch is made of whole sequences of that many items

@@ -62,7 +62,8 @@ def walk_step(
 ) -> Step:
     """Walk through a steady step of `config`, on the rank with the largest slices.
 
-    `profile` is of the images of one micro-batch; `units` names the FSDP units below the root; without any, the model is one unit.
+    `profile` is of the images of one micro-batch; `units` names the FSDP units below the root; without any, the model
+    is one unit.
     With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with "fake" and "nccl" none; the
     first two are those of a CPU, which also copies where a GPU need not. `replicas` are the groups that "hybrid" keeps
     whole copies in, two unless said otherwise. With `has_host` there is a host beside the device, and what is offloaded

@@ -250,7 +250,7 @@ def bar_text(done: int, total: int, elapsed_s: float, title: str, details: str =
 
 
 def count_ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return "1 rank" if world_size == 1 else f"{world_size:,} ranks"
 
 
 def is_notebook() -> bool:

@@ -186,6 +186,8 @@ def draw_memory(ax: "Axes", memory: Mapping[int, tuple[int, int]]) -> None:
 def smoothed(losses: Sequence[float]) -> list[float]:
     """Return, for each step, the mean of its loss and the losses just before it."""
     window = max(1, round(len(losses) * SMOOTHED_OVER))
+    if window == 1:
+        return list(losses)  # differences of sums are rounded
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(losses) + 1)]
 

@@ -36,9 +36,8 @@ class StepWatch:
         self._config, self._num_steps, self._device = config, num_steps, device
         self._steps_before = steps_before
         self._title, self._last_loss = run_title(config, world_size, device.type), None
-        self._whose_loss = (
-            "loss" if world_size == 1 else f"rank {rank}'s loss"
-        )  # the mean would cost a collective per step
+        # The mean over ranks would cost a collective per step.
+        self._whose_loss = "loss" if world_size == 1 else f"rank {rank}'s loss"
         self._memory = MemoryTrace(device)
         self._memory.start()
         self.state: StateBytes | None = None

@@ -150,12 +150,13 @@ def test_a_rank_behind_a_script_is_not_left_over():
     """As under `torchrun --no-python ./wrapper.sh`, with this process as torchrun."""
     wrapper = ["sh", "-c", f"{sys.executable} -c 'import time; time.sleep(600)' & echo $!; wait"]
     environment = os.environ | {doctor_machine.RANK_OF_TORCHRUN: "none"}
-    with subprocess.Popen(wrapper, env=environment, stdout=subprocess.PIPE, text=True) as script:
-        rank = int(script.stdout.readline())
+    settings = {"env": environment, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(wrapper, **settings) as script:
         try:
+            rank = int(script.stdout.readline())
             assert not {script.pid, rank} & dict(doctor_machine.orphans()).keys()
         finally:
-            os.kill(rank, signal.SIGKILL)
+            os.killpg(script.pid, signal.SIGKILL)
 
 
 def test_packed_data_are_found(monkeypatch, tmp_path):

@@ -114,6 +114,11 @@ def test_the_memory_of_each_rank_is_drawn_as_soon_as_it_is_known(outputs, curves
     ]
 
 
+def test_a_short_run_is_not_smoothed():
+    losses = [2.3012, 2.2534, 2.1987]  # differences of their sums are not these numbers
+    assert live.smoothed(losses) == losses
+
+
 def test_the_axis_ends_where_the_run_is():
     ax = Figure().subplots()
     live.draw_loss(ax, range(1, 101), [2.0] * 100)

@@ -128,6 +128,7 @@ def losses_in_words(runs: Mapping[str, Sequence[float]]) -> str:
         f"{name}: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}, lowest {min(losses):.3f}, "
         f"highest {max(losses):.3f}"
         for name, losses in runs.items()
+        if losses
     ]
     return sentences("Loss over the global batch in nats", same_losses(list(runs.values())), *told)
 
@@ -141,7 +142,7 @@ def bandwidths_in_words(rates: Sequence[dict]) -> str:
             told.append(f"Without a limit {measured}")
         else:
             alone_ms = 8e3 * row["sent_bytes"] / limit
-            told.append(f"At {limit / 1e6:,.0f} Mbit/s {measured}, of which its bytes need {alone_ms:,.0f} ms")
+            told.append(f"At {limit / 1e6:,.0f} Mbit/s {measured}; its bytes alone need {alone_ms:,.0f} ms")
     return sentences(*told)
 
 

@@ -101,8 +101,10 @@ def slices_in_words(entries: Sequence[TensorEntry]) -> str:
 
 def _written(entry: TensorEntry) -> Iterator[str]:
     for part in entry.slices:
-        rows = f"{part.sizes[0]:,} row{'s' * (part.sizes[0] != 1)}" if entry.shape else ""
-        yield f"rank {part.rank} wrote {rows}" if entry.shape else f"rank {part.rank} wrote it"
+        if entry.shape:
+            yield f"rank {part.rank} wrote {part.sizes[0]:,} row{'s' * (part.sizes[0] != 1)}"
+        else:
+            yield f"rank {part.rank} wrote it"
 
 
 def _listed(names: Sequence[str]) -> str:
