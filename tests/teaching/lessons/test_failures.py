@@ -22,8 +22,8 @@ RAISES_EVERYWHERE = (
 )
 IN_ONE_LAUNCH = [failure for failure in RUN if not failure.says or failure.name in RAISES_EVERYWHERE]
 BY_ITSELF = [failure for failure in RUN if failure not in IN_ONE_LAUNCH]
-# A fix or a symptom that is gone may leave ranks waiting: the limit, far above what all runs take, turns that into a failure.
-TWO_RANKS = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": 600.0}
+# A fix or a symptom that is gone may leave ranks waiting: the limit, far above what all runs take, makes that a failure.
+TWO_RANKS = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": 400.0}
 
 
 def ids(failures):
