@@ -41,6 +41,11 @@ class MemoryCurve:
     phases: tuple[Phase, ...] = ()
 
     @property
+    def end_s(self) -> float:
+        """Return when the last phase ends; the last change of memory may come before."""
+        return max([self.times_s[-1], *(phase.end_s for phase in self.phases)])
+
+    @property
     def held_bytes(self) -> int:
         """Return the bytes still allocated at the end: those held between two steps."""
         return self.allocated_bytes[-1]

@@ -18,13 +18,15 @@ class NotYet(AssertionError):
     """
 
     look = "\x1b[30;43m"  # black on amber
+    has_shown_links = False
 
     def __init__(self, message: str, *cards: str) -> None:
         self.message, self.cards = message, cards
         super().__init__(f"{message} (in notebook 11: {', '.join(cards)})" if cards else message)
 
     def _render_traceback_(self) -> list[str]:
-        if self.cards:
+        if self.cards and not self.has_shown_links:  # IPython asks twice: to show the error, and to keep it
+            self.has_shown_links = True
             show_links(self.cards)
         return [f"{self.look}Not yet:\x1b[0m {self}"]
 

@@ -50,7 +50,7 @@ def as_markdown(number: int, case: Case) -> str:
     """Return what a reader sees of a case: the run's output and, if it ended, the right numbers."""
     text = cards.as_text(case.seen)
     if case.seen.numbers:
-        text += f"\none process: {cards.in_words(case.fault.right())}"
+        text += f"\nright: {cards.in_words(case.fault.right())}"
     return f"**Case {number}**\n\n```text\n{text}\n```"
 
 

@@ -35,21 +35,20 @@ def _short(value: float) -> str:
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
-    """Say in which phase a step peaks, and how far above what is held between steps."""
+    """Say in which phase a step peaks, and how far above what is held between steps; nothing where it has no phases."""
+    if not curve.phases:
+        return ""
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]
     starts_s = [phase.start_s for phase in curve.phases]
     place = bisect_right(starts_s, peak_s) - 1
-    where = f"comes in {curve.phases[max(0, place)].name}" if curve.phases else ""
-    above = _above_held(curve) if curve.held_bytes else ""
-    if where and above:
-        return f"The peak {where}, {above}"
-    return f"The peak {where or f'is {above}'}" if where or above else ""
+    above = f", {_above_held(curve)}" if curve.held_bytes else ""
+    return f"The peak comes in {curve.phases[max(0, place)].name}{above}"
 
 
 def _above_held(curve: MemoryCurve) -> str:
     times = curve.peak_bytes / curve.held_bytes
-    held = "what is held between steps" if curve.phases else "what is held at the end"
-    return f"{times:.1f} times {held}" if times >= 1.15 else f"{_percent(times - 1)} above {held}"
+    how_far = f"{times:.1f} times" if times >= 1.15 else f"{_percent(times - 1)} above"
+    return f"{how_far} what is held between steps"
 
 
 def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> str:
@@ -60,7 +59,7 @@ def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> 
     if there[least] == there[greatest]:
         return ""
     return (
-        f"On {count_ranks(most)}, {least} peaks at {there[least] / num_params:.1f} bytes per parameter, "
+        f"Lowest on {count_ranks(most)}: {least}, {there[least] / num_params:.1f} bytes per parameter, "
         f"{_percent(there[least] / there[greatest])} of {greatest}'s"
     )
 

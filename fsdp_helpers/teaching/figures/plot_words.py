@@ -43,7 +43,7 @@ def curve_in_words(curve: MemoryCurve, subject: str, notes: Mapping[str, float] 
     return sentences(
         subject,
         peak_of_curve(curve),
-        f"Allocated bytes over {1e3 * max(curve.times_s):,.0f} ms: {ends[0]} MB at the beginning, "
+        f"Allocated bytes over {1e3 * curve.end_s:,.0f} ms: {ends[0]} MB at the beginning, "
         f"{ends[1]} MB at the end, {in_mb(curve.peak_bytes)} MB at the peak",
         f"The most in each phase: {', '.join(most)}" if most else "",
         f"Marked: {'; '.join(marked)}" if marked else "",

@@ -15,8 +15,7 @@ NARROW = 0.05  # of the time line: a bar this narrow has no room for its number
 
 
 def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
-    end_s = max((phase.end_s for phase in curve.phases), default=curve.times_s[-1])  # the last event may come before
-    times_ms = [1e3 * time_s for time_s in (*curve.times_s, max(end_s, curve.times_s[-1]))]
+    times_ms = [1e3 * time_s for time_s in (*curve.times_s, curve.end_s)]
     sizes_mb = [size / MB for size in (*curve.allocated_bytes, curve.allocated_bytes[-1])]
     for phase in curve.phases:
         ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)

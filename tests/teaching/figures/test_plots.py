@@ -381,7 +381,7 @@ def test_a_title_states_what_was_found_or_there_is_none():
         ),
         ("plot_copies", ["Copies of units: 1 to the device, 0 to the host"]),
         # 20 MB for two million parameters, and 20 of 25 MB
-        ("plot_peak_by_ranks", ["On 2 ranks, ddp, lean peaks at 10.0 bytes per parameter, 80 % of ddp's"]),
+        ("plot_peak_by_ranks", ["Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80 % of ddp's"]),
     ],
 )
 def test_titles_are_computed_from_what_is_drawn(name, found):
@@ -450,7 +450,7 @@ SAID = {
     "plot_digits": "Handwritten digits, from left to right: 1, 7 (wrong: it is 2), 3.",
     # 40 MB from 0.1 s on, until 0.2
     "plot_memory_curve": "One step. The peak comes in backward, 2.5 times what is held between steps. Allocated bytes over "
-    "200 ms: 16.0 MB at the beginning, 16.0 MB at the end, 40.0 MB at the peak. The most in each phase: 16.0 MB in "
+    "300 ms: 16.0 MB at the beginning, 16.0 MB at the end, 40.0 MB at the peak. The most in each phase: 16.0 MB in "
     "forward, 40.0 MB in backward, 16.0 MB in step.",
     # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else; then the parts of the peak
     "plot_held_and_peak": "fsdp: 100 % of what ddp holds, 75 % of its peak. ddp, each of 2 ranks: held 17.0 MB (parameters "
@@ -462,7 +462,7 @@ SAID = {
     "reduce_scatter; in step 1 all_to_all. Rank 1: in forward 1 all_gather; in backward 1 reduce_scatter; in step 1 "
     "all_to_all.",
     # 30, 25 and 20 MB for two million parameters
-    "plot_peak_by_ranks": "On 2 ranks, ddp, lean peaks at 10.0 bytes per parameter, 80 % of ddp's. Peak on a rank in bytes "
+    "plot_peak_by_ranks": "Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80 % of ddp's. Peak on a rank in bytes "
     "per parameter. ddp: 15.0 on 1 rank, 12.5 on 2 ranks. ddp, lean: 15.0 on 1 rank, 10.0 on 2 ranks.",
     "plot_ladder": "The lowest peak is 30.0 MB, 75 % of the first rung's 40.0. DDP: held 9.0 MB, peak 40.0 MB, 10 ms per "
     "step, peak predicted at 39.0 MB. + a lever: held 9.0 MB, peak 30.0 MB, 10 ms per step, peak predicted at 39.0 MB. "

@@ -114,7 +114,7 @@ def test_step_times_are_drawn_as_measured(bandwidth):
     told = [f"At {row['bits_per_s'] / 1e6:,.0f} Mbit/s a step takes {1e3 * row['step_s']:,.0f} ms" for row in limited]
     said = describe(fig)
     assert f"Without a limit a step takes {1e3 * first['step_s']:.0f} ms." in said and all(one in said for one in told)
-    assert f", of which its bytes need {1e3 * limited[0]['predicted_s']:.0f} ms." in said
+    assert f"; its bytes alone need {1e3 * limited[0]['predicted_s']:.0f} ms." in said
     assert "Mbit/s" in ax.get_xlabel() and "ms" in ax.get_ylabel()
     key = [text.get_text() for text in ax.get_legend().get_texts()]
     assert key == ["measured", network_plots.BAND, "sent bytes / bandwidth", "measured, unlimited"]

@@ -185,7 +185,7 @@ WRONG = (
         title="Convergence is a little worse than in one process",
         why="`MixedPrecisionPolicy(param_dtype=torch.bfloat16)` alone also reduces gradients in bf16, which keeps 8 significant bits. "
         "The more ranks, the more is rounded away.",
-        tell="Compare the gradient of one step with fp32's: a difference in the third digit.",
+        tell="Compare the gradient's norm of one step with fp32's: here they differ in the fourth digit.",
         fix="`reduce_dtype=torch.float32`. It doubles the bytes of the reduction.",
         broken=reduce_in_bf16,
         mended=reduce_in_fp32,
