@@ -118,7 +118,7 @@ offline: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not long and $(PLAIN)" tests
 	$(MAKE) test-notebooks
-	@if why=$$($(MAKE) --silent can-test-tools 2> /dev/null); then $(MAKE) test-tools; \
+	@if why=$$($(MAKE) --silent --no-print-directory can-test-tools 2> /dev/null); then $(MAKE) test-tools; \
 	  else echo "test-tools is left out: $${why:-can-test-tools does not say why}"; fi
 
 test-notebooks: $(INSTALLED)

@@ -109,7 +109,9 @@ def test_make_test_ends_with_the_tools_or_says_why_not(index, tools, says, tmp_p
     own = [f"BIN={tmp_path}", f"TOOLS_BIN={tmp_path}", "PYTEST=true", f"CACHE={tmp_path}"]
     own += [f"INSTALLED={tmp_path / 'installed'}", f"TOOLS_INSTALLED={tmp_path / 'tools-installed'}"]
     known = re.search("^TOOLS_PACKAGES := (.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)[1]
-    environment = os.environ | {"INDEX": index, "TOOLS": str(tools), "VERSIONS": known}
+    # As within `make test`, from which make inherits that it prints each folder that it enters
+    within = {"MAKELEVEL": "1", "MAKEFLAGS": "w"}
+    environment = os.environ | within | {"INDEX": index, "TOOLS": str(tools), "VERSIONS": known}
     command = ["make", "test", *own]
     done = subprocess.run(
         command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False, timeout=240
