@@ -115,6 +115,10 @@ class Slurm:
         self.wait_for(job, "COMPLETED")
         return queue, rank_0_of((folder / f"train-{job}.out").read_text())
 
+    def set_limit(self, job: str, minutes: int) -> None:
+        """Give a job this long, counted from its start."""
+        self.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
     def go_on(self, job: str) -> None:
         """Slurm lets a job that was queued again wait for two minutes; here it need not."""
         time.sleep(1)
