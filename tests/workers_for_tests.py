@@ -26,7 +26,6 @@ from fsdp_helpers.checkpointing.hugging_face import load_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import prepare_data
 from fsdp_helpers.llama import Llama
-from fsdp_helpers.measuring import memory
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import progress
@@ -279,13 +278,6 @@ def leave_processes(rank, world_size, folder, end):
 
 
 # ---------------------------------------------------------------- memory and collectives
-
-
-def die_while_a_trace_is_read(rank, world_size):
-    """Be ended from outside while the profiler's file is on disk, as the stop button may do it."""
-    memory.json.loads = lambda _text: os.kill(os.getpid(), signal.SIGKILL)
-    with memory.trace_memory(torch.device("cpu")):
-        torch.ones(3)
 
 
 def trace_one_of_each(rank, world_size):

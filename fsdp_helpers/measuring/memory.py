@@ -1,29 +1,25 @@
 """Every byte of a rank: what it keeps, counted from live tensors, and a curve of everything allocated."""
 
-import json
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType, _KinetoEvent
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.measuring.collectives import CollectiveTrace
 from fsdp_helpers.measuring.cuda_memory import requested_points, start_history, stop_history
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.scratch import scratch_folder
 from fsdp_helpers.records import MemoryCurve, Phase, StateBytes, StepTrace
 
 STEP_PHASES = ("forward", "backward", "step")
-CPU_IN_TRACE = (0, -1)  # how a profiler's trace names it: type and number of the device
 OPTIMIZER_STEP = "Optimizer.step#"  # how PyTorch names the phase of every optimizer.step()
 DATA_PHASE = "data"
 _CLOCK_MARK = "fsdp_helpers clock"
@@ -89,19 +85,16 @@ class MemoryTrace:
         noted = stop_history(self._device) if on_cuda else []
         self._reserved_bytes = torch.cuda.max_memory_reserved(self._device) if on_cuda else None
         self._stack.close()
-        with tempfile.TemporaryDirectory(prefix="fsdp_helpers-", dir=scratch_folder()) as folder:
-            path = Path(folder, "trace.json")
-            self._profile.export_chrome_trace(str(path))
-            trace = json.loads(path.read_text())
-        events = trace["traceEvents"]
-        self._phases = _read_phases(events)
+        result = self._profile.profiler.kineto_results
+        events, began_ns = result.events(), result.trace_start_ns()
+        self._phases = _read_phases(events, began_ns)
         marks_s = [phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK]
         # A mark begins a little after its time was noted: the least delayed one tells how far the clocks are apart.
         offset_s = max(noted_s - mark_s for noted_s, mark_s in zip(self._marks_s, marks_s, strict=True))
         self._phases = [_shifted(phase, offset_s) for phase in self._phases]
-        if on_cuda:  # the allocator tells Unix time, and the profiler's trace says when in it its own time began
-            offset_s -= trace["baseTimeNanoseconds"] / 1e9
-        points = requested_points(noted) if on_cuda else _read_points(events)
+        if on_cuda:  # the allocator tells Unix time, and so does the profiler
+            offset_s -= began_ns / 1e9
+        points = requested_points(noted) if on_cuda else _read_points(events, began_ns)
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
@@ -200,27 +193,23 @@ def traced(rank: int, world_size: int, worker: Callable, *args: object) -> tuple
     return result, trace.last_step()
 
 
-def _read_phases(events: list[dict]) -> list[Phase]:
+def _read_phases(events: list[_KinetoEvent], began_ns: int) -> list[Phase]:
+    """Return what `record_function` named, in order, with times from the trace's beginning."""
+    named = [event for event in events if event.is_user_annotation()]
     return [
-        Phase(name=event["name"], start_s=event["ts"] / 1e6, end_s=(event["ts"] + event["dur"]) / 1e6)
-        for event in sorted(events, key=lambda event: event.get("ts", 0))
-        if event.get("ph") == "X" and event.get("cat") == "user_annotation"
+        Phase(name=event.name(), start_s=(event.start_ns() - began_ns) / 1e9, end_s=(event.end_ns() - began_ns) / 1e9)
+        for event in sorted(named, key=lambda event: event.start_ns())
     ]
 
 
-def _read_points(events: list[dict]) -> list[tuple[float, int]]:
+def _read_points(events: list[_KinetoEvent], began_ns: int) -> list[tuple[float, int]]:
     """Return (time, bytes allocated from then on) on the CPU: the running sum of all events."""
     seen = sorted(
-        (
-            event
-            for event in events
-            if event.get("name") == "[memory]"
-            and (event["args"]["Device Type"], event["args"]["Device Id"]) == CPU_IN_TRACE
-        ),
-        key=lambda event: event["ts"],
+        (event for event in events if event.name() == "[memory]" and event.device_type() == DeviceType.CPU),
+        key=lambda event: event.start_ns(),
     )
-    times_s = [event["ts"] / 1e6 for event in seen]
-    return list(zip(times_s, accumulate(event["args"]["Bytes"] for event in seen), strict=True))
+    times_s = [(event.start_ns() - began_ns) / 1e9 for event in seen]
+    return list(zip(times_s, accumulate(event.nbytes() for event in seen), strict=True))  # type: ignore[attr-defined]
 
 
 def _shifted(phase: Phase, offset_s: float) -> Phase:

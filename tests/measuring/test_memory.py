@@ -6,12 +6,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
-from workers_for_tests import die_while_a_trace_is_read
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import state_bytes, trace_memory
 from fsdp_helpers.models import build_model
-from fsdp_helpers.ranks.launching.errors import RankError
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.training.worker import train_worker
 
@@ -192,9 +190,3 @@ def test_a_steady_step_ends_as_it_began(records):
     curve = records["local"].traces[0].curve
     # Between two steady steps only the list of losses grows, by one value of 4 bytes.
     assert abs(curve.allocated_bytes[-1] - curve.allocated_bytes[0]) < 100
-
-
-def test_a_rank_that_is_stopped_while_a_trace_is_read_leaves_no_file():
-    """The fixture of all tests looks for what is left in the temporary folder."""
-    with pytest.raises(RankError, match="ended by SIGKILL"):
-        launch(die_while_a_trace_is_read, world_size=1, device="cpu", progress=False)

@@ -25,7 +25,6 @@ from fsdp_helpers.ranks.launching.start import loading_worker
 from fsdp_helpers.ranks.launching.streams import LineSender
 from fsdp_helpers.ranks.progress import send_reports_to
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
-from fsdp_helpers.ranks.scratch import use_as_scratch
 
 STREAMS = ("stdout", "stderr")
 
@@ -67,7 +66,6 @@ def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection)
     if not os.path.isdir(job.folder):
         return  # the launch was interrupted before this process began
     start_keeper(job.folder)
-    use_as_scratch(job.folder)
     _import_from_source(job.folder)
     send = _Sender(sender)
     streams = [LineSender(lambda line, name=name: send("line", (name, line))) for name in STREAMS]  # type: ignore[misc]
