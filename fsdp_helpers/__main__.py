@@ -126,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return write_plan(options)
     if options.command == "doctor":  # it has to run where an import fails
         return doctor_command(options)
+    if problem := _wrong_place(options):  # before torch is loaded, for each rank and each restart
+        return _complain(BAD_INPUT, problem)
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.mnist import DataError
     from fsdp_helpers.ranks.launching.launch import RankError
@@ -162,6 +164,18 @@ def run() -> NoReturn:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _wrong_place(options: argparse.Namespace) -> str:
+    """Return what is wrong with the environment that torchrun gave this rank; "" if nothing is, or it is not one."""
+    from fsdp_helpers.ranks.torchrun import read_place, started_as_rank
+
+    if options.command == "train" and started_as_rank():
+        try:
+            read_place()
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def train_command(options: argparse.Namespace) -> None:

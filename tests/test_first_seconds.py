@@ -23,6 +23,15 @@ def test_an_interrupt_while_torch_is_being_loaded_is_one_line(tmp_path):
     assert (process.returncode, output, errors) == (130, "", "fsdp_helpers: interrupted; nothing was started\n")
 
 
+def test_a_wrong_environment_is_told_before_torch_is_loaded(tmp_path):
+    """Each rank would load it, and each again after a restart."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is being loaded')\n")
+    variables = {**os.environ, "RANK": "0", "PYTHONPATH": f"{tmp_path}{os.pathsep}{PROJECT}"}
+    command = [sys.executable, "-m", "fsdp_helpers", "train", "--strategy", "ddp"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2 and done.stderr.startswith("fsdp_helpers: the environment has RANK without WORLD_SIZE")
+
+
 def test_a_missing_package_is_one_line_with_the_remedy():
     # -S: without site-packages, as a Python outside the environment is
     command = [sys.executable, "-S", "-m", "fsdp_helpers", "train"]
