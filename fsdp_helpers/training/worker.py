@@ -4,11 +4,11 @@ import math
 import platform
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -242,4 +242,4 @@ def time_stamp() -> str:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__}
+    return {"python": platform.python_version(), "torch": torch.__version__, "torchvision": version("torchvision")}
