@@ -153,6 +153,10 @@ def run() -> NoReturn:
     end_with_agent()  # before torch is loaded, which takes seconds
     try:
         status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        status = FAILED
     except KeyboardInterrupt:  # in the first seconds, while torch is being loaded
         status = _complain(INTERRUPTED, "interrupted; nothing was started")
     except ModuleNotFoundError as error:

@@ -13,9 +13,8 @@ IF_IT_IS_OPEN = (
     "if it is open in JupyterLab: File, Reload Notebook from Disk; if JupyterLab says that it has changed on disk, choose "
     "Revert"
 )
-LEFT_OUT = shutil.ignore_patterns(
-    "my_*.py", "job.sbatch", ".*", "__pycache__"
-)  # what working in the originals may have left
+# What working in the originals may have left.
+LEFT_OUT = shutil.ignore_patterns("my_*.py", "job.sbatch", ".*", "__pycache__")
 
 
 def copy_missing(work: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -138,6 +139,16 @@ def test_large_models_without_torch_or_memory(model):
     status, torch_is_there, kilobytes = done.stderr.split()
     assert (status, torch_is_there) == ("0", "False")
     assert 1024 * int(kilobytes) < 2e9
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly():
+    """As `plan ... | head -1` does, whose pipe is closed before all is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "fsdp_helpers", *WHOLE]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=240)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tm
 # ---------------------------------------------------------------- a machine is lost
 
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2,is_host="
-LONG_RUN = 400  # steps, of which the other machine is there for the first few
+LONG_RUN = 400  # steps; the other machine is there only for the first few
 # Steps of a larger model, which learns slowly: it is not done, and has not converged, before a machine comes back.
 SLOWLY = ["--model", "shallow", "--no-dropout", "--strategy", "fsdp-auto-wrap", "--learning-rate", "1e-5"]
 SLOWLY += ["--train-images", "1200", "--test-images", "101", "--global-batch-size", "24", "--epochs", "100"]

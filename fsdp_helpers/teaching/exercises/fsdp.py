@@ -23,9 +23,7 @@ from fsdp_helpers.teaching.exercises.training import (
     rank_batch,
 )
 
-LOWER_PEAK = RunTask(
-    peak_bytes=30_000_000, peak_card="memory-root-only", fixed={"model": "shallow", "global_batch_size": 96, **AS_IT_IS}
-)
+LOWER_PEAK = RunTask(peak_bytes=30_000_000, fixed={"model": "shallow", "global_batch_size": 96, **AS_IT_IS})
 SLACK_BYTES = 4_000  # step counters, a loss, a batch
 BUILT = "the unit is built"  # a mark in the trace
 

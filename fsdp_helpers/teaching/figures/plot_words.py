@@ -6,7 +6,7 @@ from itertools import groupby
 from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.plan import Plan
 from fsdp_helpers.planning.walk.ledger import Peak
-from fsdp_helpers.quantities import GB, MB, format_count, in_mb
+from fsdp_helpers.quantities import GB, MB, in_mb
 from fsdp_helpers.ranks.progress import count_ranks
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace
 from fsdp_helpers.teaching.figures.bars import held_parts, peak_parts
@@ -157,9 +157,7 @@ def fits_in_words(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> str:
     """Say for each name what a rank needs on each number of ranks, and the smallest device that has it."""
     told = []
     for name, rows in plans.items():
-        needed = [
-            f"{plan.needed_bytes / GB:,.0f} GB on {format_count(plan.cluster.world_size)} ranks" for plan in rows[0]
-        ]
+        needed = [f"{plan.needed_bytes / GB:,.0f} GB on {count_ranks(plan.cluster.world_size)}" for plan in rows[0]]
         told += [f"{name} needs {', '.join(needed)}", smallest_that_fits(rows)]
     return sentences(*told)
 
@@ -169,10 +167,8 @@ def waterfall_in_words(plans: Sequence[Plan]) -> str:
     told = []
     for plan in plans:
         name, size = max(plan.by_category().items(), key=lambda part: part[1])
-        ranks = format_count(plan.cluster.world_size)
-        told.append(
-            f"{ranks} ranks: {plan.needed_bytes / GB:,.0f} GB, the largest part {name} with {size / GB:,.0f} GB"
-        )
+        ranks = count_ranks(plan.cluster.world_size)
+        told.append(f"{ranks}: {plan.needed_bytes / GB:,.0f} GB, the largest part {name} with {size / GB:,.0f} GB")
     return sentences(*told)
 
 

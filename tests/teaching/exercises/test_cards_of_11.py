@@ -50,10 +50,8 @@ def test_an_error_of_a_rank_has_its_card(says):
 
 
 def test_a_peak_that_is_too_high_has_its_card():
-    assert (fsdp.LOWER_PEAK.peak_card, auto_wrap.THRESHOLD.peak_card) == (
-        "memory-root-only",
-        "memory-default-threshold",
-    )
+    """Where 11 has the remedy that the exercise asks for; in 03 more ranks are what helps."""
+    assert (fsdp.LOWER_PEAK.peak_card, auto_wrap.THRESHOLD.peak_card) == (None, "memory-default-threshold")
 
 
 def test_a_notebook_links_them_above_the_message(monkeypatch):
