@@ -1,5 +1,6 @@
 """Fixtures of all tests: data folders, the command line, and a look at what is left behind."""
 
+import gc
 import gzip
 import multiprocessing.util
 import os
@@ -50,6 +51,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here, or not asked for: pytest -m gpu"))
         if {"mnist_dir", "packed_mnist"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("mnist")
+
+
+def pytest_collection_finish():
+    """Leave all that is loaded by now out of later collections.
+
+    Each plan and each trace begins with one, and looking through torch, scikit-learn and thousands of tests again takes
+    up to a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries tidy up at the end, and complain of what they still find
 
 
 # ---------------------------------------------------------------- nothing is left behind

@@ -76,8 +76,8 @@ class TiedNet(nn.Module):
 
 
 STRANGERS = {
-    "a convolutional net": (ConvNet, lambda: torch.randn(6, 3, 24, 24), ResidualStage),
-    "an encoder and a decoder": (Halves, lambda: [torch.randint(0, 300, (12, 15)) for _ in range(2)], nn.GRU),
+    "a convolutional net": (ConvNet, lambda: torch.randn(6, 3, 16, 16), ResidualStage),
+    "an encoder and a decoder": (Halves, lambda: [torch.randint(0, 300, (12, 8)) for _ in range(2)], nn.GRU),
     "tied weights": (TiedNet, lambda: torch.randint(0, 700, (8, 24)), MLPBlock),
 }
 UNITS = {"strategy": "fsdp-auto-wrap"}
@@ -265,6 +265,7 @@ def test_what_cannot_be_planned_is_refused_with_a_reason(factory, batch, setting
 
 
 def test_without_units_a_plan_that_does_not_fit_gets_advice():
-    _, said = plan_model(ConvNet, torch.randn(4, 3, 8, 8), world_size=2, device_memory_gb=1e-5, allowance_gb=0)
+    normed = lambda: nn.Sequential(nn.Conv1d(16, 32, 3), nn.BatchNorm1d(32), nn.Conv1d(32, 8, 1))  # noqa: E731
+    _, said = plan_model(normed, torch.randn(4, 16, 8), world_size=2, device_memory_gb=1e-6, allowance_gb=0)
     assert said.startswith("It does not fit")
     assert "recompute" not in said and "bf16" not in said  # there are no units, and batch norms refuse bf16
