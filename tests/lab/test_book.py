@@ -53,6 +53,6 @@ def test_what_the_search_finds_is_on_the_page(folder):
 
 
 def test_a_link_that_leads_nowhere_is_found(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "copy")
-    (tmp_path / "copy" / "GLOSSARY.html").unlink()
-    assert any("GLOSSARY.html" in link for link in broken_links(tmp_path / "copy"))
+    """One chapter without the glossary beside it: every other page would be parsed once more for nothing."""
+    shutil.copy(folder / "03_fsdp.html", tmp_path)
+    assert any("GLOSSARY.html" in link for link in broken_links(tmp_path))
