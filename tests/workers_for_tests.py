@@ -1,6 +1,7 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
 import gc
+import importlib
 import multiprocessing
 import os
 import resource
@@ -31,6 +32,7 @@ from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks import progress
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.launching.process import describe_error
 from fsdp_helpers.shapes import BYTE_LLAMA
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, make_mesh, shard_with_api, unit_names
@@ -325,8 +327,12 @@ def _units(model_name, policy, api):
     return sorted(set(unit_names(model)) - {"root"})
 
 
-def train_and_return_parameters(rank, world_size, config):
-    """Whole parameters after `config.max_steps` steps, by their names in the plain model; None on other ranks."""
+def train_and_return_parameters(rank, world_size, configs):
+    """For each config whole parameters after `max_steps` steps, by their names in the plain model; {} on other ranks."""
+    return [_parameters_after_training(rank, world_size, config) for config in configs]
+
+
+def _parameters_after_training(rank, world_size, config):
     dataset = load_rank_data(config, rank_device())
     torch.manual_seed(config.seed)
     model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
@@ -335,16 +341,17 @@ def train_and_return_parameters(rank, world_size, config):
     for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
         train_step(model, images, labels, optimizer)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return whole if rank == 0 else None
+    return whole if rank == 0 else {}
 
 
 # ---------------------------------------------------------------- memory levers
 
 
-def units_and_parameters(rank, world_size, config):
-    """The names of the units, and whole parameters by their names in a state dict (on rank 0)."""
-    model = APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config)
-    return unit_names(model), get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+def units_and_parameters(rank, world_size, configs):
+    """For each config the names of the units, and whole parameters by their names in a state dict (on rank 0)."""
+    whole = StateDictOptions(full_state_dict=True)
+    models = [APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config) for config in configs]
+    return [(unit_names(model), get_model_state_dict(model, options=whole)) for model in models]
 
 
 def gradients_held_back(rank, world_size):
@@ -380,6 +387,33 @@ def train_each(rank, world_size, configs):
             gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
         records.append(train_worker(rank, world_size, config))
     return records
+
+
+def call_each(rank, world_size, calls):
+    """Run several workers, (worker, *arguments), one after the other; the result of each."""
+    gc.freeze()  # what was loaded before the first run is not looked through again
+    results = []
+    for worker, *arguments in calls:
+        results.append(worker(rank, world_size, *arguments))
+        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
+    return results
+
+
+def rehearse(rank, world_size, worker, module, builds):
+    """Run a checker's worker with each build, (folder of the module, arguments): (its result, how it failed)."""
+    gc.freeze()  # what was loaded before the first run is not looked through again
+    found = []
+    for folder, arguments in builds:
+        sys.path.insert(0, folder)
+        sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        try:
+            found.append((worker(rank, world_size, module, *arguments), None))
+        except Exception as error:
+            found.append((None, describe_error(error)))
+        sys.path.remove(folder)
+        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
+    return found
 
 
 def report_until_ended(rank, world_size, folder):
@@ -426,6 +460,7 @@ def run_each(rank, world_size, names, way):
     """Run several failures of the gallery, one after the other: the numbers of each, or its error."""
     from fsdp_helpers.teaching.lessons.failures import gallery  # of no use to the other workers
 
+    gc.freeze()  # what was loaded before the first run is not looked through again
     found = {}
     for name in names:
         try:

@@ -29,6 +29,7 @@ SHARDED_UNITS = WAYS[4:]
 
 
 KINDS = ("none", "units", "selective")
+NESTED = 16_500  # in each block of "vit" linear1 (16,640), and the block with what is left (33,344)
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +37,22 @@ def run(tmp_path_factory):
     """Runs of "vit", dropout on, on the digits; on two ranks, and of the plain model on one."""
     always = {"model": "vit", "min_num_params": 40_000, "max_steps": 4, "global_batch_size": 16, "test_images": 12}
     always["data_dir"] = str(tmp_path_factory.mktemp("no-mnist"))
-    ways = [(1, "local", "fsdp2"), (2, "fsdp-auto-wrap", "fsdp1"), (2, "fsdp-auto-wrap", "fsdp2")]
-    runs = Runs(
-        always,
-        [
-            (world_size, {"strategy": strategy, "api": api, "activation_checkpointing": kind})
-            for world_size, strategy, api in ways
-            for kind in KINDS
-        ],
-    )
+    one_process = [{"strategy": "local", "api": "fsdp2", "activation_checkpointing": kind} for kind in KINDS]
+    ways = [("fsdp2", {}, KINDS)] + [
+        (api, settings, ("none", "units"))
+        for api, settings in [
+            ("fsdp1", {}),
+            ("fsdp1", {"min_num_params": NESTED, "max_steps": 2}),
+            ("fsdp2", {"min_num_params": NESTED, "max_steps": 2}),
+            ("fsdp2", {"precision": "bf16", "max_steps": 2}),
+        ]
+    ]
+    two_ranks = [
+        {"strategy": "fsdp-auto-wrap", "api": api, "activation_checkpointing": kind} | settings
+        for api, settings, kinds in ways
+        for kind in kinds
+    ]
+    runs = Runs(always, [(1, settings) for settings in one_process] + [(2, settings) for settings in two_ranks])
 
     def run(strategy: str, api: str = "fsdp2", **settings) -> RunRecord:
         return runs(strategy, api, 1 if strategy == "local" else 2, **settings)
@@ -55,9 +63,12 @@ def run(tmp_path_factory):
 # ---------------------------------------------------------------- the same numbers
 
 
-@pytest.mark.parametrize("kind", ["units", "selective"])
-@pytest.mark.parametrize("strategy, api", mostly_long(WAYS, telling=(0, 4, 5)))
-def test_the_same_losses_bit_for_bit_with_dropout(strategy, api, kind, run):
+# Telling: one process; FSDP2, with both kinds; FSDP1, to which either kind is the same wrapper.
+@pytest.mark.parametrize(
+    "kind, strategy, api",
+    mostly_long([(kind, *way) for kind in ("units", "selective") for way in WAYS], telling=(0, 4, 5, 7, 12)),
+)
+def test_the_same_losses_bit_for_bit_with_dropout(kind, strategy, api, run):
     plain, checkpointed = run(strategy, api), run(strategy, api, activation_checkpointing=kind)
     assert len(plain.step_losses) == 4
     assert checkpointed.step_losses == plain.step_losses
@@ -77,7 +88,8 @@ def test_the_same_units_and_the_same_collectives(strategy, api, run):
 
 def test_in_bf16_too(run):
     plain, checkpointed = (
-        run("fsdp-auto-wrap", precision="bf16", activation_checkpointing=kind) for kind in ("none", "units")
+        run("fsdp-auto-wrap", precision="bf16", max_steps=2, activation_checkpointing=kind)
+        for kind in ("none", "units")
     )
     assert checkpointed.step_losses == plain.step_losses
 
@@ -92,21 +104,20 @@ def test_names_stay_those_of_the_plain_model():
     wrapped.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
-def test_names_of_units_and_of_whole_parameters(api, digits_dir):
-    config = TrainConfig(
-        model="vit",
-        strategy="fsdp-auto-wrap",
-        api=api,
-        min_num_params=40_000,
-        activation_checkpointing="units",
-        global_batch_size=4,
-        max_steps=1,
-        data_dir=str(digits_dir),
-    )
-    units, parameters = launch(workers.units_and_parameters, config, world_size=2, device="cpu")[0]
-    assert sorted(units) == [*BLOCKS, "root"]
-    assert parameters.keys() == build_model("vit").state_dict().keys()
+def test_names_of_units_and_of_whole_parameters():
+    configs = [
+        TrainConfig(
+            model="vit",
+            strategy="fsdp-auto-wrap",
+            api=api,
+            min_num_params=40_000,
+            activation_checkpointing="units",
+        )
+        for api in ("fsdp1", "fsdp2")
+    ]
+    for units, parameters in launch(workers.units_and_parameters, configs, world_size=2, device="cpu")[0]:
+        assert sorted(units) == [*BLOCKS, "root"]
+        assert parameters.keys() == build_model("vit").state_dict().keys()
 
 
 def test_the_chosen_modules_are_wrapped_and_no_others():
@@ -114,9 +125,6 @@ def test_the_chosen_modules_are_wrapped_and_no_others():
     checkpoint_activations(model, choose_units(model, size_policy(40_000)), "selective")
     found = [name for name, module in model.named_modules() if is_checkpointed(module)]
     assert found == BLOCKS
-
-
-NESTED = 16_500  # in each block of "vit" linear1 (16,640), and the block with what is left (33,344)
 
 
 def test_units_within_units_are_recomputed_once():

@@ -1,5 +1,7 @@
 """All strategies compute the same; what they keep, hold, send and need at the peak is what arithmetic says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import workers_for_tests as workers
@@ -32,26 +34,39 @@ ONE_UNIT, AUTO_WRAP = SHARDED[:2], SHARDED[2:4]
 APIS = ["fsdp1", "fsdp2"]
 # Two ranks with 32 images each: enough that activations count. The others are here for their losses.
 BATCH_SIZES = {1: 64, 2: 64, 3: 24, 4: 24}
-# Enough for a steady step. Two and three ranks train 20 steps for their losses; a second run would be no quicker.
-FEW_STEPS = {1: {"max_steps": 4}, 2: {}, 3: {}, 4: {"max_steps": 4}}
+# Enough for a steady step. Two ranks train 20 steps and three 8 for their losses; a second run would be no quicker.
+FEW_STEPS = {1: {"max_steps": 4}, 2: {}, 3: {"max_steps": 8}, 4: {"max_steps": 4}}
 
 
 FOUR = ONE_UNIT + AUTO_WRAP
-WAYS = {1: [], 2: SHARDED, 3: FOUR, 4: FOUR}  # by number of ranks: what several tests look at, beside DDP
+WAYS = {1: [], 2: SHARDED, 3: FOUR, 4: []}  # by number of ranks: what several tests look at, beside DDP
+VIT = {"model": "vit", "max_steps": 4, "global_batch_size": 4}
+VIT_IN_LAYERS = {"model": "vit", "max_steps": 1, "global_batch_size": 4, "min_num_params": 16_000}
+ONE_LOOKS_AT = {
+    1: [{"strategy": "local", "api": "fsdp2", "dropout": False, "max_steps": 20}],
+    2: [
+        *[{"strategy": strategy, "api": api, "dropout": False} for strategy, api in AUTO_WRAP],
+        *[{"strategy": s, "api": api} | VIT | {"sharding": how} for s, api in AUTO_WRAP for how in ("full", "grad-op")],
+        *[{"strategy": strategy, "api": api} | VIT_IN_LAYERS for strategy, api in [("ddp", "fsdp2"), *AUTO_WRAP]],
+        {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "backward_prefetch": "post"} | VIT,
+        {"strategy": "fsdp-auto-wrap", "api": "fsdp2", "min_num_params": 100_000_000, "max_steps": 4},
+        {"strategy": "fsdp", "api": "fsdp1", "sharding": "none"},
+    ],
+    3: [],
+    4: [{"strategy": "fsdp-auto-wrap", "api": api, "sharding": "hybrid"} for api in APIS],
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs on the digits."""
     always = {"test_images": 12, "max_steps": 20, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
-    runs = Runs(
-        always,
-        [
-            (size, {"strategy": strategy, "api": api, "global_batch_size": BATCH_SIZES[size]} | FEW_STEPS[size])
-            for size, ways in WAYS.items()
-            for strategy, api in [("ddp", "fsdp2"), *ways]
-        ],
-    )
+    planned = [
+        (size, {"global_batch_size": BATCH_SIZES[size]} | FEW_STEPS[size] | settings)
+        for size, ways in WAYS.items()
+        for settings in [{"strategy": s, "api": api} for s, api in [("ddp", "fsdp2"), *ways]] + ONE_LOOKS_AT[size]
+    ]
+    runs = Runs(always, planned)
 
     def run(strategy: str, api: str = "fsdp2", world_size: int = 2, **settings) -> RunRecord:
         return runs(strategy, api, world_size, **{"global_batch_size": BATCH_SIZES[world_size]} | settings)
@@ -83,8 +98,9 @@ def peak(record: RunRecord) -> int:
     + mostly_long([(*which, world_size) for world_size in (3, 4) for which in SHARDED], telling=(3,)),
 )
 def test_equals_ddp_step_by_step(strategy, api, world_size, run):
-    ddp, sharded = run("ddp", world_size=world_size), run(strategy, api, world_size)
-    assert len(sharded.step_losses) == 20
+    steps = FEW_STEPS[world_size] if world_size == 3 else {}
+    ddp, sharded = run("ddp", world_size=world_size, **steps), run(strategy, api, world_size, **steps)
+    assert len(sharded.step_losses) == steps.get("max_steps", 20)
     assert sharded.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
     assert sharded.epochs[0].test_loss == pytest.approx(ddp.epochs[0].test_loss, abs=1e-4)
 
@@ -106,15 +122,10 @@ def test_deep_equals_ddp(strategy, api, run_deep):
 def test_whole_parameters_after_training(ways, digits_dir):
     """On three ranks, which divide neither ShallowNet's parameters nor its rows."""
     settings = {"max_steps": 5, "global_batch_size": 24, "data_dir": str(digits_dir)}
-    found = {
-        (strategy, api): launch(
-            workers.train_and_return_parameters,
-            TrainConfig(strategy=strategy, api=api, **settings),
-            world_size=3,
-            device="cpu",
-        )[0]
-        for strategy, api in [("ddp", "fsdp2"), *ways]
-    }
+    ways = [("ddp", "fsdp2"), *ways]
+    configs = [TrainConfig(strategy=strategy, api=api, **settings) for strategy, api in ways]
+    found = launch(workers.train_and_return_parameters, configs, world_size=3, device="cpu")[0]
+    found = dict(zip(ways, found, strict=True))
     expected = found.pop(("ddp", "fsdp2"))
     assert sum(tensor.numel() for tensor in expected.values()) == P_SHALLOW
     for which, parameters in found.items():
@@ -138,7 +149,7 @@ def test_two_ranks_keep_half_each(strategy, api, run):
 
 @pytest.mark.parametrize("strategy, api", mostly_long(SHARDED, telling=(3,)))
 def test_three_ranks_together_keep_the_whole(strategy, api, run):
-    ranks = run(strategy, api, 3).ranks
+    ranks = run(strategy, api, 3, **FEW_STEPS[3]).ranks
     assert sum(rank.parameter_bytes for rank in ranks) == 4 * P_SHALLOW
     assert sum(rank.gradient_bytes for rank in ranks) == 4 * P_SHALLOW
     assert sum(rank.optimizer_bytes for rank in ranks) == 8 * P_SHALLOW
@@ -231,7 +242,7 @@ def padded_units(api: str, world_size: int, *, wrapped: bool) -> list[int]:
     return [padded_params(api, unit, world_size) for unit in (root, *shapes.values())]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("strategy, api", ONE_UNIT + AUTO_WRAP)
 def test_fsdp_sends_what_the_formula_says(strategy, api, world_size, run):
     """Neither 3 nor 4 ranks divide 1,199,882 parameters, nor all numbers of rows: padding counts, to the byte."""
@@ -274,8 +285,7 @@ def test_hybrid_sends_within_its_groups(api, run):
 @pytest.mark.parametrize("api", APIS)
 def test_grad_op_keeps_parameters_until_backward(api, run):
     """ZeRO-2: no second all-gather, and a higher peak, seen on four blocks of the same size."""
-    settings = {"model": "vit", "max_steps": 4, "global_batch_size": 4}
-    full, grad_op = (run("fsdp-auto-wrap", api, sharding=sharding, **settings) for sharding in ("full", "grad-op"))
+    full, grad_op = (run("fsdp-auto-wrap", api, sharding=sharding, **VIT) for sharding in ("full", "grad-op"))
     assert grad_op.step_losses == pytest.approx(full.step_losses, abs=1e-5)
     # The root and four blocks: 5 + 4 gathered, without freeing after forward 5
     assert [moved(record.ranks[0])["all_gather"][0] for record in (full, grad_op)] == [9, 5]
@@ -285,16 +295,18 @@ def test_grad_op_keeps_parameters_until_backward(api, run):
 
 @pytest.mark.parametrize("api", APIS)
 def test_units_inside_a_transformer_layer_are_evaluated_too(api, run):
-    settings = {"model": "vit", "max_steps": 1, "global_batch_size": 4, "min_num_params": 16_000}
-    ddp, sharded = run("ddp", **settings), run("fsdp-auto-wrap", api, **settings)
+    ddp, sharded = run("ddp", **VIT_IN_LAYERS), run("fsdp-auto-wrap", api, **VIT_IN_LAYERS)
     # In each of four blocks both linear layers (16,640, 16,448), and the block with what is left (16,896); and the root
     assert sharded.ranks[0].num_units == 4 * 3 + 1
     assert sharded.epochs[0].test_loss == pytest.approx(ddp.epochs[0].test_loss, abs=1e-5)
 
 
-@pytest.mark.parametrize("api", mostly_long(APIS, telling=(1,)))
+@pytest.mark.parametrize("api", APIS)
 def test_hybrid_shards_within_groups_and_copies_across(api, run):
-    ddp, hybrid = run("ddp", world_size=4), run("fsdp-auto-wrap", api, 4, sharding="hybrid")
+    ddp, hybrid = (
+        run("ddp", world_size=4, **FEW_STEPS[4]),
+        run("fsdp-auto-wrap", api, 4, sharding="hybrid", **FEW_STEPS[4]),
+    )
     assert hybrid.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
     for rank in hybrid.ranks:
         # Four ranks, but two slices: 4 x 1,199,882 / 2
@@ -312,8 +324,7 @@ def test_no_sharding_is_ddp(run):
 
 @pytest.mark.parametrize("prefetch", mostly_long(["post", "none"]))
 def test_prefetching_changes_no_number(prefetch, run):
-    settings = {"model": "vit", "max_steps": 4, "global_batch_size": 4}
-    usual, other = (run("fsdp-auto-wrap", "fsdp1", backward_prefetch=p, **settings) for p in ("pre", prefetch))
+    usual, other = (run("fsdp-auto-wrap", "fsdp1", backward_prefetch=p, **VIT) for p in ("pre", prefetch))
     assert other.step_losses == usual.step_losses
     assert moved(other.ranks[0]) == moved(usual.ranks[0])
 
@@ -345,11 +356,11 @@ def test_every_unit_gets_the_offload_policy(strategy, policy, monkeypatch):
 
 def test_ddp_that_waits_for_its_buckets_learns_the_same(run, monkeypatch):
     """So it trains on CUDA under a time-out; the variable is NCCL's, and gloo does not heed it."""
-    config = run("ddp").config
+    config = replace(run("ddp").config, max_steps=4)
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     waited = launch(train_worker, config, world_size=2, device="cpu")[0]
     # Halves are exact in floating point, so even the order of dividing and adding up does not show.
-    assert waited.step_losses == run("ddp").step_losses
+    assert waited.step_losses == run("ddp").step_losses[:4]
     assert waited.ranks[0].collectives == run("ddp").ranks[0].collectives
 
 
