@@ -29,10 +29,11 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
+from fsdp_helpers.teaching.lessons import saving
 from fsdp_helpers.teaching.lessons.saving import trained_for_a_step
 from fsdp_helpers.training import loop as training
 from fsdp_helpers.training import worker
-from fsdp_helpers.training.worker import train_worker
+from fsdp_helpers.training.worker import load_rank_data, train_worker
 
 # ---------------------------------------------------------------- saving and loading
 
@@ -426,3 +427,13 @@ def train_on_a_full_disk(rank, world_size, config, full_on, save_number, part):
 def let_files_grow_to(size):
     """Writing beyond fails as on a full disk, with an OSError: Python ignores the signal that comes with it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def train_with_schedule(rank, world_size, config):
+    """The losses of the run of notebook 06's accidents, if nobody stops it."""
+    dataset, built = load_rank_data(config, rank_device()), saving._build(config, seed=config.seed)
+    return [
+        loss
+        for step in range(config.max_steps)
+        for loss in saving._train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
+    ]

@@ -28,16 +28,20 @@ def loaded_files(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    return {unquote(tag["id"]) for tag in BeautifulSoup(page, "html.parser").find_all(id=True)}
+    return _anchors(BeautifulSoup(page, "html.parser"))
+
+
+def _anchors(soup: BeautifulSoup) -> set[str]:
+    return {unquote(tag["id"]) for tag in soup.find_all(id=True)}
 
 
 def broken_links(folder: Path) -> list[str]:
     """Links of a folder of pages that lead to no file of it, or to no anchor of the page that they name."""
-    pages = {path.resolve(): path.read_text() for path in folder.rglob("*.html")}
-    ids = {path: anchors(page) for path, page in pages.items()}
+    pages = {path.resolve(): BeautifulSoup(path.read_text(), "html.parser") for path in folder.rglob("*.html")}
+    ids = {path: _anchors(soup) for path, soup in pages.items()}
     broken = []
-    for path, page in pages.items():
-        for tag in BeautifulSoup(page, "html.parser").find_all("a", href=True):
+    for path, soup in pages.items():
+        for tag in soup.find_all("a", href=True):
             address, _, anchor = tag["href"].partition("#")
             target = (path.parent / address).resolve() if address else path
             if re.match(r"[a-z]+:", address):

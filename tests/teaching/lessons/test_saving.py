@@ -1,4 +1,7 @@
-"""What notebook 06 shows about saving is what the package does, and each accident is one."""
+"""What notebook 06 shows about saving is what the package does, and each accident is one.
+
+A launch costs seconds, so runs that only return something share one.
+"""
 
 import os
 from dataclasses import replace
@@ -6,7 +9,7 @@ from dataclasses import replace
 import checkpoint_workers as workers
 import pytest
 import torch
-from runs import mostly_long
+from workers_for_tests import call_each
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
@@ -17,20 +20,55 @@ from fsdp_helpers.training.worker import train_worker
 P_SHALLOW = 1_199_882
 
 
-@pytest.fixture
-def config(digits_dir) -> TrainConfig:
-    return TrainConfig(
-        strategy="fsdp", global_batch_size=24, max_steps=6, test_images=12, dropout=False, data_dir=str(digits_dir)
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> TrainConfig:
+    settings = {"global_batch_size": 24, "max_steps": 6, "test_images": 12, "dropout": False}
+    return TrainConfig(strategy="fsdp", data_dir=str(tmp_path_factory.mktemp("no-mnist")), **settings)
+
+
+def on_two_ranks(calls: dict) -> dict:
+    """Run several lessons in one launch: by name, what each rank returned."""
+    found = launch(call_each, list(calls.values()), world_size=2, device="cpu")
+    return dict(zip(calls, zip(*found, strict=True), strict=True))
+
+
+LOST = ("nothing", "optimiser", "schedule", "data position")
+WAYS = [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp2")]
+
+
+@pytest.fixture(scope="module")
+def found(config, tmp_path_factory) -> dict:
+    """By name, what the lessons return that end by themselves."""
+    folder = tmp_path_factory.mktemp("saved")
+    calls = {
+        way: (
+            lessons.save_every_way,
+            replace(config, strategy=way[0], api=way[1]),
+            str(tmp_path_factory.mktemp(way[0])),
+        )
+        for way in WAYS
+    }
+    calls |= {lost: (lessons.resume_without, config, lost, str(folder / lost)) for lost in LOST}
+    calls |= {way: (lessons.resume_through, config, way, str(folder / way)) for way in ("slices", "plain")}
+    calls["undisturbed"] = (workers.train_with_schedule, config)
+    return on_two_ranks(calls)
+
+
+@pytest.mark.parametrize("strategy, api", WAYS)
+def test_every_way_writes_the_state_once(strategy, api, found):
+    check_ways(strategy, api, found[strategy, api])
+
+
+@pytest.mark.long
+def test_every_way_of_fsdp1_writes_the_state_once(config, tmp_path):
+    chosen = replace(config, strategy="fsdp-auto-wrap", api="fsdp1")
+    check_ways(
+        "fsdp-auto-wrap", "fsdp1", launch(lessons.save_every_way, chosen, str(tmp_path), world_size=2, device="cpu")
     )
 
 
-@pytest.mark.parametrize(
-    "strategy, api",
-    mostly_long([("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")], telling=(0, 2)),
-)
-def test_every_way_writes_the_state_once(strategy, api, config, tmp_path):
-    chosen = replace(config, strategy=strategy, api=api)
-    for records in launch(lessons.save_every_way, chosen, str(tmp_path), world_size=2, device="cpu"):
+def check_ways(strategy: str, api: str, of_each_rank: list) -> None:
+    for records in of_each_rank:
         assert [record.way for record in records] == ["full", "sharded", "asynchronous"]
         for record in records:
             # 12 bytes a parameter, and less than 2 % for descriptions
@@ -52,11 +90,8 @@ def test_a_save_in_if_hangs(config, tmp_path):
     assert "rank 1 was waiting in barrier()" in second and "in save_in_if" in second
 
 
-def test_what_is_lost_shows_in_the_losses(config, tmp_path):
-    losses = {
-        lost: launch(lessons.resume_without, config, lost, str(tmp_path / lost), world_size=2, device="cpu")[0]
-        for lost in ("nothing", "optimiser", "schedule", "data position")
-    }
+def test_what_is_lost_shows_in_the_losses(found):
+    losses = {lost: found[lost][0] for lost in LOST}
     whole = losses.pop("nothing")
     for lost, others in losses.items():
         assert others[:3] == whole[:3]
@@ -65,32 +100,17 @@ def test_what_is_lost_shows_in_the_losses(config, tmp_path):
         assert others[4:] != whole[4:]
 
 
-def test_nothing_lost_is_nothing_lost(config, tmp_path):
+def test_nothing_lost_is_nothing_lost(found):
     """Resumed with everything, the schedule included, it is the run that nobody stopped."""
-    resumed = launch(lessons.resume_without, config, "nothing", str(tmp_path), world_size=2, device="cpu")[0]
-    undisturbed = launch(_train_with_schedule, config, world_size=2, device="cpu")[0]
-    assert resumed == undisturbed
+    assert found["nothing"] == found["undisturbed"]
 
 
-def _train_with_schedule(rank, world_size, config):
-    dataset = lessons.load_rank_data(config, torch.device("cpu"))
-    built = lessons._build(config, seed=config.seed)
-    return [
-        loss
-        for step in range(config.max_steps)
-        for loss in lessons._train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
-    ]
-
-
-def test_plain_state_dicts_lose_the_optimiser_silently(config, tmp_path):
+def test_plain_state_dicts_lose_the_optimiser_silently(found):
     """8 parameters have moments; a new optimiser's dict has no place for them, and nothing complains."""
-    slices, plain = (
-        launch(lessons.resume_through, config, way, str(tmp_path / way), world_size=2, device="cpu")[0]
-        for way in ("slices", "plain")
-    )
+    slices, plain = found["slices"][0], found["plain"][0]
     assert slices[:2] == (8, 8)
     assert plain[:2] == (8, 0)
-    assert slices[2] == launch(_train_with_schedule, config, world_size=2, device="cpu")[0]
+    assert slices[2] == found["undisturbed"][0]
     assert plain[2][:4] == slices[2][:4]  # the parameters are there: the first loss is right
     assert plain[2][4:] != slices[2][4:]
 
