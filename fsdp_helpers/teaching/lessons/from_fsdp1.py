@@ -54,8 +54,10 @@ def save_in_slices(folder: str, model: FSDP, optimizer: AdamW) -> None:
 
 def save_in_one_file(path: str, model: FSDP, optimizer: AdamW) -> None:
     """Gather everything on rank 0, which writes it: a "full" checkpoint."""
+    # PyTorch 2.11 frees what is on the CPU already and then copies it, which ends the rank by SIGSEGV; 2.15 does not.
+    offload = rank_device().type != "cpu" or torch.__version__ >= "2.15"
     configs = [
-        config(offload_to_cpu=True, rank0_only=True) for config in (FullStateDictConfig, FullOptimStateDictConfig)
+        config(offload_to_cpu=offload, rank0_only=True) for config in (FullStateDictConfig, FullOptimStateDictConfig)
     ]
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
         state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}

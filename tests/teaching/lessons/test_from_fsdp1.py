@@ -1,7 +1,6 @@
 """FSDP2 goes on from FSDP1's old checkpoints, Adam's moments included."""
 
 import pytest
-import torch
 
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons import from_fsdp1
@@ -11,10 +10,6 @@ def run(worker, *arguments, world_size: int = 2):
     return launch(worker, *arguments, world_size=world_size, device="cpu", timeout_s=240, progress=False)[0]
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11"),
-    reason="PyTorch 2.11 ends a rank by SIGSEGV where FSDP1 trains and writes both kinds of checkpoint",
-)
 def test_both_kinds_of_checkpoint_go_on(digits_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("FSDP_DATA_DIR", str(digits_dir))
     right = run(from_fsdp1.train_fsdp1, str(tmp_path))[from_fsdp1.MOVED_AT :]
