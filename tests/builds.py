@@ -11,7 +11,10 @@ from typing import NamedTuple
 import nbformat
 import pytest
 from leftovers import PROJECT
+from workers_for_tests import rehearse
 
+from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.teaching.exercises import on_ranks
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
@@ -50,6 +53,7 @@ class BuildTests:
     starter: str  # what is said of the starter
     wrong: list[tuple[list[tuple[str, str]], str]]  # changes to the folded solution, and what is said of the result
     settings: dict = {}  # of the checker, for the folded solution and for other ways
+    settings_of_wrong: dict = {}  # and for what is refused
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "changes" in metafunc.fixturenames:
@@ -68,14 +72,15 @@ class BuildTests:
     def refuse(self, message: str) -> None:
         """Expect one line that matches `message`."""
         with pytest.raises(NotYet, match=message) as refused:
-            self.checker(self.name)
+            self.checker(self.name, **self.settings_of_wrong)
         assert len(str(refused.value).splitlines()) == 1
 
-    def changed(self, *changes: tuple[str, str]) -> str:
+    @classmethod
+    def changed(cls, *changes: tuple[str, str]) -> str:
         """The folded solution with something in it changed."""
-        code = EXERCISES[self.name].solution
+        code = EXERCISES[cls.name].solution
         for old, new in changes:
-            assert old in code, f"{old!r} is not in the solution of {self.name}"
+            assert old in code, f"{old!r} is not in the solution of {cls.name}"
             code = code.replace(old, new)
         return code
 
@@ -103,9 +108,45 @@ class BuildTests:
 
 
 class BuildTestsOnRanks(BuildTests):
-    """Tests of a build exercise that is run on ranks: 2 here, 3 with the long evidence."""
+    """Tests of a build exercise that is run on ranks: 2 here, 3 with the long evidence.
+
+    A launch for each wrong build would take a minute in all. So two real ranks run all of them, one after the other,
+    in one launch, and the checker is told what it would have seen in a launch of its own. The folded solution, and
+    wrong builds that end one rank alone or leave it waiting (`alone`), are launched by the checker itself.
+    """
 
     settings = ON_TWO_RANKS
+    worker: Callable  # the checker's, which ranks run
+    alone: tuple[str, ...] = ()  # what is said of the builds that do not end alike on all ranks
+    file: str | None = None  # what the checker's worker gets beside the module: a path in a folder of its own
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rehearsed(cls, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple]]:
+        """What each rank came to, by the build's code."""
+        codes = [EXERCISES[cls.name].starter]
+        codes += [cls.changed(*changes) for changes, message in cls.wrong if message not in cls.alone]
+        folders = [tmp_path_factory.mktemp(cls.name) for _ in codes]
+        for code, folder in zip(codes, folders, strict=True):
+            (folder / f"{cls.name}.py").write_text(code)
+        builds = [(str(folder), () if cls.file is None else (str(folder / cls.file),)) for folder in folders]
+        found = launch(rehearse, cls.worker, cls.name, builds, world_size=2, device="cpu", progress=False)
+        return dict(zip(codes, zip(*found, strict=True), strict=True))
+
+    @pytest.fixture(autouse=True)
+    def checker_is_told_of_the_rehearsal(self, rehearsed, tmp_path, monkeypatch) -> None:
+        """Of a build that was rehearsed, the checker's launch on two ranks returns, or raises, what was seen then."""
+
+        def launch_or_tell(asked: Callable, *arguments: object, world_size: int, **settings: object) -> list:
+            code = (tmp_path / f"{self.name}.py").read_text()
+            if code not in rehearsed or (asked, world_size) != (self.worker, 2):
+                return launch(asked, *arguments, world_size=world_size, **settings)
+            for rank, (_, failure) in enumerate(rehearsed[code]):
+                if failure is not None:
+                    raise RankError(rank, world_size, *failure)
+            return [result for result, _ in rehearsed[code]]
+
+        monkeypatch.setattr(on_ranks, "launch", launch_or_tell)
 
     @pytest.mark.long
     def test_the_folded_solution_is_accepted_on_three_ranks_too(self, write):

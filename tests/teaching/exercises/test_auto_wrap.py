@@ -52,6 +52,7 @@ def shard_model(model, mesh):
 class TestCut(BuildTestsOnRanks):
     name = "my_cut"
     checker = staticmethod(auto_wrap.check_cut)
+    worker = staticmethod(auto_wrap.train_readers_cut)
     starter = "on 2 ranks, rank 0: 100 parameters are in no unit"
     wrong = [
         ([AS_ONE_UNIT], "the peak is .* the target below"),
@@ -83,6 +84,7 @@ class TestCut(BuildTestsOnRanks):
 class TestHooks(BuildTestsOnRanks):
     name = "my_hooks"
     checker = staticmethod(auto_wrap.check_hooks)
+    worker = staticmethod(auto_wrap.train_readers_hooks)
     starter = "on 2 ranks, rank 0: after hook_block, blocks still have 44,992 bytes"
     wrong = [
         # zeros take as many bytes

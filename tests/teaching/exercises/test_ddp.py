@@ -54,6 +54,7 @@ def average_gradients(model, bucket_bytes):
 class TestAverageGradients(BuildTestsOnRanks):
     name = "my_ddp"
     checker = staticmethod(ddp.check_average_gradients)
+    worker = staticmethod(ddp.average_by_reader)
     starter = "on 2 ranks.*no collective was seen"
     wrong = [
         ([("    flat /= dist.get_world_size()\n", "")], "the losses are not those of DDP.*wrong-summed-loss"),

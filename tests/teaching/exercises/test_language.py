@@ -13,6 +13,7 @@ BY_TOKENS_ALONE = (  # a mean over each part's own tokens
 class TestTokenLoss(BuildTestsOnRanks):
     name = "my_tokens"
     checker = staticmethod(language.check_token_loss)
+    worker = staticmethod(language.tokens_by_reader)
     starter = "on 2 ranks, rank 0: nothing was reduced"
     wrong = [
         ([("    dist.all_reduce(num_tokens)", "    pass")], "the gradient is .* times as long as in one"),
@@ -32,6 +33,7 @@ KEPT = "loss_of_chunk(part, head, wanted)"
 class TestChunks(BuildTestsOnRanks):
     name = "my_chunks"
     checker = staticmethod(language.check_chunks)
+    worker = staticmethod(language.chunks_by_reader)
     starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; a tensor is asked for"
     wrong = [
         (
@@ -46,6 +48,8 @@ class TestChunks(BuildTestsOnRanks):
 class TestAdapters(BuildTestsOnRanks):
     name = "my_adapters"
     checker = staticmethod(language.check_adapters)
+    worker = staticmethod(language.adapters_by_reader)
+    file = "adapters-2.safetensors"
     starter = "adapters-2.safetensors cannot be read: FileNotFoundError"
     wrong = [
         ([(" if parameter.requires_grad", "")], "tensors that are not trained, .* among them"),

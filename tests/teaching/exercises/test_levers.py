@@ -64,6 +64,7 @@ def gradient_norm(model):
 class TestAccumulation(BuildTestsOnRanks):
     name = "my_accumulation"
     checker = staticmethod(levers.check_accumulation)
+    worker = staticmethod(levers.accumulate_by_reader)
     starter = "on 2 ranks, with 4 parts, rank 0: nothing was reduced"
     wrong = [
         ([("index == len(parts) - 1", "True")], "12 reduce-scatters were seen.*memory-accumulation"),

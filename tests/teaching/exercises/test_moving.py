@@ -4,10 +4,15 @@ from builds import BuildTestsOnRanks
 
 from fsdp_helpers.teaching.exercises import moving
 
+LEFT_ALONE = "the ranks' collectives do not match.*crash-skipped-step|does not end.*hang-order"
+
 
 class TestMove(BuildTestsOnRanks):
     name = "my_move"
     checker = staticmethod(moving.check_move)
+    worker = staticmethod(moving.move_by_reader)
+    alone = (LEFT_ALONE,)
+    file = "."
     starter = "on 2 ranks, rank 0: 10 parameters are whole, module.embed.weight among them"
     wrong = [
         # 1: the optimiser has the parameters that sharding replaced
@@ -49,7 +54,7 @@ class TestMove(BuildTestsOnRanks):
         # 5
         (
             [("            loss_of(model, held_out)", "            mesh.get_rank() or loss_of(model, held_out)")],
-            "the ranks' collectives do not match.*crash-skipped-step|does not end.*hang-order",
+            LEFT_ALONE,
         ),
         # 6
         ([("get_model_state_dict(model, options=options)", "model.state_dict()")], "in the file is a slice"),

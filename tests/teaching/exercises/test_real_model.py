@@ -86,6 +86,7 @@ def test_wrong_numbers_of_ranks(answer):
 ADD_KEY = """    if weights:  # rank 0's
         weights = {**weights, "head.weight": weights["embed.weight"]}
 """
+MISSING_KEY = 'my_start.py fails in line .*: RuntimeError: .*Missing key.* "head.weight"'
 UNTIED = "    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())\n"
 OTHER_WAY = """
 import torch
@@ -110,6 +111,8 @@ def start_sharded(build, weights, mesh):
 class TestStart(BuildTestsOnRanks):
     name = "my_start"
     checker = staticmethod(real_model.check_start)
+    worker = staticmethod(real_model.start_by_reader)
+    alone = (MISSING_KEY,)  # rank 0 alone reads the weights
     starter = "on 2 ranks, rank 0: 97 tensors are in no unit"
     wrong = [
         ([('with torch.device("meta")', "if True")], "besides what stays, .* whole for a moment"),
@@ -123,7 +126,7 @@ class TestStart(BuildTestsOnRanks):
             [("set_model_state_dict(model, weights, options=options)", "torch.nn.init.normal_(model.head.weight)")],
             "the losses are not those of rank 0's weights",
         ),
-        ([(ADD_KEY, "")], 'my_start.py fails in line .*: RuntimeError: .*Missing key.* "head.weight"'),
+        ([(ADD_KEY, "")], MISSING_KEY),
         (
             [(ADD_KEY, ""), ("broadcast_from_rank0=True)", "broadcast_from_rank0=True, strict=False)")],
             "from weights without blocks.3.linear1.weight your model starts, too",
