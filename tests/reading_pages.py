@@ -1,6 +1,7 @@
 """What tests ask of a page of HTML that somebody will open without a network."""
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -17,9 +18,15 @@ LOADING = {
 }
 
 
+@lru_cache(maxsize=24)
+def parsed(page: str) -> BeautifulSoup:
+    """A page as a tree; several tests ask of the same pages, and a chapter takes a second to parse."""
+    return BeautifulSoup(page, "html.parser")
+
+
 def loaded_files(page: str) -> list[str]:
     """Every address that a browser would load for the page, except what is inside it."""
-    soup = BeautifulSoup(page, "html.parser")
+    soup = parsed(page)
     found = [tag.get(attribute) for name, attribute in LOADING.items() for tag in soup.find_all(name)]
     styles = [*(tag.text for tag in soup.find_all("style")), *(tag["style"] for tag in soup.find_all(style=True))]
     for style in styles:
@@ -28,20 +35,16 @@ def loaded_files(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    return _anchors(BeautifulSoup(page, "html.parser"))
-
-
-def _anchors(soup: BeautifulSoup) -> set[str]:
-    return {unquote(tag["id"]) for tag in soup.find_all(id=True)}
+    return {unquote(tag["id"]) for tag in parsed(page).find_all(id=True)}
 
 
 def broken_links(folder: Path) -> list[str]:
     """Links of a folder of pages that lead to no file of it, or to no anchor of the page that they name."""
-    pages = {path.resolve(): BeautifulSoup(path.read_text(), "html.parser") for path in folder.rglob("*.html")}
-    ids = {path: _anchors(soup) for path, soup in pages.items()}
+    pages = {path.resolve(): path.read_text() for path in folder.rglob("*.html")}
+    ids = {path: anchors(page) for path, page in pages.items()}
     broken = []
-    for path, soup in pages.items():
-        for tag in soup.find_all("a", href=True):
+    for path, page in pages.items():
+        for tag in parsed(page).find_all("a", href=True):
             address, _, anchor = tag["href"].partition("#")
             target = (path.parent / address).resolve() if address else path
             if re.match(r"[a-z]+:", address):

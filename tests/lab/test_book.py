@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 from bs4 import BeautifulSoup
 from leftovers import PROJECT
-from reading_pages import anchors, broken_links, loaded_files
+from reading_pages import anchors, broken_links, loaded_files, parsed
 
 from fsdp_helpers.lab import book
 
@@ -17,11 +18,12 @@ NOTEBOOKS = sorted((PROJECT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Iterator[Path]:
     """The whole book: links between chapters need all of them."""
     built = tmp_path_factory.mktemp("book")
     book.write_book(NOTEBOOKS, built)
-    return built
+    yield built
+    parsed.cache_clear()
 
 
 def test_every_chapter_is_there_and_every_link_leads_somewhere(folder):

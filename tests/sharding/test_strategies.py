@@ -40,7 +40,7 @@ FEW_STEPS = {1: {"max_steps": 4}, 2: {}, 3: {"max_steps": 8}, 4: {"max_steps": 4
 
 FOUR = ONE_UNIT + AUTO_WRAP
 WAYS = {1: [], 2: SHARDED, 3: FOUR, 4: []}  # by number of ranks: what several tests look at, beside DDP
-VIT = {"model": "vit", "max_steps": 4, "global_batch_size": 4}
+VIT = {"model": "vit", "max_steps": 2, "global_batch_size": 4}
 VIT_IN_LAYERS = {"model": "vit", "max_steps": 1, "global_batch_size": 4, "min_num_params": 16_000}
 ONE_LOOKS_AT = {
     1: [{"strategy": "local", "api": "fsdp2", "dropout": False, "max_steps": 20}],
