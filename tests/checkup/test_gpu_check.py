@@ -9,14 +9,17 @@ from functools import partial
 
 import psutil
 import pytest
+import torch
 from programs import is_running, running_python, wait_until
 from runs import main_in_process, mostly_long
 
 from fsdp_helpers.checkup import device_checks, gpu_check, many_gpu_checks, one_check, training_checks
+from fsdp_helpers.checkup.facts import DESCRIBE, fact_lines
 from fsdp_helpers.checkup.gpu_check import PASTE, Report, check_gpus
 from fsdp_helpers.checkup.gpu_checks import CHECKS
 from fsdp_helpers.checkup.one_check import (
     MARK,
+    ask_child,
     describe_process,
     how_it_ended,
     last_error,
@@ -24,10 +27,10 @@ from fsdp_helpers.checkup.one_check import (
     marked_processes,
     run_check,
 )
-from fsdp_helpers.checkup.rows import FAIL, PASS, SKIP, Check, Row, count_results, markdown_table
+from fsdp_helpers.checkup.rows import FAIL, PASS, SKIP, Check, Outcome, Row, Unfit, count_results, markdown_table
 from fsdp_helpers.measuring.step_profile import measure_run
 from fsdp_helpers.ranks.gpus import NONE, VISIBLE, Gpus
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launching.launch import RankError, launch
 
 ONE_GPU = Gpus(1)
 
@@ -110,11 +113,39 @@ def test_a_check_for_more_gpus_is_skipped():
     assert (row.result, row.measured) == (SKIP, "needs 2 GPUs, this machine has 1")
 
 
-def test_a_check_in_its_process_passes():
-    """One that needs no GPU: a stopped rank on the CPU is named within its time-out."""
-    row = run_check(CHECKS["a stopped rank on the CPU is named"], ONE_GPU, limit_s=240, mark="passes")
-    assert row.result == PASS, row
-    assert "rank 1 did not answer within 8 s" in row.measured
+def test_a_child_hands_over_what_it_found():
+    """The description of a machine, which needs no ranks."""
+    facts = ask_child(DESCRIBE, ONE_GPU, 240, "describes").content
+    assert facts["torch"] == torch.__version__ and facts["gpus"] == []
+    assert f"torch {torch.__version__}" in fact_lines(facts)[0]
+
+
+def raise_unfit(num_gpus):
+    raise Unfit("needs a network")
+
+
+@pytest.mark.parametrize(
+    "run, result, measured, values",
+    [
+        (lambda num_gpus: Outcome(True, f"{num_gpus} of 1", {"x": 1.0}), PASS, "1 of 1", {"x": 1.0}),
+        (lambda num_gpus: Outcome(False, "0 of 1"), FAIL, "0 of 1", {}),
+        (raise_unfit, SKIP, "needs a network", {}),
+    ],
+)
+def test_what_a_check_found_is_its_row(run, result, measured, values, monkeypatch, tmp_path):
+    """Both what the child does and what its parent makes of it, in this process."""
+
+    def ask_this_process(title, gpus, limit_s, mark):
+        one_check.main(title, str(gpus.count), gpus.problem, str(tmp_path / "answer.json"))
+        return one_check.Answer(json.loads((tmp_path / "answer.json").read_text()), "printed", "")
+
+    check = Check("ours", run, "1 of 1")
+    monkeypatch.setattr("fsdp_helpers.ranks.gpus._known", [])
+    monkeypatch.setitem(CHECKS, "ours", check)
+    monkeypatch.setattr(one_check, "ask_child", ask_this_process)
+    row = run_check(check, ONE_GPU, limit_s=240, mark="here")
+    assert (row.result, row.measured, row.values, row.expected) == (result, measured, values, "1 of 1")
+    assert row.details == (("printed",) if result == FAIL else ())
 
 
 def test_what_is_left_behind_is_found_and_ended(monkeypatch):
@@ -226,6 +257,18 @@ def test_a_check_fails_where_nobody_is_blamed(on_cpu, monkeypatch):
     monkeypatch.setattr(device_checks, "launch", lambda *_, **__: [])
     outcome = device_checks.who_is_blamed("dead", 2, "cuda")
     assert (outcome.passed, outcome.measured) == (False, "no rank failed")
+
+
+def test_who_is_blamed_for_a_stopped_rank(on_cpu, monkeypatch):
+    """That a rank which waits for it names it is test_roll_call's."""
+
+    def launch_in_vain(*_, **__):
+        raise RankError(0, 2, "SilentRanks: rank 1 did not answer within 8 s")
+
+    monkeypatch.setattr(device_checks, "launch", launch_in_vain)
+    stopped = CHECKS["a stopped rank on the CPU is named"].run(1)
+    assert (stopped.passed, device_checks.who_is_blamed("dead", 2, "cpu").passed) == (True, False)
+    assert stopped.measured == "rank 0 of 2 failed: SilentRanks: rank 1 did not answer within 8 s"
 
 
 def test_every_take_home_script_has_a_row():
