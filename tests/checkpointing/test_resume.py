@@ -19,12 +19,14 @@ import torch.distributed.checkpoint as dcp
 from leftovers import END_S, PROJECT, processes_of_this_session
 from programs import PATIENCE_S
 from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
+from workers_for_tests import train_each
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.resume import find_start
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.run import train as train_run
 from fsdp_helpers.training.worker import train_worker
 
@@ -77,19 +79,31 @@ def unfinished(folder: Path) -> list[str]:
 # ---------------------------------------------------------------- a resumed run is the same run
 
 
+def train_in_turn(world_size: int, *settings: dict) -> list[RunRecord]:
+    """Rank 0's records of runs that the same ranks make one after the other."""
+    return launch(train_each, [TrainConfig(**each) for each in settings], world_size=world_size, device="cpu")[0]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("strategy, api, world_size", mostly_long(RUNS, telling=(3, 6)))
 def test_ten_steps_and_ten_more_are_twenty(strategy, api, world_size, no_mnist, tmp_path):
-    """With dropout on, to the last bit: the losses, the evaluations and the state in the end."""
-    settings = {"api": api, "data_dir": no_mnist} | SETTINGS
-    undisturbed = train(strategy, world_size, max_steps=20, checkpoint_dir=str(tmp_path / "one"), **settings)[0]
-    settings["checkpoint_dir"] = str(tmp_path / "two")
-    first = train(strategy, world_size, max_steps=10, checkpoint_every=3, **settings)[0]
-    assert find_steps(tmp_path / "two") == [3, 6, 9, 10]
-    second = train(strategy, world_size, max_steps=20, resume=True, **settings)[0]
+    """With dropout on, to the last bit: the losses, the evaluations and the state in the end.
+
+    Before the second half the same ranks make the undisturbed run, so what they have drawn by then helps nobody.
+    """
+    settings = {"strategy": strategy, "api": api, "data_dir": no_mnist} | SETTINGS
+    halves = settings | {"checkpoint_dir": str(tmp_path / "two")}
+    first, undisturbed, second = train_in_turn(
+        world_size,
+        halves | {"max_steps": 10, "checkpoint_every": 3},
+        settings | {"max_steps": 20, "checkpoint_dir": str(tmp_path / "one")},
+        halves | {"max_steps": 20, "resume": True},
+    )
+    assert (find_steps(tmp_path / "one"), find_steps(tmp_path / "two")) == ([20], [3, 6, 9, 10, 20])
     assert (first.first_step, second.first_step) == (0, 10)
     assert first.step_losses + second.step_losses == undisturbed.step_losses
     assert len(undisturbed.step_losses) == 20
+    assert first.ranks == undisturbed.ranks  # saving adds to no bytes held, no peak and no collectives of a step
 
     # Epoch 1 ended in the first run, epoch 2 was cut in two after 2 of its steps, epoch 3 has the last 4 steps.
     assert [epoch.epoch for epoch in first.epochs] == [1, 2]
@@ -108,25 +122,15 @@ def evaluation(epoch):
     return epoch.epoch, epoch.test_loss, epoch.test_correct
 
 
-@pytest.mark.parametrize("strategy, api, world_size", mostly_long([RUNS[2], RUNS[4], RUNS[6]], telling=(2,)))
-def test_saving_changes_no_number(strategy, api, world_size, no_mnist, tmp_path):
-    settings = {"api": api, "data_dir": no_mnist, "max_steps": 10} | SETTINGS
-    plain = train(strategy, world_size, **settings)[0]
-    saving = train(strategy, world_size, checkpoint_dir=str(tmp_path), checkpoint_every=2, **settings)[0]
-    assert saving.step_losses == plain.step_losses
-    assert [*map(evaluation, saving.epochs)] == [*map(evaluation, plain.epochs)]
-    for with_saving, without in zip(saving.ranks, plain.ranks, strict=True):
-        assert with_saving == without  # bytes held, the peak and the collectives of a step included
-
-
 @pytest.mark.parametrize("saver", [pytest.param(RUNS[1], marks=pytest.mark.long), RUNS[4]])
 def test_a_run_goes_on_on_other_ranks_and_under_another_strategy(saver, no_mnist, tmp_path):
+    """To one process and to the other API; that the same API loads on fewer ranks is test_state's."""
     settings = {"data_dir": no_mnist, "dropout": False, "max_steps": 20} | SETTINGS
     strategy, api, world_size = saver
-    undisturbed = train(strategy, world_size, api=api, **settings)[0]
+    whole = settings | {"strategy": strategy, "api": api}
     saved = tmp_path / "saved"
-    train(strategy, world_size, api=api, checkpoint_dir=str(saved), **settings | {"max_steps": 10})
-    for strategy, api, world_size in [("local", "fsdp2", 1), ("fsdp", "fsdp2", 3), ("fsdp-auto-wrap", "fsdp1", 2)]:
+    _, undisturbed = train_in_turn(world_size, whole | {"checkpoint_dir": str(saved), "max_steps": 10}, whole)
+    for strategy, api, world_size in [("local", "fsdp2", 1), ("fsdp", "fsdp2", 2)]:
         folder = shutil.copytree(saved, tmp_path / f"{strategy}-{world_size}")
         resumed = train(strategy, world_size, api=api, checkpoint_dir=str(folder), resume=True, **settings)[0]
         assert resumed.first_step == 10
@@ -167,35 +171,25 @@ def test_other_ranks_draw_new_dropout_masks(no_mnist, tmp_path):
 
 def test_resuming_from_nothing_is_starting(no_mnist, tmp_path):
     settings = SHORT | {"data_dir": no_mnist, "max_steps": 3}
-    expected = train(world_size=2, **settings)[0].step_losses
     (tmp_path / "empty").mkdir()
-    for folder in ("empty", "new", "new/in-new"):
-        record = train(world_size=2, checkpoint_dir=str(tmp_path / folder), resume=True, **settings)[0]
-        assert (record.first_step, record.step_losses) == (0, expected)
-        assert find_steps(tmp_path / folder) == [3]
+    folders = [tmp_path / name for name in ("empty", "new", "new/in-new")]
+    expected, *resumed = train_in_turn(
+        2, settings, *(settings | {"checkpoint_dir": str(folder), "resume": True} for folder in folders)
+    )
+    for folder, record in zip(folders, resumed, strict=True):
+        assert (record.first_step, record.step_losses) == (0, expected.step_losses)
+        assert find_steps(folder) == [3]
 
 
-@pytest.mark.parametrize("count", mostly_long([1, 2], telling=(1,)))
-def test_as_many_checkpoints_are_kept_as_asked_for(count, no_mnist, tmp_path):
-    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)}
-    train(world_size=2, checkpoint_every=3, keep_last=count, **settings)
-    # Steps 3, 6 and, being the last, 8
-    assert find_steps(tmp_path) == [3, 6, 8][-count:]
-    assert unfinished(tmp_path) == []
-
-
-def test_a_resumed_run_keeps_as_many_as_before(no_mnist, tmp_path):
-    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
-    train(world_size=2, keep_last=1, **settings | {"max_steps": 2})
-    train(world_size=2, resume=True, **settings | {"max_steps": 4})
-    assert find_steps(tmp_path) == [4]
-    train(world_size=2, resume=True, keep_last=2, **settings)  # another number may be given
-    assert find_steps(tmp_path) == [6, 8]
-
-
-def test_the_last_checkpoint_is_there_without_asking_for_more(no_mnist, tmp_path):
-    train(world_size=2, checkpoint_dir=str(tmp_path), **SHORT | {"data_dir": no_mnist})
-    assert find_steps(tmp_path) == [8]
+def test_as_many_checkpoints_are_kept_as_asked_for_now_or_when_the_run_began(no_mnist, tmp_path):
+    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path / "resumed"), "checkpoint_every": 2}
+    # Of steps 3, 6 and, being the last, 8
+    at_once = settings | {"checkpoint_dir": str(tmp_path / "at-once"), "checkpoint_every": 3, "keep_last": 2}
+    train_in_turn(2, at_once, settings | {"keep_last": 1, "max_steps": 2}, settings | {"resume": True, "max_steps": 4})
+    assert find_steps(tmp_path / "at-once") == [6, 8] and unfinished(tmp_path / "at-once") == []
+    assert find_steps(tmp_path / "resumed") == [4]
+    train(world_size=2, resume=True, **settings | {"keep_last": 2})  # another number may be given
+    assert find_steps(tmp_path / "resumed") == [6, 8]
 
 
 def arguments(settings: dict, *more) -> list:
@@ -235,17 +229,17 @@ def test_a_finished_run_trains_nothing_and_evaluates(no_mnist, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("epochs, max_steps, first_step", mostly_long([(1, None, 5), (2, 5, 5), (2, 4, 4)]))
-def test_steps_and_epochs_count_from_the_beginning_of_the_run(epochs, max_steps, first_step, no_mnist, tmp_path):
+def test_steps_and_epochs_count_from_the_beginning_of_the_run(
+    epochs, max_steps, first_step, undisturbed, no_mnist, tmp_path
+):
     """5 steps an epoch: a run that ends with an epoch, or within one, and is given more to do later."""
-    settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path)}
-    undisturbed = train(world_size=2, **SHORT | {"data_dir": no_mnist})[0]
-    train(world_size=2, **settings | {"epochs": epochs, "max_steps": max_steps})
-    finished = train(world_size=2, resume=True, **settings | {"epochs": epochs, "max_steps": max_steps})[0]
+    short = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path), "epochs": epochs, "max_steps": max_steps}
+    again = short | {"resume": True}
+    _, finished, resumed = train_in_turn(2, short, again, again | {"epochs": 2, "max_steps": 7})
     assert (finished.first_step, finished.step_losses) == (first_step, ())
     assert [epoch.epoch for epoch in finished.epochs] == [1]
-    resumed = train(world_size=2, resume=True, **settings | {"epochs": 2, "max_steps": 7})[0]
     assert resumed.first_step == first_step
-    assert resumed.step_losses == undisturbed.step_losses[first_step:7]
+    assert resumed.step_losses == undisturbed[first_step:7]
 
 
 # ---------------------------------------------------------------- killed at any moment, nothing is lost
@@ -399,7 +393,7 @@ def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, c
 # ---------------------------------------------------------------- asked to end
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", mostly_long([0, 1], telling=(1,)))  # rank 0 saves, and has to hear of the other
 def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_config, undisturbed, tmp_path):
     """SIGTERM may reach one machine alone, or sooner than the other; step 5 is no step to save after by itself."""
     folder = tmp_path / "run"
@@ -414,7 +408,10 @@ def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_conf
 # ---------------------------------------------------------------- a full disk
 
 
-@pytest.mark.parametrize("full_on, part", [(0, "slices"), (1, "slices"), (0, "description")])
+# Rank 0 alone writes the description, and has to hear that the other could not write its slices.
+@pytest.mark.parametrize(
+    "full_on, part", mostly_long([(0, "slices"), (1, "slices"), (0, "description")], telling=(1, 2))
+)
 def test_a_disk_that_fills_up(full_on, part, saving_config, undisturbed, tmp_path):
     """The third checkpoint, of step 6, does not fit: on one rank a file cannot grow any more."""
     folder = tmp_path / "run"
@@ -510,7 +507,10 @@ def garble(path: Path) -> None:
 
 
 DAMAGES = {
-    "missing slices": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "missing slices": (
+        lambda path: (path / "__1_0.distcp").unlink(),
+        "__1_0.distcp is missing. Put it back, or delete step-00000004 to go on from step-00000002",
+    ),
     "truncated slices": (lambda path: truncate(path / "__1_0.distcp"), "__1_0.distcp is damaged"),
     "missing index": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
     "truncated index": (lambda path: truncate(path / ".metadata"), ".metadata is damaged"),
@@ -628,14 +628,6 @@ def test_damaged_slices_of_the_right_size_fail_by_name(run_folder, no_mnist, cap
     first = complaints(capfd)[0]
     assert str(run_folder / checkpoint_name(4)) in first
     assert "CheckpointError" in first
-
-
-def test_refused_in_a_process_of_its_own(run_cli, run_folder, no_mnist):
-    (run_folder / checkpoint_name(4) / "__1_0.distcp").unlink()
-    done = run_cli(*arguments(SHORT | {"data_dir": no_mnist, "checkpoint_dir": run_folder}, "--resume"), offline=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("Data: ")]
-    assert "__1_0.distcp is missing. Put it back, or delete step-00000004 to go on from step-00000002" in line
 
 
 # ---------------------------------------------------------------- checkpoints of earlier versions
