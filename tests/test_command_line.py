@@ -6,8 +6,8 @@ import re
 import socket
 from pathlib import Path
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 from leftovers import PROJECT
 from runs import check_json, main_in_process, mostly_long, train
 
@@ -44,12 +44,11 @@ def test_local_and_ddp_agree_step_by_step(data_dir):
         "dropout": False,
         "data_dir": str(data_dir),
     }
-    local, two, three = (train(*run, **settings)[0] for run in [("local", 1), ("ddp", 2), ("ddp", 3)])
+    local, three = (train(*run, **settings)[0] for run in [("local", 1), ("ddp", 3)])
     # The sums run in another order, so they differ in the last digits only: 1e-4 is a thousand times those.
     assert len(local.step_losses) == 20
-    assert two.step_losses == pytest.approx(local.step_losses, abs=1e-4)
     assert three.step_losses == pytest.approx(local.step_losses, abs=1e-4)
-    for run in (local, two, three):
+    for run in (local, three):
         assert run.epochs[0].test_images == 301
         assert run.epochs[0].test_loss == pytest.approx(local.epochs[0].test_loss, abs=1e-4)
         assert run.epochs[0].test_correct == pytest.approx(local.epochs[0].test_correct, abs=1)

@@ -1,8 +1,8 @@
 """The same commands on CUDA: nccl, one rank a device."""
 
+import launch_workers as workers
 import pytest
 import torch
-import workers_for_tests as workers
 from runs import check_json
 
 from fsdp_helpers.checkpointing.folder import checkpoint_name

@@ -41,7 +41,7 @@ torch.optim.Adam(layer.parameters()).step()
 assert not torch.cuda.is_initialized()
 """
 STOPPED = """
-from workers_for_tests import stop_rank_1
+from launch_workers import stop_rank_1
 from fsdp_helpers.ranks.launching.launch import launch
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@ import os
 import platform
 import statistics
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES, malloc_tunables
 from fsdp_helpers.ranks.launching.launch import launch

@@ -1,10 +1,9 @@
 """GPUs are counted by a child, tried by it, and hidden from ranks on the CPU. Nothing here needs one."""
 
 import os
-import sys
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 
 from fsdp_helpers import launch
 from fsdp_helpers.ranks import gpus, group
@@ -20,11 +19,9 @@ def nothing_hidden(monkeypatch):
     gpus._ask_a_child.cache_clear()
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_ranks_on_the_cpu_find_no_gpu(start_method):
-    if start_method == "forkserver" and sys.platform == "win32":
-        pytest.skip("Windows has no fork server")
-    found = launch(workers.return_environment, world_size=2, device="cpu", start_method=start_method)
+def test_ranks_on_the_cpu_find_no_gpu():
+    """Nor do spawned ones (test_start)."""
+    found = launch(workers.return_environment, world_size=2, device="cpu")
     assert [environment[VISIBLE] for environment in found] == [NONE, NONE]
     assert VISIBLE not in os.environ, "the process that launches keeps its own"
 

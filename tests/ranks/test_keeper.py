@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 from programs import is_running, running_python
 
 from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
@@ -55,7 +55,7 @@ def test_fifty_interrupted_launches_leave_no_process(tmp_path):
         import os, signal, threading, time
         from pathlib import Path
         from fsdp_helpers.ranks.launching.launch import launch
-        from workers_for_tests import leave_processes
+        from launch_workers import leave_processes
 
         written = Path({str(tmp_path)!r}, "pids-0")
 

@@ -1,6 +1,7 @@
 """A real kernel, as JupyterLab starts one: what a cell shows of a launch, and how launches end with the kernel.
 
-Two kernels start at once and serve all tests, since each needs seconds to load torch, once more for its ranks.
+Two kernels start at once and serve all tests, since each needs seconds to load torch, once more for its ranks. The
+first loads ahead what every kernel does, the other what its tests need.
 """
 
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,10 @@ PATIENCE_S = 200.0  # for a cell, also on a busy machine
 SET_UP = """
 import tempfile
 from fsdp_helpers.ranks.launching.launch import launch
-from workers_for_tests import all_reduce_rank, raise_on, report_until_ended, return_args
+from launch_workers import all_reduce_rank, load_torch_alone, raise_on, report_until_ended, return_args
 kept = tempfile.TemporaryDirectory()
 """
+OTHER_SET_UP = SET_UP + "load_torch_alone()\n"
 HANG = "launch(report_until_ended, {folder!r}, world_size=2, device='cpu')"
 
 
@@ -107,12 +110,13 @@ def kernels(tmp_path_factory):
     both = [Kernel(tmp_path_factory.mktemp("kernel") / name) for name in ("one", "other")]
     for kernel in both:
         kernel.client.wait_for_ready(timeout=PATIENCE_S)
-    code = SET_UP + "sums = [launch(all_reduce_rank, world_size=2, device='cpu', progress=False) for _ in range(4)]"
-    requests = [kernel.begin(code) for kernel in both]
+    code = "sums = [launch(all_reduce_rank, world_size=2, device='cpu', progress=False) for _ in range(4)]"
+    set_ups = (SET_UP, OTHER_SET_UP)
+    requests = [kernel.begin(set_up + code) for kernel, set_up in zip(both, set_ups, strict=True)]
     assert [kernel.end(request) for kernel, request in zip(both, requests, strict=True)] == [[], []]
     yield both
-    for kernel in both:
-        kernel.shut_down()
+    with ThreadPoolExecutor(len(both)) as threads:  # a kernel takes seconds to end
+        list(threads.map(Kernel.shut_down, both))
 
 
 @pytest.fixture
@@ -181,7 +185,7 @@ def test_a_rank_that_fails_shows_its_own_traceback_alone(kernel):
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-1] == "ZeroDivisionError: on purpose, on rank 1"
     files = [line.split('"')[1] for line in lines if line.lstrip().startswith("File ")]
-    assert {Path(file).name for file in files} == {"workers_for_tests.py"}
+    assert {Path(file).name for file in files} == {"launch_workers.py"}
 
 
 @pytest.mark.parametrize(
@@ -260,4 +264,4 @@ def test_a_restart_leaves_nothing_and_the_kernel_launches_again(kernels):
     assert wait_until(lambda: not list(kernel.folder.glob("fsdp_helpers-*")))
     for folder in kernel.temporary_files():
         shutil.rmtree(folder)  # of the kernel, which was killed
-    assert text_of(kernel.run(SET_UP + "launch(all_reduce_rank, world_size=2, device='cpu')")[-1]) == "[3.0, 3.0]"
+    assert text_of(kernel.run(OTHER_SET_UP + "launch(all_reduce_rank, world_size=2, device='cpu')")[-1]) == "[3.0, 3.0]"

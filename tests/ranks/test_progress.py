@@ -2,8 +2,8 @@ import io
 import re
 import time
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 from programs import wait_until
 
 from fsdp_helpers.ranks import progress

@@ -1,7 +1,7 @@
 """Ranks that wait in vain, and name whom they wait for."""
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 
 from fsdp_helpers.ranks import roll_call
 from fsdp_helpers.ranks.launching.launch import RankError, launch
@@ -12,11 +12,10 @@ def test_the_roll_call_takes_a_quarter_and_at_most_five_seconds(timeout_s, expec
     assert roll_call.roll_call_s(timeout_s) == expected_s
 
 
-@pytest.mark.parametrize("sharding", [None, "hybrid"])
-def test_a_rank_that_is_stopped_is_named(sharding):
-    """Also where it is missed in a group of two of the four ranks."""
+def test_a_rank_that_is_stopped_is_named():
+    """Also where it is missed in a group of two of the four ranks; in that of all ranks: test_torchrun."""
     with pytest.raises(RankError, match="rank 1 did not answer within 8 s") as error:
-        launch(workers.stop_rank_1, sharding, world_size=4, device="cpu", group_timeout_s=8.0, timeout_s=240)
+        launch(workers.stop_rank_1, "hybrid", world_size=4, device="cpu", group_timeout_s=8.0, timeout_s=240)
     assert error.value.rank != 1
 
 

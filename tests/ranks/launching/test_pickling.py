@@ -5,8 +5,8 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 
 from fsdp_helpers.ranks.launching.pickling import check_worker, pickle_job, pickle_result
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 from programs import wait_until
 
 from fsdp_helpers.ranks.launching import standstill
@@ -23,14 +23,14 @@ def test_ranks_that_only_wait_are_ended_and_say_where():
         launch(workers.hang_on, 1, world_size=2, device="cpu", timeout_s=240, stall_s=STALL_S)
     assert "after 1.5 s in which no rank computed or reported anything, 2 of 2 ranks had not" in str(caught.value)
     first, second = caught.value.places
-    assert re.fullmatch(r"rank 0 was waiting in all_reduce\(\), called from workers_for_tests.py .* hang_on", first)
-    assert re.fullmatch(r"rank 1 was at workers_for_tests.py line \d+, in sleep_for_ever", second)
+    assert re.fullmatch(r"rank 0 was waiting in all_reduce\(\), called from launch_workers.py .* hang_on", first)
+    assert re.fullmatch(r"rank 1 was at launch_workers.py line \d+, in sleep_for_ever", second)
 
 
 @pytest.mark.parametrize("way", ["compute", "report", "print"])
 def test_one_rank_that_moves_is_enough(way):
     answers = launch(
-        workers.keep_others_waiting, way, 3 * STALL_S, world_size=2, device="cpu", stall_s=STALL_S, progress=False
+        workers.keep_others_waiting, way, 2 * STALL_S, world_size=2, device="cpu", stall_s=STALL_S, progress=False
     )
     assert answers == [2.0, 2.0]
 

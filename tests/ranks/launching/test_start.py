@@ -8,12 +8,13 @@ import os
 import sys
 from pathlib import Path
 
+import launch_workers as workers
 import pytest
-import workers_for_tests as workers
 from programs import is_running, running, running_python
 from runs import mostly_long
 
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES
+from fsdp_helpers.ranks.gpus import NONE
 from fsdp_helpers.ranks.launching import start
 from fsdp_helpers.ranks.launching.launch import RankError, launch
 from fsdp_helpers.ranks.launching.start import choose_start_method
@@ -39,17 +40,19 @@ def test_other_start_methods_are_refused(name):
 
 
 def test_spawned_ranks_keep_every_promise():
-    """Results, talk, settings, and nothing left of what they start."""
+    """Results, talk, settings, no GPU in sight, and nothing left of what they start."""
     found = launch(workers.describe_and_leave_processes, world_size=2, device="cpu", start_method="spawn")
     assert [rank["rank"] for rank, _ in found] == [(0, 2), (1, 2)]
     assert [rank["sum"] for rank, _ in found] == [3.0, 3.0]  # 1 + 2
+    assert [rank["visible_gpus"] for rank, _ in found] == [NONE, NONE]
     assert not [pid for _, pids in found for pid in pids if Path("/proc", str(pid)).exists()]
 
 
 # What Windows lacks, taken away at the top of a script: a spawned rank imports the script, and lacks it too.
+# Each of the five processes loads torch, so nothing else is loaded.
 WITHOUT = """
 import faulthandler, multiprocessing, os, signal, sys, tempfile
-import torch.distributed.checkpoint, torch.distributed.fsdp  # for other systems torch asks for other names
+import torch.distributed  # for other systems torch asks for other names
 from multiprocessing import resource_tracker
 
 resource_tracker._HAVE_SIGMASK = False  # as Python itself finds it there
@@ -66,7 +69,7 @@ for module, names in {
 
 if __name__ == "__main__":
     from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
-    from workers_for_tests import hang_on, raise_on, return_rank
+    from launch_workers import hang_on, raise_on, return_rank
 
     print(launch(return_rank, world_size=2, device="cpu"))
     for worker, timeout_s in ((raise_on, None), (hang_on, 1)):  # on one rank: each would load torch
@@ -91,8 +94,9 @@ def test_a_system_without_a_server_and_without_signals(tmp_path):
 
 UNGUARDED = """
 from fsdp_helpers.ranks.launching.launch import launch
-from workers_for_tests import return_rank
+from launch_workers import load_torch_alone, return_rank
 
+load_torch_alone()
 print(launch(return_rank, world_size=2, device="cpu", start_method={start_method!r}))
 """
 
@@ -141,7 +145,9 @@ def test_a_python_with_settings_of_its_own(tmp_path):
     code = """
         import os, signal
         from fsdp_helpers.ranks.launching.launch import launch
+        from launch_workers import load_torch_alone
         from my_worker import work
+        load_torch_alone()
         os.kill(os.getpid(), signal.SIGINT)
         launch(work, world_size=1, device="cpu")
         ranks = launch(work, world_size=2, device="cpu")
@@ -158,21 +164,12 @@ def test_a_python_with_settings_of_its_own(tmp_path):
     assert (tunables, ignored) == (OWN_TUNABLES, True)
 
 
-def test_the_server_ends_when_it_is_idle_and_the_next_launch_starts_another():
-    launch(workers.return_rank, world_size=1, device="cpu")
-    server = multiprocessing.forkserver._forkserver._forkserver_pid
-    with start.server_in_use():
-        start.end_idle_server()
-        assert is_running(server)  # a launch is under way
-    start.end_idle_server()
-    assert not is_running(server)
-    assert launch(workers.return_rank, world_size=1, device="cpu") == [(0, 1)]
-    assert multiprocessing.forkserver._forkserver._forkserver_pid != server
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the environment of a process is read from /proc")
-def test_the_settings_of_the_allocator_are_for_cpu_ranks_alone():
-    """Glibc reads them when a process starts, so a server for the other kind of ranks is a different process."""
+def test_one_server_serves_until_it_is_idle_or_the_other_kind_of_ranks_is_started(monkeypatch):
+    """Glibc reads the settings of the allocator, which are for CPU ranks alone, when a process starts.
+
+    So a server for the other kind of ranks is a different process. Those that start no rank load nothing ahead.
+    """
 
     def server() -> tuple[int, bool]:
         pid = multiprocessing.forkserver._forkserver._forkserver_pid
@@ -181,11 +178,23 @@ def test_the_settings_of_the_allocator_are_for_cpu_ranks_alone():
     launch(workers.return_rank, world_size=1, device="cpu")
     of_cpu_ranks, has_settings = server()
     assert has_settings
+    with start.server_in_use():
+        start.end_idle_server()
+        assert is_running(of_cpu_ranks)  # a launch is under way
+    start.end_idle_server()
+    assert not is_running(of_cpu_ranks)
+
+    loaded_ahead = start.PRELOADED
+    monkeypatch.setattr(start, "PRELOADED", [])
+    with start.server_in_use(), start.ready_to_start("forkserver", "cpu"):
+        of_cpu_ranks, has_settings = server()
+        assert has_settings
     with start.server_in_use(), start.ready_to_start("forkserver", "cuda"):
         assert MALLOC_TUNABLES not in os.environ.get("GLIBC_TUNABLES", "")
         of_cuda_ranks, has_settings = server()
-        assert of_cuda_ranks != of_cpu_ranks and not has_settings
+        assert not is_running(of_cpu_ranks) and not has_settings
     with start.server_in_use(), start.ready_to_start("forkserver", "cuda"):
         assert server() == (of_cuda_ranks, False)  # it serves on
-    launch(workers.return_rank, world_size=1, device="cpu")
+    monkeypatch.setattr(start, "PRELOADED", loaded_ahead)
+    assert launch(workers.return_rank, world_size=1, device="cpu") == [(0, 1)]
     assert server()[1] and not is_running(of_cuda_ranks)

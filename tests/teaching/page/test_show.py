@@ -4,9 +4,9 @@ import builtins
 import inspect
 import textwrap
 
+import launch_workers as workers
 import pytest
 import torch
-import workers_for_tests as workers
 
 from fsdp_helpers import models
 from fsdp_helpers.checkpointing import folder, state
@@ -35,7 +35,7 @@ def test_a_listing_says_file_and_line():
     assert show.source(loop.train_step, loop.batch_loss, worker.versions).caption == (
         f"fsdp_helpers/training/loop.py, lines {lines[0]}, {lines[1]}; fsdp_helpers/training/worker.py, line {lines[2]}"
     )
-    assert show.source(workers.return_rank).caption.startswith("workers_for_tests.py, line ")  # of no package
+    assert show.source(workers.return_rank).caption.startswith("launch_workers.py, line ")  # of no package
     assert show.source(starts.keep_own_rows).caption.startswith(
         "fsdp_helpers/teaching/lessons/starts.py, line "
     )  # decorated
