@@ -15,7 +15,7 @@ from fsdp_helpers.llama import Llama
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.shapes import BYTE_LLAMA, config_of_llama, llama_from_config
 
-SETTINGS = {"model": "llama", "global_batch_size": 12, "train_images": 36, "test_images": 4, "clip_norm": 1.0}
+SETTINGS = {"model": "llama", "global_batch_size": 6, "train_images": 18, "test_images": 4, "clip_norm": 1.0}
 RUNS = [("local", "fsdp2", 1), ("fsdp-auto-wrap", "fsdp1", 2), ("fsdp-auto-wrap", "fsdp2", 3)]
 
 

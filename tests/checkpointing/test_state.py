@@ -82,8 +82,8 @@ def test_what_is_saved_is_worth_comparing(saved):
     mostly_long([(loader, world_size) for loader in CONFIGS for world_size in (1, 2, 3)], telling=(7, 14)),
 )
 def test_slices_of_four_ranks_load_everywhere(loader, world_size, saved):
-    found = on_ranks(workers.load_each, saved, [*CONFIGS], CONFIGS[loader], world_size=world_size)[0]
-    assert found.keys() == CONFIGS.keys()
+    found = on_ranks(workers.load_each, saved, [*SAVED], CONFIGS[loader], world_size=world_size)[0]
+    assert found.keys() == SAVED.keys()
     check_loaded(found)
 
 
@@ -96,24 +96,15 @@ def test_slices_load_under_the_other_strategies(loader, world_size, saved):
     check_loaded(found)
 
 
-@pytest.mark.parametrize(
-    "loader, world_size", mostly_long([("fsdp fsdp1", 2), ("fsdp-auto-wrap fsdp2", 3)], telling=(1,))
-)
-def test_slices_of_the_other_strategies_load(loader, world_size, saved):
-    others = [*(SAVED.keys() - CONFIGS.keys())]
-    found = on_ranks(workers.load_each, saved, others, CONFIGS[loader], world_size=world_size)[0]
-    assert len(found) == 3
-    check_loaded(found)
+def test_a_parameter_with_fewer_rows_than_ranks(tmp_path):
+    """The positions of "vit" are one row of 16 x 64: on three ranks two hold nothing of it, on two one does.
 
-
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
-def test_a_parameter_with_fewer_rows_than_ranks(api, tmp_path):
-    # The positions of "vit" are one row of 16 x 64: on three ranks two hold nothing of it, on two one does.
-    config = TrainConfig(model="vit", strategy="fsdp-auto-wrap", api=api)
-    on_ranks(workers.save_under_each, tmp_path, {"vit": config}, world_size=3)
-    for world_size in (1, 2):
-        found = on_ranks(workers.load_each, tmp_path, ["vit"], config, world_size=world_size)[0]
-        before, after = found["vit"]
+    What each API saved on three ranks, the other loads on two.
+    """
+    configs = {api: TrainConfig(model="vit", strategy="fsdp-auto-wrap", api=api) for api in ("fsdp1", "fsdp2")}
+    on_ranks(workers.save_under_each, tmp_path, configs, world_size=3)
+    found = on_ranks(workers.load_crosswise_under_each, tmp_path, configs, world_size=2)[0]
+    for before, after in found.values():
         assert "model.positions" in before
         assert after == []
 
@@ -154,8 +145,10 @@ def test_a_plain_process_loads_and_saves(name, saved, tmp_path):
 
 
 def test_saving_in_the_background_saves_the_state_at_the_call(tmp_path):
-    found = on_ranks(workers.save_while_training, tmp_path, CONFIGS, world_size=2)[0]
-    assert found.keys() == CONFIGS.keys()
+    """Of each kind of tensor: plain, as FSDP1 cuts it, a DTensor."""
+    configs = {name: CONFIGS[name] for name in ("ddp fsdp2", "fsdp fsdp1", "fsdp fsdp2")}
+    found = on_ranks(workers.save_while_training, tmp_path, configs, world_size=2)[0]
+    assert found.keys() == configs.keys()
     for name, (trained_on, loaded) in found.items():
         assert len(trained_on) == NUM_TENSORS, name  # by the time of the writing, all of it had changed
         assert loaded == [], name
