@@ -36,24 +36,28 @@ LIKE_LLAMA_32 = replace(
 
 @pytest.mark.parametrize("shape", [SHAPE, LIKE_LLAMA_32], ids=["plain", "tied and stretched"])
 def test_two_ranks_then_three(shape, tmp_path):
+    """The one that is tied is the harder to save and to load, so it alone is stopped and goes on, on three ranks."""
     torch.manual_seed(0)
     model = Llama(shape)
     save_hugging_face(model, tmp_path / "model", config_of_llama(shape), num_files=2)
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"Line {number}: " + "so it goes. " * (number % 5) for number in range(40)))
 
-    right = run(2, tmp_path / "model", text, tmp_path / "whole", 6)
-    first = run(2, tmp_path / "model", text, tmp_path / "run", 4)
-    rest = run(3, tmp_path / "model", text, tmp_path / "run", 6)
-    assert sorted(first) == [0, 1, 2, 3] and sorted(rest) == [4, 5]
-    assert first | rest == pytest.approx(right, abs=1e-5)
+    newest = tmp_path / "run"
+    right = run(2, tmp_path / "model", text, newest, 6)
+    if shape.tied:
+        newest = tmp_path / "again"
+        first = run(2, tmp_path / "model", text, newest, 4)
+        rest = run(3, tmp_path / "model", text, newest, 6)
+        assert sorted(first) == [0, 1, 2, 3] and sorted(rest) == [4, 5]
+        assert first | rest == pytest.approx(right, abs=1e-5)
 
     numbers, targets = batch_of_script(text)
     mean = model(numbers, targets) / (targets != IGNORED).sum()
     assert right[0] == pytest.approx(mean.item(), abs=1e-5)  # the package's Llama says the same of the first batch
-    assert read_config(tmp_path / "run" / "model")["dtype"] == "float32"
-    tuned = Llama(llama_from_config(read_config(tmp_path / "run" / "model")))
-    load_hugging_face(tuned, tmp_path / "run" / "model")
+    assert read_config(newest / "model")["dtype"] == "float32"
+    tuned = Llama(llama_from_config(read_config(newest / "model")))
+    load_hugging_face(tuned, newest / "model")
     assert (tuned(numbers, targets) / (targets != IGNORED).sum()).item() < right[0]
 
 
