@@ -1,6 +1,7 @@
 """What the rank functions about units find; each number is counted by hand."""
 
 import pytest
+from workers_for_tests import call_each
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
@@ -29,19 +30,19 @@ def test_what_is_kept_between_forward_and_backward():
         assert kept == {"kept bytes": whole, "gathers in backward": 0, "sent bytes": 0}
 
 
-@pytest.mark.parametrize("reshard_first", [False, True])
-def test_a_change_after_an_evaluation_is_lost_unless_the_root_is_resharded_first(reshard_first):
-    for found in on_ranks(2, unit_probes.doubled_after_evaluation, reshard_first):
-        evaluated, doubled, later = found.values()
-        assert doubled == 2 * evaluated, "one linear layer: twice the parameters, twice the output"
-        assert later == (doubled if reshard_first else evaluated)
+def test_a_change_after_an_evaluation_is_lost_unless_the_root_is_resharded_first():
+    calls = [(unit_probes.doubled_after_evaluation, reshard_first) for reshard_first in (False, True)]
+    for found in on_ranks(2, call_each, calls):
+        for reshard_first, seen in zip((False, True), found, strict=True):
+            evaluated, doubled, later = seen.values()
+            assert doubled == 2 * evaluated, "one linear layer: twice the parameters, twice the output"
+            assert later == (doubled if reshard_first else evaluated)
 
 
 def test_copies_that_start_apart_stay_apart():
-    for apart in on_ranks(4, unit_probes.copies_apart, True):
+    for apart, alike in on_ranks(4, call_each, [(unit_probes.copies_apart, are_apart) for are_apart in (True, False)]):
         # The copies' gradients are averaged, so both take the same steps (rounding aside).
         assert apart["at the start"] > 0.1 and apart["after 5 steps"] == pytest.approx(apart["at the start"], rel=1e-4)
-    for alike in on_ranks(4, unit_probes.copies_apart, False):
         assert set(alike.values()) == {0.0}
 
 

@@ -9,17 +9,19 @@ from fsdp_helpers.models import build_model, count_params
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons import units_by_hand
 
-QUIET = {"device": "cpu", "timeout_s": 240, "progress": False}
+CUTS = (units_by_hand.shard_by_hand, units_by_hand.shard_by_torch)
+
+
+def on_ranks(world_size: int, calls: list[tuple]) -> list:
+    """Run several workers in one launch; for each rank what each of them returns."""
+    return launch(workers.call_each, calls, world_size=world_size, device="cpu", timeout_s=240, progress=False)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_units_by_hand_are_those_of_fully_shard(world_size):
     config = TrainConfig(model="vit", global_batch_size=12, max_steps=3, train_images=60, test_images=10)
-    found = {}
-    for shard in (units_by_hand.shard_by_hand, units_by_hand.shard_by_torch):
-        worker = (traced, units_by_hand.train_in_units, config, shard)
-        found[shard.__name__] = launch(*worker, world_size=world_size, **QUIET)[0]
-    (losses, trace), (torch_losses, torch_trace) = found.values()
+    calls = [(traced, units_by_hand.train_in_units, config, shard) for shard in CUTS]
+    (losses, trace), (torch_losses, torch_trace) = on_ranks(world_size, calls)[0]
     assert losses == pytest.approx(torch_losses, abs=1e-5)
     # Four blocks and the root: 5 + 4 gathers, 5 reductions
     ops = [seen.op for seen in trace.collectives]
@@ -32,10 +34,7 @@ def test_units_by_hand_are_those_of_fully_shard(world_size):
 
 def test_a_gradient_is_the_mean_over_ranks():
     """Adam would not notice a sum: it divides by the gradient's own size."""
-    by_hand, by_torch = (
-        launch(workers.gradient_norm_in_units, cut, world_size=2, **QUIET)
-        for cut in (units_by_hand.shard_by_hand, units_by_hand.shard_by_torch)
-    )
+    by_hand, by_torch = on_ranks(2, [(workers.gradient_norm_in_units, cut) for cut in CUTS])[0]
     assert by_hand == pytest.approx(by_torch, rel=1e-5)
 
 
@@ -43,7 +42,6 @@ def test_only_an_empty_storage_frees_what_autograd_holds():
     # Three layers of 1,024 x 1,024: 12,582,912 bytes, of which each of two ranks keeps half; beside them two
     # activations and the output, 4,096 bytes each, and the input
     whole, activations = 3 * 4 * 1024**2, 4 * 4096
-    for found in launch(units_by_hand.bytes_after_forward, False, world_size=2, **QUIET):
-        assert found == {"slice": whole // 2, "allocated": whole // 2 + whole + activations}
-    for found in launch(units_by_hand.bytes_after_forward, True, world_size=2, **QUIET):
-        assert found == {"slice": whole // 2, "allocated": whole // 2 + activations}
+    for kept, freed in on_ranks(2, [(units_by_hand.bytes_after_forward, emptied) for emptied in (False, True)]):
+        assert kept == {"slice": whole // 2, "allocated": whole // 2 + whole + activations}
+        assert freed == {"slice": whole // 2, "allocated": whole // 2 + activations}
