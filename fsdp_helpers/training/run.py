@@ -1,7 +1,7 @@
 """One run, from its settings to its record: ranks of our own with `train`, or one rank among those of torchrun."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from fsdp_helpers.mnist import DataError
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.gpus import hide_gpus
 from fsdp_helpers.ranks.group import check_timeout, choose_device, process_group
+from fsdp_helpers.ranks.in_turn import in_turn
 from fsdp_helpers.ranks.launching.errors import shown_by_message
 from fsdp_helpers.ranks.launching.launch import RankError, launch
 from fsdp_helpers.ranks.launching.process import describe_error
@@ -79,6 +80,33 @@ def train(
     if isinstance(view, LiveView) and progress:
         view.summarise(record)
     return record
+
+
+def train_each(
+    config: TrainConfig,
+    variants: Mapping[str, Mapping[str, object]],
+    *,
+    world_size: int,
+    device: str = "auto",
+    progress: bool = True,
+) -> dict[str, RunRecord]:
+    """Train `config` with each variant's changes, one after the other in one launch; return the records by name.
+
+    The records are those of a `train` for each; what PyTorch prepares in a process it prepares only once. Raises as
+    `train` does, and ValueError for a variant with a `checkpoint_dir`.
+    """
+    with shown_by_message(ValueError, DataError):
+        configs = {name: replace(config, **changes) for name, changes in variants.items()}
+        device = choose_device(device, world_size)
+        for name, one in configs.items():
+            if one.checkpoint_dir is not None:
+                raise ValueError(f"{name}: train_each saves no checkpoints; leave checkpoint_dir out, or call train")
+            one.check_world_size(world_size)
+            one.check_device(device)
+            prepare_run_data(one)
+    calls = [(one,) for one in configs.values()]
+    records = launch(in_turn, train_worker, calls, world_size=world_size, device=device, progress=progress)[0]
+    return dict(zip(configs, records, strict=True))
 
 
 def train_as_rank_of_torchrun(
