@@ -1,10 +1,11 @@
 """One run, from its settings to its record: ranks of our own with `train`, or one rank among those of torchrun."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
@@ -28,6 +29,8 @@ from fsdp_helpers.text import TEST_PART, read_text
 from fsdp_helpers.training.live import LiveView
 from fsdp_helpers.training.watch import run_title
 from fsdp_helpers.training.worker import train_worker
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def train(
@@ -84,12 +87,12 @@ def train(
 
 def train_each(
     config: TrainConfig,
-    variants: Mapping[str, Mapping[str, object]],
+    variants: Mapping[Name, Mapping[str, object]],
     *,
     world_size: int,
     device: str = "auto",
     progress: bool = True,
-) -> dict[str, RunRecord]:
+) -> dict[Name, RunRecord]:
     """Train `config` with each variant's changes, one after the other in one launch; return the records by name.
 
     The records are those of a `train` for each; what PyTorch prepares in a process it prepares only once. Raises as
