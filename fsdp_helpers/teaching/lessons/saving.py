@@ -37,7 +37,8 @@ Built = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSched
 
 
 def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str) -> list[SavingRecord]:
-    """Save one training state in three ways; return time, bytes on disk and memory of each."""
+    """Save one training state in three ways into `folder`; return time, bytes on disk and memory of each."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     with trace_memory(rank_device()) as trace:
         model, optimizer = trained_for_a_step(rank, world_size, config)
         writing_group = dist.new_group(backend="gloo")  # for the thread that writes in the background
