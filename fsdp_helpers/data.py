@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -172,12 +173,14 @@ def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def _read_digits() -> list[tuple[Tensor, Tensor]]:
-    """Return pixels (N, 28, 28) and labels (N,) for training and testing, from 8 x 8 pixels with values 0 to 16."""
-    from sklearn.datasets import load_digits
+    """Return pixels (N, 28, 28) and labels (N,) for training and testing, from 8 x 8 pixels with values 0 to 16.
 
-    digits = load_digits()
-    small = torch.from_numpy(digits.images).float().unsqueeze(1) * (255 / 16)  # (1797, 1, 8, 8)
+    The file is read as `sklearn.datasets.load_digits` reads it, which would first import all of scikit-learn and SciPy.
+    """
+    package = Path(find_spec("sklearn").origin).parent
+    rows = torch.from_numpy(np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=","))  # (1797, 65)
+    small = rows[:, :-1].float().reshape(-1, 1, 8, 8) * (255 / 16)
     pixels = F.interpolate(small, size=(28, 28), mode="bilinear").squeeze(1)
-    labels = torch.from_numpy(digits.target).long()
+    labels = rows[:, -1].long()
     cut = len(labels) - NUM_DIGITS_FOR_TEST
     return [(pixels[:cut], labels[:cut]), (pixels[cut:], labels[cut:])]

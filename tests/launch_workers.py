@@ -3,6 +3,7 @@
 A process that imports them has loaded in half the time what `workers_for_tests` would load.
 """
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -46,6 +47,7 @@ def describe_itself(rank, world_size):
         "backend": dist.get_backend(),
         "visible_gpus": os.environ.get(VISIBLE),
         "num_threads": torch.get_num_threads(),
+        "num_frozen": gc.get_freeze_count(),
     }
 
 

@@ -252,6 +252,18 @@ def test_offline_means_the_digits_and_no_download(empty_mirror, tmp_path, monkey
     assert "because FSDP_OFFLINE is set. To use MNIST, unset it." in describe_source("digits", folder)
 
 
+def test_the_digits_are_those_that_scikit_learn_loads(monkeypatch):
+    from sklearn.datasets import load_digits
+
+    monkeypatch.setenv("FSDP_OFFLINE", "1")
+    data, theirs = load_data(), load_digits()
+    assert (len(data.train), len(data.test)) == (1437, 360)
+    assert data.train.labels.tolist() + data.test.labels.tolist() == theirs.target.tolist()
+    pixels = torch.from_numpy(theirs.images).float().unsqueeze(1) * (255 / 16)
+    large = torch.nn.functional.interpolate(pixels, size=(28, 28), mode="bilinear").squeeze(1)
+    assert torch.equal(torch.cat([data.train.images, data.test.images]), normalise(large))
+
+
 def test_offline_means_the_digits_also_where_mnist_is(small_mnist, monkeypatch):
     assert (prepare_data(small_mnist), load_data(small_mnist).source) == ("mnist", "mnist")
     monkeypatch.setenv("FSDP_OFFLINE", "1")

@@ -21,8 +21,9 @@ from fsdp_helpers.ranks.keeper import TERM_S, end_group
 from fsdp_helpers.ranks.launching import stacks
 from fsdp_helpers.ranks.launching.edits import follow_edits
 from fsdp_helpers.ranks.launching.errors import Interrupted, RankError, RankTimeout, shown_by_message
+from fsdp_helpers.ranks.launching.job import Job, begin_rank
 from fsdp_helpers.ranks.launching.pickling import check_worker, pickle_job
-from fsdp_helpers.ranks.launching.process import Failure, Job, run_rank
+from fsdp_helpers.ranks.launching.process import Failure, run_rank
 from fsdp_helpers.ranks.launching.standstill import Standstill
 from fsdp_helpers.ranks.launching.start import (
     NO_MAIN_GUARD,
@@ -164,7 +165,8 @@ class _Rank:
 
 def _start_rank(rank: int, job: Job, context: Any) -> _Rank:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_rank, args=(rank, job, sender), name=f"{RANK_NAME}{rank}")
+    arguments = (pickle.dumps(run_rank), rank, job, sender)
+    process = context.Process(target=begin_rank, args=arguments, name=f"{RANK_NAME}{rank}")
     process.start()
     sender.close()  # rank and keeper hold the only copies now: when they end, the receiver sees the end of the stream
     return _Rank(rank, process, receiver)

@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_helpers.ranks.gpus import hide_gpus
 from fsdp_helpers.ranks.group import process_group
 from fsdp_helpers.ranks.keeper import start_keeper
+from fsdp_helpers.ranks.launching.job import Job
 from fsdp_helpers.ranks.launching.pickling import pickle_result
 from fsdp_helpers.ranks.launching.stacks import written_on_request
 from fsdp_helpers.ranks.launching.start import loading_worker
@@ -27,26 +27,6 @@ from fsdp_helpers.ranks.progress import send_reports_to
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
 
 STREAMS = ("stdout", "stderr")
-
-
-@dataclass(frozen=True)
-class Job:
-    """The part of a launch that is the same for all its ranks."""
-
-    payload: bytes  # the pickled worker and its arguments
-    world_size: int
-    device: str
-    folder: str
-    environment: dict[str, str | None]  # what the parent changed (None: removed) since its ranks are forked
-    group_timeout_s: float | None  # how long a rank waits for the others in a collective
-    all_report: bool = False  # how far they have come; else rank 0 alone
-
-    def stack_file(self, rank: int) -> Path:
-        return Path(self.folder, f"stack-{rank}.txt")
-
-    @property
-    def meeting_point(self) -> str:
-        return "file:///" + Path(self.folder, "meeting-point").as_posix().lstrip("/")
 
 
 @dataclass(frozen=True)
@@ -61,7 +41,7 @@ class Failure:
 
 
 def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection) -> None:
-    """Join the group, run the worker, and send the parent its result or its failure; the process runs this."""
+    """Join the group, run the worker, and send the parent its result or its failure; `begin_rank` runs this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; it stops the ranks
     if not os.path.isdir(job.folder):
         return  # the launch was interrupted before this process began

@@ -32,7 +32,6 @@ PRELOADED = [
     "torch.utils.data",
     "torch._dynamo",
     "torchvision.datasets",
-    "sklearn.datasets",
     "filelock",
     "tqdm",
 ]

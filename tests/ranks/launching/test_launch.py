@@ -57,6 +57,10 @@ def test_variables_as_under_torchrun_and_a_share_of_the_cores(ranks):
     assert [rank["num_threads"] for rank in ranks] == [max(1, cores // 3)] * 3
 
 
+def test_the_garbage_collector_passes_over_what_the_server_has_loaded(ranks):
+    assert min(rank["num_frozen"] for rank in ranks) > 50_000  # torch alone brings several times as many objects
+
+
 def test_prints_arrive_as_whole_lines_and_say_who_printed_them(capsys):
     launch(workers.print_lines, 50, world_size=2, device="cpu")
     output = capsys.readouterr()
