@@ -42,14 +42,14 @@ FSDP_RUNS = [
 ]
 
 
-def settings(model: str, images: int, world_size: int, **changes) -> TrainConfig:
-    """Three steps on `images` for each rank; memory is that of the third."""
+def settings(model: str, images: int, world_size: int, steps: int = 3, **changes) -> TrainConfig:
+    """Three steps on `images` for each rank; memory is that of the last."""
     return TrainConfig(
         model=model,
         min_num_params=THRESHOLDS[model],
         global_batch_size=images * world_size,
-        train_images=3 * images * world_size,
-        max_steps=3,
+        train_images=steps * images * world_size,
+        max_steps=steps,
         test_images=1,
         **changes,
     )
@@ -106,8 +106,8 @@ TELLING = {
 }
 # With either API; of each lever one is among the telling cases.
 LEVERS = {
-    "four micro-batches, reduced once": {"micro_batches": 4},
-    "four micro-batches, each reduced": {"micro_batches": 4, "sync_micro_batches": True},
+    "two micro-batches, reduced once": {"micro_batches": 2},
+    "two micro-batches, each reduced": {"micro_batches": 2, "sync_micro_batches": True},
     "checkpointed": {"activation_checkpointing": "units"},
     "selective": {"activation_checkpointing": "selective"},
     "bf16": {"precision": "bf16"},
@@ -126,9 +126,11 @@ def two_ranks(tmp_path_factory):
     def run_all(telling: bool) -> dict:
         cases = {}
         if telling:
-            cases = {name: settings(model, images, 2, **changes) for name, (model, images, changes) in TELLING.items()}
+            for name, (model, images, changes) in TELLING.items():
+                # DDP rearranges its buckets in its second step; without DDP that step is as steady as the third.
+                cases[name] = settings(model, images, 2, 3 if changes["strategy"] == "ddp" else 2, **changes)
         for name, api in TELLING_LEVERS if telling else OTHER_LEVERS:
-            cases[name, api] = settings("vit", 64, 2, strategy="fsdp-auto-wrap", api=api, **LEVERS[name])
+            cases[name, api] = settings("vit", 32, 2, 2, strategy="fsdp-auto-wrap", api=api, **LEVERS[name])
         return dict(zip(cases, compare(list(cases.values()), 2, tmp_path_factory.mktemp("no-mnist")), strict=True))
 
     return lambda case: run_all(case not in OTHER_LEVERS)[case]
@@ -309,9 +311,9 @@ def test_a_stack_of_counted_blocks_peaks_where_the_model_does():
     shapes = {name: tuple(value.shape) for name, value in model.blocks[0].named_parameters()}
     root = {name: tuple(value.shape) for name, value in model.named_parameters() if not name.startswith("blocks.")}
     blocks = [f"blocks.{number}" for number in range(8)]
-    block = transformer_block_bytes(images=32, tokens=16, width=256, num_heads=8)
+    block = transformer_block_bytes(images=8, tokens=16, width=256, num_heads=8)
     for checkpointing in ("none", "units"):
-        config = settings("vit-deep", 32, 4, strategy="fsdp-auto-wrap", activation_checkpointing=checkpointing)
+        config = settings("vit-deep", 8, 4, strategy="fsdp-auto-wrap", activation_checkpointing=checkpointing)
         stack = stack_profile(blocks, shapes, root, block, checkpointing)
         from_formula = peak_of_step(stack, config, 4, blocks).bytes
         assert from_formula / predict(config, 4).bytes == pytest.approx(1, abs=0.02)
