@@ -54,8 +54,7 @@ def save_in_slices(folder: str, model: FSDP, optimizer: AdamW) -> None:
 
 def save_in_one_file(path: str, model: FSDP, optimizer: AdamW) -> None:
     """Gather everything on rank 0, which writes it: a "full" checkpoint."""
-    # PyTorch 2.11 frees what is on the CPU already and then copies it, which ends the rank by SIGSEGV; 2.15 does not.
-    offload = rank_device().type != "cpu" or torch.__version__ >= "2.15"
+    offload = rank_device().type != "cpu"  # what is there already need not be moved, and PyTorch 2.11 fails to
     configs = [
         config(offload_to_cpu=offload, rank0_only=True) for config in (FullStateDictConfig, FullOptimStateDictConfig)
     ]
