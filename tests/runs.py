@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 import pytest
-from workers_for_tests import train_each
+from workers_for_tests import train_all
 
 from fsdp_helpers import __main__ as command_line
 from fsdp_helpers.config import TrainConfig
@@ -82,7 +82,7 @@ class Runs:
         return self._records[which]
 
     def _make(self, world_size: int, configs: list[TrainConfig]) -> None:
-        found = launch(train_each, configs, world_size=world_size, device="cpu")
+        found = launch(train_all, configs, world_size=world_size, device="cpu")
         for config, *records in zip(configs, *found, strict=True):
             assert all(record == records[0] for record in records)  # every rank reports the same
             self._records[world_size, config] = records[0]

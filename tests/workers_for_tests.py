@@ -1,6 +1,5 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
-import gc
 import importlib
 import sys
 from dataclasses import replace
@@ -23,6 +22,7 @@ from fsdp_helpers.measuring.collectives import count_collectives, trace_collecti
 from fsdp_helpers.models import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.in_turn import in_turn
 from fsdp_helpers.ranks.launching.process import describe_error
 from fsdp_helpers.shapes import BYTE_LLAMA
 from fsdp_helpers.sharding.gradients import hold_back_reduction
@@ -129,42 +129,31 @@ def prepare_together(rank, world_size, folder, url, resources, files):
 # ---------------------------------------------------------------- many runs, one launch
 
 
-def train_each(rank, world_size, configs):
+def train_all(rank, world_size, configs):
     """Train each of `configs`, one after the other; the record of each."""
-    gc.freeze()  # what was loaded before the first run is not looked through again
-    records = []
-    for config in configs:
-        if records:
-            gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
-        records.append(train_worker(rank, world_size, config))
-    return records
+    return in_turn(rank, world_size, train_worker, [(config,) for config in configs])
 
 
 def call_each(rank, world_size, calls):
     """Run several workers, (worker, *arguments), one after the other; the result of each."""
-    gc.freeze()  # what was loaded before the first run is not looked through again
-    results = []
-    for worker, *arguments in calls:
-        results.append(worker(rank, world_size, *arguments))
-        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
-    return results
+    return in_turn(rank, world_size, _call, calls)
 
 
-def rehearse(rank, world_size, worker, module, builds):
-    """Run a checker's worker with each build, (folder of the module, arguments): (its result, how it failed)."""
-    gc.freeze()  # what was loaded before the first run is not looked through again
-    found = []
-    for folder, arguments in builds:
-        sys.path.insert(0, folder)
-        sys.modules.pop(module, None)
-        importlib.invalidate_caches()
-        try:
-            found.append((worker(rank, world_size, module, *arguments), None))
-        except Exception as error:
-            found.append((None, describe_error(error)))
+def _call(rank, world_size, worker, *arguments):
+    return worker(rank, world_size, *arguments)
+
+
+def rehearse(rank, world_size, worker, module, folder, arguments):
+    """Run a checker's worker with the build in `folder`: (its result, how it failed)."""
+    sys.path.insert(0, folder)
+    sys.modules.pop(module, None)
+    importlib.invalidate_caches()
+    try:
+        return worker(rank, world_size, module, *arguments), None
+    except Exception as error:
+        return None, describe_error(error)
+    finally:
         sys.path.remove(folder)
-        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
-    return found
 
 
 def gradient_norm_in_units(rank, world_size, cut):
@@ -193,16 +182,11 @@ def load_llama(rank, world_size, folder):
     return differing, sum(parameter.to_local().numel() for parameter in model.parameters())
 
 
-def run_each(rank, world_size, names, way):
-    """Run several failures of the gallery, one after the other: the numbers of each, or its error."""
+def run_failure(rank, world_size, name, way):
+    """Run one failure of the gallery: its numbers, or its error."""
     from fsdp_helpers.teaching.lessons.failures import gallery  # of no use to the other workers
 
-    gc.freeze()  # what was loaded before the first run is not looked through again
-    found = {}
-    for name in names:
-        try:
-            found[name] = getattr(gallery.find(name), way)(rank, world_size)
-        except Exception as error:  # what a broken run raises is what is asked for
-            found[name] = f"{type(error).__name__}: {error}"
-        gc.collect()  # sharded models are full of cycles; freed in the next trace, they would take it below zero
-    return found
+    try:
+        return getattr(gallery.find(name), way)(rank, world_size)
+    except Exception as error:  # what a broken run raises is what is asked for
+        return f"{type(error).__name__}: {error}"

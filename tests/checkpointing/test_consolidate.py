@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runs import main_in_process, mostly_long
-from workers_for_tests import train_each
+from workers_for_tests import train_all
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.consolidate import SAFETENSORS_TYPES, consolidate
@@ -40,7 +40,7 @@ def runs(tmp_path_factory) -> dict[tuple[str, str], Path]:
         TrainConfig(strategy=strategy, api=api, checkpoint_dir=str(own), **always)
         for (strategy, api), own in folders.items()
     ]
-    launch(train_each, configs, world_size=3, device="cpu")
+    launch(train_all, configs, world_size=3, device="cpu")
     return folders
 
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from leftovers import END_S, PROJECT, processes_of_this_session
 from programs import PATIENCE_S
 from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
-from workers_for_tests import train_each
+from workers_for_tests import train_all
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
 from fsdp_helpers.checkpointing.index import read_index
@@ -81,7 +81,7 @@ def unfinished(folder: Path) -> list[str]:
 
 def train_in_turn(world_size: int, *settings: dict) -> list[RunRecord]:
     """Rank 0's records of runs that the same ranks make one after the other."""
-    return launch(train_each, [TrainConfig(**each) for each in settings], world_size=world_size, device="cpu")[0]
+    return launch(train_all, [TrainConfig(**each) for each in settings], world_size=world_size, device="cpu")[0]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -14,7 +14,7 @@ SMALL = "model='simple', global_batch_size=24, max_steps=3, train_images=240, te
 GRID = f"""
 import json
 import torch
-from workers_for_tests import train_each
+from workers_for_tests import train_all
 from fsdp_helpers.config import APIS, TrainConfig
 from fsdp_helpers.data import prepare_data
 from fsdp_helpers.ranks.launching.launch import launch
@@ -24,7 +24,7 @@ if __name__ == "__main__":
     runs = [("ddp", "fsdp2")] + [(name, api) for name in ("fsdp", "fsdp-auto-wrap") for api in APIS]
     runs.append(("fsdp-offload", "fsdp2"))  # FSDP1's pins host memory, which needs an accelerator
     configs = [TrainConfig(strategy=name, api=api, {SMALL}, checkpoint_dir="saved/" + name + api) for name, api in runs]
-    found = launch(train_each, configs, world_size=NUM_RANKS, device="DEVICE", progress=False)
+    found = launch(train_all, configs, world_size=NUM_RANKS, device="DEVICE", progress=False)
     print(json.dumps([[record.device, record.step_losses] for record in found[0]]))
     assert not torch.cuda.is_initialized()
 """

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
-from workers_for_tests import train_each
+from workers_for_tests import train_all
 
 from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
 from fsdp_helpers.measuring.activations import count_block
@@ -78,7 +78,7 @@ def compare(configs: list[TrainConfig], world_size: int, data_dir) -> list[float
     """Peaks of rank 0, each over its prediction; all runs in one launch."""
     configs = [replace(config, data_dir=str(data_dir)) for config in configs]
     ratios = []
-    found = launch(train_each, configs, world_size=world_size, device="cpu", progress=False)[0]
+    found = launch(train_all, configs, world_size=world_size, device="cpu", progress=False)[0]
     for config, record in zip(configs, found, strict=True):
         rank = record.ranks[0]
         peak = predict(config, world_size)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import workers_for_tests as workers
 
+from fsdp_helpers.ranks.in_turn import in_turn
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons.failures import gallery
 from fsdp_helpers.teaching.lessons.failures.entry import SYMPTOMS, Failure, same_numbers
@@ -33,23 +34,22 @@ def ids(failures):
 @pytest.fixture(scope="module")
 def mended_runs() -> dict[str, Seen]:
     """Every mended run, one after the other in the same two ranks."""
-    names = [failure.name for failure in RUN]
-    return by_name(launch(workers.run_each, names, "mended", **TWO_RANKS))
+    return run_in_turn(RUN, "mended")
 
 
 @pytest.fixture(scope="module")
 def broken_runs() -> dict[str, Seen]:
     """Every broken run that ends by itself, in the same way on all ranks."""
-    names = [failure.name for failure in IN_ONE_LAUNCH]
-    return by_name(launch(workers.run_each, names, "broken", **TWO_RANKS))
+    return run_in_turn(IN_ONE_LAUNCH, "broken")
 
 
-def by_name(per_rank: list[dict]) -> dict[str, Seen]:
+def run_in_turn(failures: list[Failure], way: str) -> dict[str, Seen]:
+    calls = [(failure.name, way) for failure in failures]
+    per_rank = launch(in_turn, workers.run_failure, calls, **TWO_RANKS)
     seen = {}
-    for name in per_rank[0]:
-        found = [results[name] for results in per_rank]
+    for failure, *found in zip(failures, *per_rank, strict=True):
         errors = [one for one in found if isinstance(one, str)]
-        seen[name] = Seen(error=errors[0]) if errors else Seen(numbers=tuple(found))
+        seen[failure.name] = Seen(error=errors[0]) if errors else Seen(numbers=tuple(found))
     return seen
 
 
