@@ -155,7 +155,7 @@ class ProgressBar:
         self._title: str | None = None
         self._waiting: Waiting | None = None
         self._started_s = self._last_line_s = 0.0
-        self._first_done = 0
+        self._first_done = self._last_done = 0
         self._bar: Any = None  # of tqdm, where this is no notebook
 
     def start(self, what: str, why: str = "") -> None:
@@ -180,8 +180,9 @@ class ProgressBar:
             self._waiting.state = "running"
 
     def update(self, done: int, total: int, title: str, details: str = "", *for_other_views: object) -> None:
-        if title != self._title:
+        if title != self._title or done < self._last_done:  # the next one may have the same title
             self._begin(done, title)
+        self._last_done = done
         if self._line is not None:
             elapsed_s = time.monotonic() - self._started_s
             self._line.show(bar_text(done, total, elapsed_s, title, details, self._first_done))
@@ -207,7 +208,7 @@ class ProgressBar:
         self._end()
 
     def _begin(self, done: int, title: str) -> None:
-        """Begin a new bar for each title, below the last one; the first replaces the line at the start."""
+        """Begin a new bar for each piece of work, below the last one; the first replaces the line at the start."""
         if self._line is not None and self._waiting is None:
             self._line = _NotebookLine()
         self._end()

@@ -77,6 +77,18 @@ def test_a_print_does_not_cut_through_the_bar(monkeypatch, capsys):
     assert "loss 1.0" in terminal.getvalue()
 
 
+def test_two_trainings_with_the_same_title_have_a_bar_each(monkeypatch):
+    """As those of `train_each`, which train one after the other."""
+    shown = []
+    monkeypatch.setattr(progress, "is_notebook", lambda: True)
+    monkeypatch.setattr(progress._NotebookLine, "show", lambda self, text: shown.append((self, text)))
+    bar = progress.ProgressBar()
+    for done in (0, 1, 2, 0, 1, 2):
+        bar.update(done, 2, "shallow, fsdp")
+    lines = [line for line, _ in shown]
+    assert [line is lines[0] for line in lines] == [True] * 3 + [False] * 3
+
+
 def test_reports_are_thinned_out_but_the_last_arrives(reports):
     for step in range(1, 1001):
         progress.report(step, 1000, "title")
