@@ -127,8 +127,8 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
     """Gather everything on rank 0 and let it write one file. Every rank has to call this: gathering takes all.
 
     Meanwhile rank 0 holds the whole state in host memory, 12 bytes per parameter with Adam in fp32. (torch can gather
-    it too, with `StateDictOptions(full_state_dict=True)`; on the CPU, under FSDP1, torch 2.15 then returns the second
-    moment in place of the first, since both were gathered into the same buffer.)
+    it too, with `StateDictOptions(full_state_dict=True, cpu_offload=True)`; on the CPU, under FSDP1, torch 2.15 then
+    returns the second moment in place of the first, since both were gathered into the same buffer.)
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     whole = tree_map(gather_on_rank_0, {"model": model_state, "optimizer": optimizer_state})
