@@ -10,7 +10,7 @@ from pathlib import Path
 
 import launch_workers as workers
 import pytest
-from programs import is_running, running, running_python
+from programs import is_running, running, running_python, wait_until
 from runs import mostly_long
 
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES
@@ -173,7 +173,9 @@ def test_one_server_serves_until_it_is_idle_or_the_other_kind_of_ranks_is_starte
 
     def server() -> tuple[int, bool]:
         pid = multiprocessing.forkserver._forkserver._forkserver_pid
-        return pid, b"arena_max" in Path(f"/proc/{pid}/environ").read_bytes()  # glibc cuts its variable where it reads
+        environment = Path(f"/proc/{pid}/environ")
+        assert wait_until(environment.read_bytes)  # empty for a moment, while the process begins
+        return pid, b"arena_max" in environment.read_bytes()  # glibc cuts its variable where it reads
 
     launch(workers.return_rank, world_size=1, device="cpu")
     of_cpu_ranks, has_settings = server()
