@@ -74,6 +74,7 @@ def main(device: torch.device, path: str | None = None, last_step: int = STEPS) 
     if path and rank == 0:
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": last_step}
         torch.save(checkpoint, path)
+    del model  # before its group, or PyTorch 2.11 may hang here
     dist.destroy_process_group()
 
 
