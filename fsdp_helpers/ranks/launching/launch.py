@@ -66,8 +66,7 @@ def launch(
     here line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank
     that waits for the others in a collective gives up after `group_timeout_s`, half an hour if it is None, and names
     those that did not answer; on CUDA, setting it makes ranks wait for each collective, without overlap. `progress` may
-    be a bar that is drawn already. `start_method` is "forkserver" if the system has it, else "spawn", which loads torch
-    anew in every rank.
+    be a bar that is drawn already. `start_method` is "forkserver" or, failing that, "spawn", which loads torch anew.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
     ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds, or once
