@@ -1,6 +1,5 @@
 """Models that the planner was not made for, each small, with its units, a batch and a loss; and what ranks run of them."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -206,7 +205,6 @@ ZOO = {
 
 def measure_zoo(rank: int, world_size: int, cases: list[tuple[str, dict]]) -> list[RankOfN]:
     """Measure each case, one after the other, in whatever group this rank is."""
-    gc.freeze()  # what was loaded before the first case is not looked through again
     found = []
     for name, changes in cases:
         animal, config = ZOO[name], TrainConfig(**changes)

@@ -116,20 +116,20 @@ class LiveView:
         self._lines.show({"text/plain": "\n".join([self._title, *bars])})
 
     def _show_curve(self, steps: Sequence[int], losses: Sequence[float], of_what: str) -> None:
-        ends = f"{losses[0]:.3f} at step {steps[0]}, {losses[-1]:.3f} at step {steps[-1]}"
-        alt = f"Loss {of_what}, {self._title}: {ends}, lowest {min(losses):.3f}."
+        title = curve_title(f"Loss {of_what}", losses)
+        alt = f"{title}; {self._title}, steps {steps[0]} to {steps[-1]}."
         if self._memory:
             held = [
                 f"rank {rank} holds {format_bytes(sizes[0])} and peaks at {format_bytes(sizes[1])}"
                 for rank, sizes in sorted(self._memory.items())
             ]
             alt += f" In memory, {'; '.join(held)}."
-        picture, size = run_picture(steps, losses, self._memory, f"Loss {of_what}")
+        picture, size = run_picture(steps, losses, self._memory, title)
         self._curve.show({"image/png": picture, "text/plain": alt}, {"image/png": {"alt": alt, **size}})
 
 
 def run_picture(
-    steps: Sequence[int], losses: Sequence[float], memory: Mapping[int, tuple[int, int]], subject: str
+    steps: Sequence[int], losses: Sequence[float], memory: Mapping[int, tuple[int, int]], title: str
 ) -> tuple[str, dict[str, int]]:
     """Return a PNG in base64, and the width and height in which it is to be shown.
 
@@ -147,13 +147,18 @@ def run_picture(
         else:
             loss_ax = fig.subplots()
         draw_loss(loss_ax, steps, losses)
-        smooth = smoothed(losses)
-        how = ", smoothed" if smooth != list(losses) else ""
-        loss_ax.set_title(f"{subject}{how}: from {smooth[0]:.3f} to {smooth[-1]:.3f}", loc="left", fontsize=10)
+        loss_ax.set_title(title, loc="left", fontsize=10)
         file = io.BytesIO()
         fig.savefig(file, format="png")
     width, height = (int(inches * PIXELS_PER_INCH / 2) for inches in fig.get_size_inches())
     return base64.b64encode(file.getvalue()).decode(), {"width": width, "height": height}
+
+
+def curve_title(subject: str, losses: Sequence[float]) -> str:
+    """Return what the curve shows, with the two ends of the line that is drawn."""
+    smooth = smoothed(losses)
+    how = ", smoothed" if smooth != list(losses) else ""
+    return f"{subject}{how}: from {smooth[0]:.3f} to {smooth[-1]:.3f}"
 
 
 def draw_loss(ax: "Axes", steps: Sequence[int], losses: Sequence[float]) -> None:

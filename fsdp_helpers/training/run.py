@@ -59,9 +59,7 @@ def train(
         config = replace(config, **changes)
         if world_size is None:
             world_size = 1 if config.strategy == "local" else 2
-        config.check_world_size(world_size)
-        device = choose_device(device, world_size)
-        config.check_device(device)
+        device = _check_ranks(config, world_size, device)
         check_timeout(group_timeout_s)
     view = LiveView() if watch and is_notebook() else ProgressBar()
     with closing(view):
@@ -100,16 +98,22 @@ def train_each(
     """
     with shown_by_message(ValueError, DataError):
         configs = {name: replace(config, **changes) for name, changes in variants.items()}
-        device = choose_device(device, world_size)
         for name, one in configs.items():
             if one.checkpoint_dir is not None:
                 raise ValueError(f"{name}: train_each saves no checkpoints; leave checkpoint_dir out, or call train")
-            one.check_world_size(world_size)
-            one.check_device(device)
+            device = _check_ranks(one, world_size, device)
             prepare_run_data(one)
     calls = [(one,) for one in configs.values()]
     records = launch(in_turn, train_worker, calls, world_size=world_size, device=device, progress=progress)[0]
     return dict(zip(configs, records, strict=True))
+
+
+def _check_ranks(config: TrainConfig, world_size: int, device: str) -> str:
+    """Return the ranks' device, "cpu" or "cuda", after checking that `config` can run on `world_size` ranks there."""
+    config.check_world_size(world_size)
+    device = choose_device(device, world_size)
+    config.check_device(device)
+    return device
 
 
 def train_as_rank_of_torchrun(

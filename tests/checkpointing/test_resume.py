@@ -188,7 +188,7 @@ def test_as_many_checkpoints_are_kept_as_asked_for_now_or_when_the_run_began(no_
     train_in_turn(2, at_once, settings | {"keep_last": 1, "max_steps": 2}, settings | {"resume": True, "max_steps": 4})
     assert find_steps(tmp_path / "at-once") == [6, 8] and unfinished(tmp_path / "at-once") == []
     assert find_steps(tmp_path / "resumed") == [4]
-    train(world_size=2, resume=True, **settings | {"keep_last": 2})  # another number may be given
+    train(world_size=2, resume=True, **settings | {"keep_last": 2})  # a different number may be given
     assert find_steps(tmp_path / "resumed") == [6, 8]
 
 

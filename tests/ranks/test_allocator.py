@@ -1,6 +1,5 @@
 import os
 import platform
-import statistics
 
 import launch_workers as workers
 import pytest
@@ -26,5 +25,5 @@ def test_settings_hold_within_the_block(before, within, monkeypatch):
 def test_freed_memory_is_used_again():
     faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
     assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
-    # A thread of gloo's may take a piece of a gap in one round, and a new buffer is needed; not in most.
-    assert statistics.median(faults[2:]) < 100
+    # On a busy machine one of eight rounds was once seen to need a new buffer; without the settings, all of them do.
+    assert sorted(faults[2:])[-2] < 100

@@ -7,7 +7,6 @@ import pytest
 from programs import wait_until
 
 from fsdp_helpers.ranks import progress
-from fsdp_helpers.ranks.in_turn import in_turn
 from fsdp_helpers.ranks.launching.launch import launch
 
 
@@ -46,13 +45,6 @@ def test_one_bar_however_many_ranks(monkeypatch):
     assert all(line.strip().startswith(waiting) for line in lines[1:])
     counts = [int(number) for line in lines for number in re.findall(r"(\d+)/30", line)]
     assert counts == sorted(counts)  # one rank reports; three would go back and forth
-
-
-def test_a_worker_within_another_gives_its_name(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    launch(in_turn, workers.report_progress, [(5,), (5,)], world_size=1, device="cpu")
-    assert terminal.getvalue().strip("\r ").startswith("report_progress, 1 rank on cpu: starting")
 
 
 def test_a_log_says_now_and_then_how_far_a_run_has_come(monkeypatch, capsys):

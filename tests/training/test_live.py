@@ -59,7 +59,7 @@ def test_a_line_for_each_rank_and_a_curve_of_the_first(outputs):
     assert first.startswith("rank 0:  50%|") and " 2/4 " in first and "loss 2.0" in first
     assert second.startswith("rank 1:  50%|") and "loss 2.1" in second
     assert base64.b64decode(curve["image/png"]).startswith(b"\x89PNG")
-    alt = "Loss of rank 0's images, shallow, ddp, 2 ranks on cpu: 2.300 at step 1, 2.000 at step 2, lowest 2.000."
+    alt = "Loss of rank 0's images: from 2.300 to 2.000; shallow, ddp, 2 ranks on cpu, steps 1 to 2."
     assert curve["text/plain"] == metadata["image/png"]["alt"] == alt
 
 
@@ -72,7 +72,7 @@ def test_a_summary_takes_their_place(outputs):
     accuracy = f"{record.epochs[-1].test_accuracy:.2%}"
     assert lines["text/plain"].startswith(f"shallow, ddp, 2 ranks on cpu: 4 steps, test accuracy {accuracy}")
     assert lines["text/plain"].splitlines()[1:] == ["rank 0: held 16 B, peak 40 B"]
-    assert "over the global batch" in curve["text/plain"] and "1.800 at step 4" in metadata["image/png"]["alt"]
+    assert "over the global batch" in curve["text/plain"] and "to 1.800" in metadata["image/png"]["alt"]
     assert all("widget" not in kind for data, _ in outputs for kind in data)
 
 
@@ -99,7 +99,7 @@ def test_the_curve_of_a_resumed_run_begins_after_the_steps_before(outputs, curve
     assert bar.startswith("rank 0:  86%|") and " 12/14 " in bar
     view.summarise(replace(tiny_record(), step_losses=(1.2, 1.0, 0.9, 0.8), first_step=10))
     assert curves[-1] == ([11, 12, 13, 14], [1.2, 1.0, 0.9, 0.8], {0: (16, 40)})
-    assert "1.200 at step 11, 0.800 at step 14" in outputs[1][0]["text/plain"]
+    assert "from 1.200 to 0.800; shallow, ddp, 2 ranks on cpu, steps 11 to 14" in outputs[1][0]["text/plain"]
 
 
 def test_the_memory_of_each_rank_is_drawn_as_soon_as_it_is_known(outputs, curves):

@@ -140,7 +140,7 @@ NOT_LONG = "join_timeout=30," + SOON  # an agent waits so long for the others, a
 
 
 def lose_a_machine(folder, *, holds_store: bool, num_nodes: str = "1:2", conf: str = SOON) -> tuple[int, str]:
-    """Two agents that train, of which one is killed: exit status and output of the other.
+    """Two agents train and one is killed: return the exit status and the output of the other.
 
     The rank of the one that is killed ends with it, or it would train on beside the ranks of the next start.
     """

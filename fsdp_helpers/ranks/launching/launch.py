@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import isfunction
 from typing import Any
 
 from fsdp_helpers.ranks.group import check_timeout, choose_device
@@ -85,10 +84,7 @@ def launch(
         payload = pickle_job(worker, args)
     bar = ProgressBar() if isinstance(progress, bool) else progress
     output = _Output(bar, draws=progress is not False, names=name_ranks and world_size > 1)
-    named = (
-        args[0] if args and isfunction(args[0]) else worker
-    )  # in_turn and its like run the worker that they are given
-    output.start(f"{named.__name__}, {count_ranks(world_size)} on {device}", why_it_takes_long(start_method))
+    output.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}", why_it_takes_long(start_method))
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
         reports = {"all_report": output.draws and bar.wants_all_ranks}
         job = Job(payload, world_size, device, folder, environment_changes(), group_timeout_s, **reports)
