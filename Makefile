@@ -35,9 +35,12 @@ WORK ?= work
 CACHE := $(CURDIR)/.venv/cache
 # Markers of tests that need more than the installation.
 PLAIN := not xla and not browser and not cluster and not imagined
-# Test files that run at a time, since tests wait a lot: `make test WORKERS=1` where memory is short.
+# Notebooks or files of long tests that run at a time, and files of fast tests, which take less memory and wait a lot:
+# `make test WORKERS=1 FAST_WORKERS=1` where memory is short.
 WORKERS ?= 2
+FAST_WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+FAST_TESTS = $(PYTEST) --numprocesses $(FAST_WORKERS) -m "not long and $(PLAIN)" tests
 NOTEBOOKS_TOO = $(PYTEST) --nbmake --timeout=1200 notebooks
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Everything comes from the lock, and so does what builds the project itself.
@@ -116,7 +119,7 @@ offline: $(INSTALLED)
 
 # With and without transformers and accelerate: the last line installs them beside the environment, or says why not.
 test: $(INSTALLED)
-	$(PYTEST) -m "not long and $(PLAIN)" tests
+	$(FAST_TESTS)
 	$(MAKE) test-notebooks
 	@if why=$$($(MAKE) --silent --no-print-directory can-test-tools 2> /dev/null); then $(MAKE) test-tools; \
 	  else echo "test-tools is left out: $${why:-can-test-tools does not say why}"; fi
@@ -162,7 +165,7 @@ test-tools: $(TOOLS_INSTALLED)
 test-oldest: BIN := $(OLDEST_BIN)
 test-oldest: $(OLDEST_INSTALLED)
 	@mkdir -p $(CACHE)
-	$(PYTEST) -m "not long and $(PLAIN)" tests
+	$(FAST_TESTS)
 	$(NOTEBOOKS_TOO)
 
 # The variable says that nothing may be skipped or replaced by a kept record.
