@@ -7,15 +7,18 @@ import os
 import signal
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
-from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
+from fsdp_helpers.sharding.recompute import is_checkpointed
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, unit_names
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "take_home"
 MAX_NORM = 1.0
@@ -57,6 +60,35 @@ def main_on_cpu(script: ModuleType, port: int, arguments) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         script.main(torch.device("cpu"), *arguments)
     return printed.getvalue()
+
+
+def shard_each(rank, world_size, runs: dict[str, tuple]) -> dict[str, tuple[list[str], list[dict]]]:
+    """Scripts and their arguments -> the units of each one's model, and how it asks for each unit.
+
+    All of them in the group of this launch, which no script makes or ends.
+    """
+    dist.init_process_group = dist.destroy_process_group = lambda *_: None
+    return {name: units_and_settings(load_script(name), arguments) for name, arguments in runs.items()}
+
+
+def units_and_settings(script: ModuleType, arguments: tuple) -> tuple[list[str], list[dict]]:
+    api = "fully_shard" if hasattr(script, "fully_shard") else "FullyShardedDataParallel"
+    shard, made, settings = getattr(script, api), [], []
+
+    def note(module, **chosen):
+        made.append(shard(module, **chosen))
+        settings.append({name: chosen[name] for name in ("mp_policy", "offload_policy") if name in chosen})
+        settings[-1] |= {"recomputed": True} if is_checkpointed(module) else {}
+        return made[-1]
+
+    def refuse(module, *_):
+        raise AssertionError(f"{script.__name__} moves a whole {type(module).__name__}, which is to be sharded")
+
+    setattr(script, api, note)
+    script.STEPS = 1
+    with contextlib.redirect_stdout(io.StringIO()), patch.object(nn.Module, "to", refuse):
+        script.main(torch.device("cpu"), *arguments)
+    return unit_names(made[-1]), settings
 
 
 def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) -> list[float]:

@@ -1,9 +1,11 @@
 """Folders in Hugging Face's layout: written by any strategy, read by ranks that keep rows, refused if they do not fit."""
 
 import json
+import os
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import workers_for_tests as workers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -89,6 +91,27 @@ def test_an_existing_folder_is_left_alone(tmp_path):
     with pytest.raises(CheckpointError, match="is there already; give the name of a new folder"):
         save_hugging_face(Llama(BYTE_LLAMA), tmp_path, config_of_llama(BYTE_LLAMA))
     assert list(tmp_path.iterdir()) == []
+
+
+class Killed(BaseException):
+    """The moment of a kill."""
+
+
+def test_a_folder_appears_when_it_is_whole(tmp_path, monkeypatch):
+    """What a killed process was writing is no model, and in nobody's way."""
+    model, config = Llama(BYTE_LLAMA), config_of_llama(BYTE_LLAMA)
+
+    def save_half(tensors, storage_writer) -> None:
+        (storage_writer.path.parent / "half.safetensors").write_bytes(b"half")
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(dcp, "save", save_half)
+        save_hugging_face(model, tmp_path / "model", config)
+    assert not (tmp_path / "model").exists()
+    save_hugging_face(model, tmp_path / "model", config)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert "half.safetensors" not in os.listdir(tmp_path / "model")
 
 
 def test_names_without_wrappers():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_helpers.planning.advice import changes_until_it_fits, possible_changes, verdict
+from fsdp_helpers.planning.advice import changes_until_it_fits, fastest, possible_changes, verdict
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
 from fsdp_helpers.planning.transformer import BlockBytes, stack_profile
@@ -79,6 +79,28 @@ def test_recomputing_is_a_fourth_pass_and_keeps_inputs():
     assert make_plan(SUBJECT, replace(SHARDED, activation_checkpointing="selective"), at_a_rate).arithmetic_s == 60.0
     without_rate = make_plan(SUBJECT, SHARDED, cluster())
     assert (without_rate.arithmetic_s, without_rate.step_s, without_rate.items_per_s) == (None, None, None)
+
+
+def test_an_update_waits_for_memory():
+    # A rank updates 2,016 / 8 = 252 values: parameter read and written, gradient read, 12 bytes; two moments both, 16
+    at_a_rate = cluster(flops_per_s=1e3, memory_bytes_per_s=100)
+    assert make_plan(SUBJECT, SHARDED, at_a_rate).time.optimizer_s == pytest.approx(252 * 28 / 100)
+    assert make_plan(SUBJECT, replace(SHARDED, optimizer="sgd"), at_a_rate).time.optimizer_s == pytest.approx(30.24)
+    whole = make_plan(SUBJECT, replace(SHARDED, strategy="ddp"), at_a_rate)
+    assert whole.time.optimizer_s == pytest.approx(2_016 * 28 / 100)
+    # on the host at 20 GB/s, whatever the device's rate
+    offloaded = make_plan(SUBJECT, replace(SHARDED, strategy="fsdp-offload"), at_a_rate)
+    assert offloaded.time.optimizer_s == pytest.approx(252 * 28 / 20e9)
+
+
+def test_the_share_of_the_data_sheet_leaves_out_what_is_recomputed():
+    at_a_rate = cluster(flops_per_s=1e3, peak_flops_per_s=4e3)
+    for settings in (SHARDED, replace(SHARDED, activation_checkpointing="units")):
+        plan = make_plan(SUBJECT, settings, at_a_rate)
+        # three passes of 20,000 operations
+        assert plan.mfu == pytest.approx(60_000 / plan.time.estimate_s / 4e3)
+    # no collective takes a noticeable time: 60 s, or 80 s with a fourth pass
+    assert plan.mfu == pytest.approx(60 / 80 / 4, rel=1e-3)
 
 
 def test_what_is_outside_the_count():
@@ -203,6 +225,20 @@ def test_nothing_is_offered_that_is_there_already_or_cannot_be():
     # One process cannot shard, two can; bf16 is an honest baseline for whole models too.
     alone = ["shard it over 2 ranks, a unit for each block", "compute in bf16", recompute, halve]
     assert offered(Settings(batch=20, strategy="ddp"), 1) == alone
+
+
+def test_the_fastest_fits_and_of_plans_as_fast_has_the_lowest_peak():
+    one = replace(SHARDED, batch=1)
+    # Each step waits about as long for a slow link, so the largest batch is the fastest. 16 images with everything kept
+    # need 27 kB; with the products kept 21 kB, and that is no pass more.
+    slow = cluster(memory=24_000, flops_per_s=1e3, bandwidth_bytes_per_s=1e3)
+    best = fastest(make_plan(SUBJECT, one, slow), SUBJECT)
+    assert (best.settings.batch, best.settings.activation_checkpointing, best.fits) == (16, "selective", True)
+    # Where nothing waits, all with three passes are as fast as each other; one image takes the least memory.
+    best = fastest(make_plan(SUBJECT, one, cluster(memory=24_000, flops_per_s=1e3)), SUBJECT)
+    assert (best.settings.batch, best.settings.activation_checkpointing) == (1, "selective")
+    assert fastest(make_plan(SUBJECT, one, cluster(memory=24_000)), SUBJECT) is None  # no rate is known
+    assert fastest(make_plan(SUBJECT, one, cluster(memory=10, flops_per_s=1e3)), SUBJECT) is None  # nothing fits
 
 
 def test_a_plan_as_json():

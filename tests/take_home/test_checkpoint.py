@@ -3,19 +3,23 @@
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from filelock import FileLock
 from programs import has_ended, wait_until
 from take_home_workers import FOLDER, ask_one_rank_to_end, load_script, run_main, train_undisturbed
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.checkpoint import CheckpointException
 from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_new_ranks, wait_for_output
 
 from fsdp_helpers.ranks.launching.launch import launch
@@ -115,6 +119,53 @@ def test_what_a_killed_run_was_writing_is_not_loaded_and_does_not_stay(tmp_path)
     assert [step for step, _ in steps_and_losses(launched(run_main, (tmp_path, 1)))] == [0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000001"]
     assert not (tmp_path / "000001" / "__2_0.distcp").exists()
+
+
+class Killed(BaseException):
+    """The moment of a kill."""
+
+
+def save_and_be_killed(folder: Path, step: int, at_change: int) -> bool:
+    """Save on one rank, and end at this change of names or folders, a removal half way through; False: it had no more."""
+    changes, rename, rmtree = count(), Path.rename, shutil.rmtree
+
+    def rename_or_die(path: Path, name: Path) -> Path:
+        if next(changes) == at_change:
+            raise Killed
+        return rename(path, name)
+
+    def rmtree_or_die(path: Path, **settings) -> None:
+        if next(changes) == at_change:
+            (path / ".metadata").unlink(missing_ok=True)
+            raise Killed
+        rmtree(path, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", rename_or_die)
+        patch.setattr(shutil, "rmtree", rmtree_or_die)
+        try:
+            SCRIPT.save_checkpoint(folder, {"weights": torch.full((2,), float(step)), "step": step})
+        except (Killed, CheckpointException):  # the second where torch was at work
+            return True
+    return False
+
+
+def test_a_kill_at_any_change_of_the_folder_leaves_a_whole_checkpoint(tmp_path):
+    """Each moment of a save in turn, until a save has no more of them."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    steps = []
+    for moment in count():
+        folder = tmp_path / str(moment)
+        assert not save_and_be_killed(folder, 5, at_change=100)
+        was_killed = save_and_be_killed(folder, 10, at_change=moment)
+        state = {"weights": torch.zeros(2), "step": 0}
+        SCRIPT.load(state, checkpoint_id=folder / newest(folder))
+        assert state["weights"].tolist() == [state["step"]] * 2
+        steps.append(state["step"])
+        if not was_killed:
+            break
+    # as what is unfinished goes, as torch names its index, as the folder gets its name; as the older one goes, and after
+    assert steps == [5, 5, 5, 10, 10]
 
 
 # ---------------------------------------------------------------- asked to end, left alone, shut out

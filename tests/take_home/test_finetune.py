@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from take_home_workers import load_script, run_main
-from torch.distributed import TCPStore
+from torch import nn
+from torch.distributed import HashStore, TCPStore
 
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.llama import IGNORED, Llama
@@ -64,6 +67,29 @@ def test_two_ranks_then_three(shape, tmp_path):
 def batch_of_script(text):
     script = load_script("finetune.py")
     return script.load_batch(script.read_documents(text.parent, text, SHAPE.vocabulary), 0)
+
+
+class Killed(BaseException):
+    """The moment of a kill."""
+
+
+def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    """Some files are written then; the next start must not take them for a checkpoint."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    script, model = load_script("finetune.py"), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    script.save(model, optimizer, tmp_path / "step-00000004")
+
+    def save_half(state: dict, checkpoint_id) -> None:
+        checkpoint_id.mkdir()
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(dcp, "save", save_half)
+        script.save(model, optimizer, tmp_path / "step-00000008")
+    assert script.load_newest(model, optimizer, tmp_path) == 4
+    script.save(model, optimizer, tmp_path / "step-00000008")  # over what is left
+    assert script.load_newest(model, optimizer, tmp_path) == 8
 
 
 CONFIG = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "rms_norm_eps": 1e-6, "vocab_size": 256}

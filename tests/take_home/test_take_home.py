@@ -14,11 +14,13 @@ from take_home_workers import (
     MAX_NORM,
     load_script,
     run_main,
+    shard_each,
     train_as_package,
     train_undisturbed,
     train_vit_alone,
 )
 from torch.distributed import TCPStore
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launching.launch import launch
@@ -144,6 +146,22 @@ def test_one_thing_per_line(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_optimiser_that_trains_is_fused(name):
+    calls = [node for node in ast.walk(ast.parse((FOLDER / name).read_text())) if isinstance(node, ast.Call)]
+    adams = [ast.unparse(call) for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("Adam", "AdamW")]
+    trains = [adam for adam in adams if "lr=" in adam]  # from_ddp.py has another one, which only reads the file
+    assert len(trains) == 1 and "fused=True" in trains[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clean_up_is_skipped_on_the_cpu_alone(name):
+    """`os._exit` runs nothing of `atexit`, which whoever uses a GPU may need."""
+    text = (FOLDER / name).read_text()
+    assert text.count("os._exit(") == 1
+    assert ast.unparse(ast.parse(text).body[-1].body[-1]) == "if chosen.type == 'cpu':\n    os._exit(0)"
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_gpus, chosen", [(0, "cpu"), (1, "cpu"), (2, "cuda:1")])
 def test_a_gpu_for_every_rank_of_the_machine_or_for_none(name, num_gpus, chosen, monkeypatch):
     """Where they stay without, they hide what there is: Adam's first step would open it, for tensors on the CPU too."""
@@ -172,6 +190,31 @@ def test_ranks_learn_what_the_package_learns(name, world_size, run_script):
 @pytest.mark.parametrize("name", [*AS_PACKAGE, "vit.py"])
 def test_torchrun_starts_the_file_and_it_says_the_same(name, run_script, run_torchrun, torchrun):
     assert run_torchrun(torchrun, name, 2) == run_script(name, 2)
+
+
+IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETTINGS = {  # of every unit; a layer of levers.py is recomputed as well, the root is not
+    "checkpoint.py": {},
+    "from_ddp.py": {},
+    "fsdp2.py": {},
+    "levers.py": {"mp_policy": IN_BF16},
+    "offload.py": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "vit.py": {},
+}
+
+
+def test_each_layer_is_a_unit_with_the_settings_of_its_script(run_script, tmp_path):
+    """Losses do not tell: they are the same in one unit, without offload, and with nothing recomputed."""
+    run_script("ddp.py", 2, str(tmp_path / "ddp.pt"), 1)
+    arguments = {"from_ddp.py": (str(tmp_path / "ddp.pt"),), "checkpoint.py": (tmp_path / "run", 1)}
+    runs = {name: arguments.get(name, ()) for name in ("fsdp1.py", *SETTINGS)}
+    found = launch(shard_each, runs, world_size=2, device="cpu", timeout_s=240)[0]
+    layers = ["root", "0", "1", "2", "3"]
+    assert found.pop("fsdp1.py")[0] == layers  # whose policy has taken them
+    for name, (units, settings) in found.items():
+        assert units == (["root", *(f"blocks.{layer}" for layer in layers[1:])] if name == "vit.py" else layers), name
+        recomputed = {"recomputed": True} if name == "levers.py" else {}
+        assert settings == [SETTINGS[name] | recomputed] * 4 + [SETTINGS[name]], name
 
 
 def check_resumed(first: dict[int, float], second: dict[int, float], folder: Path) -> None:
