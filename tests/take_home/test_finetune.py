@@ -69,6 +69,22 @@ def batch_of_script(text):
     return script.load_batch(script.read_documents(text.parent, text, SHAPE.vocabulary), 0)
 
 
+def test_the_gradient_is_clipped_before_the_update(tmp_path, monkeypatch):
+    """To a length of 0: only AdamW's decay is left then. Losses do not tell, since Adam divides by the length."""
+    model, text = Llama(SHAPE), tmp_path / "text.txt"
+    save_hugging_face(model, tmp_path / "model", config_of_llama(SHAPE))
+    text.write_text("So it goes.\n\nAnd so on.")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)  # by the script
+    script = load_script("finetune.py")
+    script.MAX_NORM = 0.0
+    script.main(torch.device("cpu"), *map(str, (tmp_path / "model", text, tmp_path / "run", 1)))
+    tuned = Llama(SHAPE)
+    load_hugging_face(tuned, tmp_path / "run" / "model")
+    for own, first in zip(tuned.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(own, first, rtol=0, atol=1e-5)  # a step moves a value by the learning rate, 3e-4
+
+
 class Killed(BaseException):
     """The moment of a kill."""
 
