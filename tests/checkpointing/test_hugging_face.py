@@ -98,7 +98,7 @@ class Killed(BaseException):
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path, monkeypatch):
-    """What a killed process was writing is no model, and in nobody's way."""
+    """What a killed process leaves is not taken for a model, and does not hinder the next save."""
     model, config = Llama(BYTE_LLAMA), config_of_llama(BYTE_LLAMA)
 
     def save_half(tensors, storage_writer) -> None:

@@ -229,8 +229,8 @@ def test_nothing_is_offered_that_is_there_already_or_cannot_be():
 
 def test_the_fastest_fits_and_of_plans_as_fast_has_the_lowest_peak():
     one = replace(SHARDED, batch=1)
-    # Each step waits about as long for a slow link, so the largest batch is the fastest. 16 images with everything kept
-    # need 27 kB; with the products kept 21 kB, and that is no pass more.
+    # Each step waits about as long for a slow link, so the largest batch is the fastest. 16 images need 27 kB if
+    # everything is kept. If only the products are, they need 21 kB, and not one pass more.
     slow = cluster(memory=24_000, flops_per_s=1e3, bandwidth_bytes_per_s=1e3)
     best = fastest(make_plan(SUBJECT, one, slow), SUBJECT)
     assert (best.settings.batch, best.settings.activation_checkpointing, best.fits) == (16, "selective", True)
