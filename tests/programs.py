@@ -20,6 +20,10 @@ OWN_PEAK_KB = "next(line.split()[1] for line in open('/proc/self/status') if lin
 RESTORE_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
+class Killed(BaseException):
+    """The moment of a kill, where it is played within this process: no `except Exception` stops it."""
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)

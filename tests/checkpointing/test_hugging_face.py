@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import workers_for_tests as workers
+from programs import Killed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -91,10 +92,6 @@ def test_an_existing_folder_is_left_alone(tmp_path):
     with pytest.raises(CheckpointError, match="is there already; give the name of a new folder"):
         save_hugging_face(Llama(BYTE_LLAMA), tmp_path, config_of_llama(BYTE_LLAMA))
     assert list(tmp_path.iterdir()) == []
-
-
-class Killed(BaseException):
-    """The moment of a kill."""
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from filelock import FileLock
-from programs import has_ended, wait_until
+from programs import Killed, has_ended, wait_until
 from take_home_workers import FOLDER, ask_one_rank_to_end, load_script, run_main, train_undisturbed
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.checkpoint import CheckpointException
@@ -119,10 +119,6 @@ def test_what_a_killed_run_was_writing_is_not_loaded_and_does_not_stay(tmp_path)
     assert [step for step, _ in steps_and_losses(launched(run_main, (tmp_path, 1)))] == [0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000001"]
     assert not (tmp_path / "000001" / "__2_0.distcp").exists()
-
-
-class Killed(BaseException):
-    """The moment of a kill."""
 
 
 def save_and_be_killed(folder: Path, step: int, at_change: int) -> bool:

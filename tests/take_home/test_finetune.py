@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from programs import Killed
 from take_home_workers import load_script, run_main
 from torch import nn
 from torch.distributed import HashStore, TCPStore
@@ -83,10 +84,6 @@ def test_the_gradient_is_clipped_before_the_update(tmp_path, monkeypatch):
     load_hugging_face(tuned, tmp_path / "run" / "model")
     for own, first in zip(tuned.parameters(), model.parameters(), strict=True):
         assert torch.allclose(own, first, rtol=0, atol=1e-5)  # a step moves a value by the learning rate, 3e-4
-
-
-class Killed(BaseException):
-    """The moment of a kill."""
 
 
 def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
