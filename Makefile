@@ -103,19 +103,19 @@ student: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers lab --copies '$(WORK)' $(LAB_ARGS)
 
 reset:
-	$(PYTHON) -m fsdp_helpers.lab.working_copies '$(WORK)' --reset '$(NOTEBOOK)'
+	$(PYTHON) -m fsdp_helpers.cli.lab.working_copies '$(WORK)' --reset '$(NOTEBOOK)'
 
 handouts: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers.lab.handouts $(HANDOUT_ARGS) $(NOTEBOOKS)
+	$(BIN)/python -m fsdp_helpers.cli.lab.handouts $(HANDOUT_ARGS) $(NOTEBOOKS)
 
 slides: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers.lab.slides $(NOTEBOOKS)
+	$(BIN)/python -m fsdp_helpers.cli.lab.slides $(NOTEBOOKS)
 
 book: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers.lab.book $(NOTEBOOKS)
+	$(BIN)/python -m fsdp_helpers.cli.lab.book $(NOTEBOOKS)
 
 offline: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers.lab.offline $(OFFLINE_ARGS)
+	$(BIN)/python -m fsdp_helpers.cli.lab.offline $(OFFLINE_ARGS)
 
 # With and without transformers and accelerate: the last line installs them beside the environment, or says why not.
 test: $(INSTALLED)
@@ -239,7 +239,7 @@ outdated: $(INSTALLED)
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)
-	$(BIN)/python -m fsdp_helpers.lab.run_notebooks $(NOTEBOOKS)
+	$(BIN)/python -m fsdp_helpers.cli.lab.run_notebooks $(NOTEBOOKS)
 
 clean:
 	rm -rf .venv .venv-oldest .venv-tools .venv-xla

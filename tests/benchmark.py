@@ -33,9 +33,9 @@ from fsdp_helpers.checkpointing.checkpoint import save
 from fsdp_helpers.checkpointing.consolidate import consolidate
 from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import find_data_dir, load_data, prepare_data, rank_batches
+from fsdp_helpers.data.images import find_data_dir, load_data, prepare_data, rank_batches
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launching.launch import launch

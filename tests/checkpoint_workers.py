@@ -24,7 +24,7 @@ from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.resume import run_checkpoints
 from fsdp_helpers.checkpointing.state import save_full
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from leftovers import PROJECT
 
-from fsdp_helpers.lab import book
+from fsdp_helpers.cli.lab import book
 
 
 def load_stages():

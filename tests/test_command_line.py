@@ -12,9 +12,9 @@ from leftovers import PROJECT
 from runs import check_json, main_in_process, mostly_long, train
 
 from fsdp_helpers.__main__ import build_parser, train_flags
+from fsdp_helpers.cli.flags import flags
 from fsdp_helpers.config import IMAGE_MODELS, MODELS, STRATEGIES, TrainConfig, is_sharded
-from fsdp_helpers.flags import flags
-from fsdp_helpers.models import MODEL_CLASSES
+from fsdp_helpers.models.series import MODEL_CLASSES
 from fsdp_helpers.planning.state import held_bytes
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.sharding import strategies

@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
-from fsdp_helpers import mnist
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import prepare_data
-from fsdp_helpers.llama import Llama
+from fsdp_helpers.data import mnist
+from fsdp_helpers.data.images import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.llama import Llama
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.in_turn import in_turn
 from fsdp_helpers.ranks.launching.process import describe_error
-from fsdp_helpers.shapes import BYTE_LLAMA
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
 from fsdp_helpers.training.loop import train_step
@@ -184,7 +184,7 @@ def load_llama(rank, world_size, folder):
 
 def run_failure(rank, world_size, name, way):
     """Run one failure of the gallery: its numbers, or its error."""
-    from fsdp_helpers.teaching.lessons.failures import gallery  # of no use to the other workers
+    from fsdp_helpers.teaching.failures import gallery  # of no use to the other workers
 
     try:
         return getattr(gallery.find(name), way)(rank, world_size)

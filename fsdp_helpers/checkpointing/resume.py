@@ -13,7 +13,7 @@ from fsdp_helpers.checkpointing.checkpoint import check_model, load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.stopping import Stopped, asked_to_stop
 

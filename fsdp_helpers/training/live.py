@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from fsdp_helpers.palette import BLUE, TEXT_COLOUR, TEXT_STYLE
 from fsdp_helpers.quantities import MB, format_bytes
 from fsdp_helpers.ranks.progress import Waiting, bar_text
 from fsdp_helpers.records import RunRecord
+from fsdp_helpers.training.palette import BLUE, TEXT_COLOUR, TEXT_STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp_helpers.teaching.machines import xla_inputs  # what these scripts use of the package: plain torch
+from fsdp_helpers.teaching.lessons import xla_inputs  # what these scripts use of the package: plain torch
 
 LOCK = threading.Lock()
 MEETING = threading.Barrier(1)  # of all replicas, threads of one process; prepare_cpu knows how many

@@ -21,7 +21,7 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 from torch_xla.distributed.fsdp import checkpoint_module
 from torch_xla.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from fsdp_helpers.teaching.machines import xla_inputs
+from fsdp_helpers.teaching.lessons import xla_inputs
 
 COUNTED = re.compile(r" (all-gather|all-reduce|reduce-scatter|dot)(?:-start)?\(")  # dot: a matrix product
 POLICIES = {

@@ -22,7 +22,7 @@ from fsdp_helpers.checkpointing.consolidate import SAFETENSORS_TYPES, consolidat
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, commit
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launching.launch import launch
 
 RUNS = [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")]

@@ -22,7 +22,7 @@ from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.index import SafeReader, read_index, read_index_of_anyone
 from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launching.launch import launch
 
 CONFIGS = {

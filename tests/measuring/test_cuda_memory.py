@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from fsdp_helpers.measuring.collectives import CollectiveTrace
 from fsdp_helpers.measuring.cuda_memory import requested_points
 from fsdp_helpers.measuring.memory import MemoryTrace
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 
 STEPS = 3
 MIB = 2**20

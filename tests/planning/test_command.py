@@ -12,6 +12,7 @@ import pytest
 from programs import OWN_PEAK_KB
 
 from fsdp_helpers.__main__ import main
+from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.advice import possible_changes
 from fsdp_helpers.planning.arguments import add_plan_arguments, read_plan
 from fsdp_helpers.planning.command import plan_lines
@@ -19,7 +20,6 @@ from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings
 from fsdp_helpers.planning.step_time import StepTime
 from fsdp_helpers.records import CollectiveCount
-from fsdp_helpers.shapes import LlamaShape
 
 WHOLE = ("plan", "--model", "vit-10b", "--world-size", "128", "--device-memory-gb", "80")
 WITHOUT_TORCH = f"""

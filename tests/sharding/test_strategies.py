@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.rank_of_n import fake_group
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.records import RankRecord, RunRecord

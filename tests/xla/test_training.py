@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp_helpers.teaching.machines import xla
-from fsdp_helpers.teaching.machines import xla_compare as beside
-from fsdp_helpers.teaching.machines.xla_inputs import read_batches
+from fsdp_helpers.teaching.lessons import xla
+from fsdp_helpers.teaching.lessons import xla_compare as beside
+from fsdp_helpers.teaching.lessons.xla_inputs import read_batches
 
 STEPS, BATCH = 20, 32
 RUNS_UNTIL_STUCK = 8  # the first nearly always is; of five under four times the load of the cores, one was not

@@ -6,7 +6,7 @@ from html import escape
 from numbers import Real
 from typing import Any
 
-from fsdp_helpers.teaching.lessons.failures.entry import link_to
+from fsdp_helpers.teaching.failures.entry import link_to
 
 BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not below it
 

@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import count_params
+from fsdp_helpers.models.series import count_params
+from fsdp_helpers.models.shapes import VIT_SHAPES, ViTShape
+from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launching.launch import RankError
-from fsdp_helpers.shapes import VIT_SHAPES, ViTShape
 from fsdp_helpers.sharding.strategies import unit_names
 from fsdp_helpers.teaching.exercises.answers import NotYet, call, call_or_none, exercise, expect, expect_whole
 from fsdp_helpers.teaching.exercises.fresh import DRAW, FRESH_CASES
@@ -26,7 +27,6 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 )
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module
 from fsdp_helpers.teaching.exercises.training import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
-from fsdp_helpers.vit import ViT
 
 START_EXTRA_BYTES = 120_000  # the largest tensor has 36,864, and travels as a whole; the model has 907,000
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]

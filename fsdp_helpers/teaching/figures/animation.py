@@ -14,11 +14,11 @@ from os import PathLike
 from pathlib import Path
 
 from fsdp_helpers.measuring.unit_trace import UnitTrace
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.quantities import in_mb
 from fsdp_helpers.teaching.figures.step_parts import LEFT, RIGHT, Key, Part, in_progress, parts, places
 from fsdp_helpers.teaching.figures.style import FONT, IN_WORDS, OP_COLOURS, PEAK_COLOUR, STATE_COLOURS, height_of
 from fsdp_helpers.teaching.figures.words import step_of_units_in_words
+from fsdp_helpers.training.palette import FRAME_COLOUR, TEXT_COLOUR
 
 WIDTH, HEIGHT = 960, 590
 LANES, LANE = (340, 358), 12  # the time line of each rank

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
@@ -18,6 +17,7 @@ from fsdp_helpers.teaching.figures.style import (
     WHOLE_GRADIENTS,
     ink_on,
 )
+from fsdp_helpers.training.palette import TEXT_COLOUR
 
 THIN = 0.36  # height of one of the two bars of a row
 ROOM = 0.07  # of the axis: a part this narrow has no room for its number

@@ -13,7 +13,6 @@ from matplotlib.patches import Patch, Rectangle
 from torch import nn
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.stages import OWN, SLICE, WHOLE, Stage
@@ -34,6 +33,7 @@ from fsdp_helpers.teaching.figures.words import (
     streams_in_words,
     units_in_words,
 )
+from fsdp_helpers.training.palette import FRAME_COLOUR, TEXT_COLOUR
 
 ROOT_COLOUR = "#e5e7eb"
 UNIT_COLOURS = (STATE_COLOURS["parameters"], STATE_COLOURS["gradients"])

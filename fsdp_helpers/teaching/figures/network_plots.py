@@ -8,13 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.findings import slowed_by, titled
 from fsdp_helpers.teaching.figures.plot_words import bandwidths_in_words, sentences
 from fsdp_helpers.teaching.figures.style import STRATEGY_COLOURS, figure_style
+from fsdp_helpers.training.palette import TEXT_COLOUR
 
 MBIT = 1e6
 BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f} % lower rates"

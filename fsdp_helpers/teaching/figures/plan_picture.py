@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.style import FONT, PEAK_COLOURS
+from fsdp_helpers.training.palette import FRAME_COLOUR, TEXT_COLOUR
 
 WIDTH, HEIGHT = 960, 370
 LEFT, RIGHT, TOP, BOTTOM = 60, 610, 36, 320

@@ -7,13 +7,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fsdp_helpers.measuring.errors import ErrorRow
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, smallest_that_fits, titled
 from fsdp_helpers.teaching.figures.plot_words import errors_in_words, fits_in_words, sentences, waterfall_in_words
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLOURS, SERIES_COLOURS, figure_style
+from fsdp_helpers.training.palette import FRAME_COLOUR, TEXT_COLOUR
 
 NEAR = 0.01  # of the measured peak
 MODEL_SHIFT = 0.2  # between the marks of two models

@@ -10,7 +10,6 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from fsdp_helpers.measuring.copies import OffloadCopy
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
@@ -47,6 +46,7 @@ from fsdp_helpers.teaching.figures.timelines import (
     draw_notes,
     unit_copies,
 )
+from fsdp_helpers.training.palette import TEXT_COLOUR
 
 HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 

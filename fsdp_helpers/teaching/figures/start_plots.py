@@ -6,10 +6,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.plot_words import orders_in_words
 from fsdp_helpers.teaching.figures.style import OP_COLOURS, figure_style
+from fsdp_helpers.training.palette import TEXT_COLOUR
 
 
 def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:

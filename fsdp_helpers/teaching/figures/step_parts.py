@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_helpers.measuring.unit_trace import RankUnits, UnitTrace
-from fsdp_helpers.palette import FRAME_COLOUR
 from fsdp_helpers.records import Collective
 from fsdp_helpers.teaching.figures.style import STATE_COLOURS
+from fsdp_helpers.training.palette import FRAME_COLOUR
 
 LEFT, RIGHT, GAP = 140, 950, 4  # of the picture's width of 960; between two units
 ROW, ROW_GAP = 22, 5  # Adam's two moments take two rows

@@ -15,9 +15,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fsdp_helpers.palette import BLUE, TEXT_STYLE
 from fsdp_helpers.planning.plan import CATEGORIES
 from fsdp_helpers.teaching.figures.descriptions import describe
+from fsdp_helpers.training.palette import BLUE, TEXT_STYLE
 
 # After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any colour vision.
 ORANGE, GREEN, VERMILION, PURPLE = "#e69f00", "#009e73", "#d55e00", "#cc79a7"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
 from fsdp_helpers.teaching.figures.style import OP_COLOURS, PHASE_COLOURS, height_of, swatches
+from fsdp_helpers.training.palette import FRAME_COLOUR, TEXT_COLOUR
 
 NARROW = 0.05  # of the time line: a bar this narrow has no room for its number
 

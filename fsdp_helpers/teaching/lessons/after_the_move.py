@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.teaching.lessons.failures.entry import link_to
+from fsdp_helpers.teaching.failures.entry import link_to
 from fsdp_helpers.teaching.lessons.from_ddp import build_model, make_optimizer, shard
 
 SMALL_UNIT = 10_000  # parameters: fewer are not worth a collective

@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from fsdp_helpers.data import load_data
+from fsdp_helpers.data.images import load_data
+from fsdp_helpers.models.shapes import VIT_SHAPES
+from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.shapes import VIT_SHAPES
-from fsdp_helpers.vit import ViT
 
 TRAIN_IMAGES = 384  # eight steps to an epoch, so that a run of twenty steps ends within its third
 TEST_IMAGES = 120

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 
+from fsdp_helpers.models.vit import Block
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.teaching.lessons.from_ddp import build_model, load_steps, make_optimizer, mean_over_ranks, shard
-from fsdp_helpers.vit import Block
 
 MOVED_AT, LAST_STEP = 10, 16  # steps
 

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.models.vit import Block
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.training.worker import first_batches
-from fsdp_helpers.vit import Block
 
 Parts = list[tuple[Tensor, Tensor]]
 loss_of = nn.CrossEntropyLoss()

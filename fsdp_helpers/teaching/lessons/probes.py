@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import clip_gradients
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY

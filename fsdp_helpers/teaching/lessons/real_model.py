@@ -19,14 +19,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.vit import Block, ViT
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.shapes import ViTShape
 from fsdp_helpers.sharding.strategies import unit_names
 from fsdp_helpers.teaching.lessons.starts import shard_blocks
 from fsdp_helpers.training.worker import first_batches
-from fsdp_helpers.vit import Block, ViT
 
 LEARNING_RATE = 0.01  # of SGD, which sees whether a gradient is right; Adam would hide a wrong factor
 

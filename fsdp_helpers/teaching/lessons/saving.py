@@ -22,9 +22,9 @@ from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import UNFINISHED, checkpoint_name
 from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import Dataset
+from fsdp_helpers.data.images import Dataset
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve, RunRecord, SavingRecord

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.measuring.memory import state_bytes
+from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.vit import Block, ViT
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import CollectiveCount, StateBytes
-from fsdp_helpers.shapes import ViTShape
 from fsdp_helpers.teaching.lessons.starts import shard_blocks
-from fsdp_helpers.vit import Block, ViT
 
 STEPS = 4
 

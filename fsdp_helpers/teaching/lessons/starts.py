@@ -18,10 +18,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.vit import Block, ViT
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve
-from fsdp_helpers.shapes import ViTShape
-from fsdp_helpers.vit import Block, ViT
 
 SEED = 0
 Build = Callable[[], nn.Module]

@@ -14,7 +14,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.copies import OffloadCopy, trace_copies
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import StepTrace
 from fsdp_helpers.sharding.strategies import apply_fsdp_offload

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.teaching.lessons.by_hand import FlatUnit

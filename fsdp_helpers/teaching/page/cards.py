@@ -10,9 +10,9 @@ from pathlib import Path
 from IPython.display import Markdown, display
 
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.teaching.lessons.failures import gallery, tools
-from fsdp_helpers.teaching.lessons.failures.entry import SYMPTOMS, Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY, Seen
+from fsdp_helpers.teaching.failures import gallery, tools
+from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers
+from fsdp_helpers.teaching.failures.gallery import GALLERY, Seen
 from fsdp_helpers.teaching.page import show
 
 MOST_OF_ERROR = 600  # characters

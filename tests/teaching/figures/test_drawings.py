@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 from torch import nn
 
 from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings, stages
 from fsdp_helpers.teaching.figures.descriptions import describe

@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from runs import tiny_record
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.records import (
     Collective,
@@ -40,6 +39,7 @@ from fsdp_helpers.teaching.figures.style import (
     STRATEGY_COLOURS,
     described_png,
 )
+from fsdp_helpers.training.palette import TEXT_COLOUR
 
 MB = 10**6
 COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit

@@ -8,8 +8,8 @@ import pytest
 from leftovers import PROJECT
 
 from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.teaching.failures.gallery import GALLERY
 from fsdp_helpers.teaching.lessons import after_the_move
-from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY
 
 SAYS = {
     "no fault": None,

@@ -5,7 +5,7 @@ from workers_for_tests import call_each
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
-from fsdp_helpers.models import VisionTransformer
+from fsdp_helpers.models.series import VisionTransformer
 from fsdp_helpers.planning.traffic import padded_params, step_copied_bytes
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy

@@ -5,7 +5,7 @@ import workers_for_tests as workers
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import traced
-from fsdp_helpers.models import build_model, count_params
+from fsdp_helpers.models.series import build_model, count_params
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons import units_by_hand
 

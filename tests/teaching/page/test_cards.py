@@ -6,9 +6,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from fsdp_helpers.teaching.lessons.failures import gallery
-from fsdp_helpers.teaching.lessons.failures.entry import Failure
-from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY, RUN, Seen
+from fsdp_helpers.teaching.failures import gallery
+from fsdp_helpers.teaching.failures.entry import Failure
+from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
 from fsdp_helpers.teaching.page import cards
 
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"

@@ -8,8 +8,8 @@ import launch_workers as workers
 import pytest
 import torch
 
-from fsdp_helpers import models
 from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers.models import series as models
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.ranks import group
 from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
