@@ -13,7 +13,7 @@
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
 # make book         the executed notebooks as a small site, in book/
 # make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE_ARGS="--to DIR")
-# make lint         check the style of the code and the types of the package; `make format` mends what a program can mend
+# make lint         check the style of the code and the types of the package; `make format` fixes what a program can fix
 # make relock       take the newest versions that the registry serves into requirements.lock
 # make outdated     say in one line how many of them the lock lacks
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it

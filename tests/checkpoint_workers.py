@@ -39,7 +39,7 @@ from fsdp_helpers.training.worker import load_rank_data, train_worker
 
 
 def build(config, seed):
-    """A model under the strategy of `config`, and its optimiser."""
+    """A model under the strategy of `config`, and its optimizer."""
     torch.manual_seed(seed)
     model = APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config)
     return model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
@@ -172,7 +172,7 @@ def save_while_training(rank, world_size, folder, configs):
 
 
 def small_model(hidden=6):
-    """Linear layers, a normalisation with buffers, and dropout."""
+    """Linear layers, a normalization with buffers, and dropout."""
     layers = [nn.Linear(4, hidden), nn.BatchNorm1d(hidden), nn.Dropout(), nn.ReLU(), nn.Linear(hidden, 3)]
     return nn.Sequential(*layers)
 
@@ -204,7 +204,7 @@ class CountingSGD(torch.optim.Optimizer):
 
 
 def wrapped(name, seed):
-    """The small model as other people wrap it, its optimiser and a schedule that halves the learning rate."""
+    """The small model as other people wrap it, its optimizer and a schedule that halves the learning rate."""
     torch.manual_seed(seed)
     model = small_model()
     if name == "ddp":
@@ -290,15 +290,15 @@ def gather_by_torch(rank, world_size, config):
 # ---------------------------------------------------------------- resuming, and slices by hand
 
 
-def train_normalised(rank, world_size, configs):
+def train_normalized(rank, world_size, configs):
     """`train_worker` for each config, with a model that has buffers."""
 
-    def build_normalised(name, dropout=True):
+    def build_normalized(name, dropout=True):
         return nn.Sequential(
             nn.BatchNorm2d(1), nn.Flatten(), nn.Dropout() if dropout else nn.Identity(), nn.Linear(784, 10)
         )
 
-    worker.build_model = resume.build_model = build_normalised
+    worker.build_model = resume.build_model = build_normalized
     return [train_worker(rank, world_size, config) for config in configs]
 
 

@@ -79,7 +79,7 @@ class SliceEntry:
 
 
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
-    """Return every tensor of a sharded checkpoint, from its index alone: parameters, optimiser state, random state.
+    """Return every tensor of a sharded checkpoint, from its index alone: parameters, optimizer state, random state.
 
     Raises CheckpointError for an index that is damaged, names files elsewhere, or lists anything but tensors.
     """

@@ -25,7 +25,7 @@ HOW_TO_GET_MNIST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Images (N, 1, 28, 28), float32 and normalised, and their labels (N,), int64, on one device."""
+    """Images (N, 1, 28, 28), float32 and normalized, and their labels (N,), int64, on one device."""
 
     images: Tensor
     labels: Tensor
@@ -155,13 +155,13 @@ def evaluation_batches(
         yield images, split.labels[batch].tensor_split(world_size)[rank]
 
 
-def normalise(pixels: Tensor) -> Tensor:
+def normalize(pixels: Tensor) -> Tensor:
     """Turn pixels (N, 28, 28) from 0 to 255 into model input (N, 1, 28, 28): (x / 255 - 0.1307) / 0.3081."""
     return ((pixels.float() / 255 - PIXEL_MEAN) / PIXEL_STD).unsqueeze(1)
 
 
 def _split(pixels: Tensor, labels: Tensor, count: int | None) -> Split:
-    return Split(images=normalise(pixels[:count]), labels=labels[:count].clone())
+    return Split(images=normalize(pixels[:count]), labels=labels[:count].clone())
 
 
 def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:

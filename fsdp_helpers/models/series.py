@@ -127,7 +127,7 @@ MODEL_CLASSES: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_model(name: str, *, dropout: bool = True) -> nn.Module:
-    """Build the named model, freshly initialised.
+    """Build the named model, freshly initialized.
 
     `dropout=False` sets every dropout probability to zero, for comparing one process with many:
     each rank draws its own dropout mask, so with dropout on the two cannot agree.

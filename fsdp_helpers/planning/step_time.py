@@ -1,4 +1,4 @@
-"""The seconds of a step: its arithmetic and its collectives in queues, then the optimiser. No torch.
+"""The seconds of a step: its arithmetic and its collectives in queues, then the optimizer. No torch.
 
 What a rank does in a step, and in which order, is known from the walk (`planning.peak`). Here each thing gets its
 seconds, and the queues of `planning.streams` say what hides behind what. A step is one estimate with a range. If the

@@ -76,7 +76,7 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     `communication_s` is the time in which the link carries what a rank sends: sent bytes over bytes per second. Where
     it is more than four times `arithmetic_s`, the network dominates: even a step that hides nothing takes less than
     25 % longer. How much is hidden depends on when the bytes are ready. DDP sends a bucket once backward has come to
-    the last of its gradients, and forward and the optimiser always wait. Headers come on top: with TCP over Ethernet 66
+    the last of its gradients, and forward and the optimizer always wait. Headers come on top: with TCP over Ethernet 66
     of the 1,514 bytes of a packet, and what is acknowledged and sent again. ShallowNet under DDP, most of whose bytes
     are one layer's, hides nothing, and took 1.00 to 1.25 times both (`notebooks/reference/bandwidth.json`).
     Source: S. Li et al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.

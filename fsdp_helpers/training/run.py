@@ -79,7 +79,7 @@ def train(
         finally:
             tidy_up(config)
     if isinstance(view, LiveView) and progress:
-        view.summarise(record)
+        view.summarize(record)
     return record
 
 

@@ -68,7 +68,7 @@ def run_training(
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model under its strategy, and its optimiser, built from the parameters that the strategy leaves."""
+    """Return the model under its strategy, and its optimizer, built from the parameters that the strategy leaves."""
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
     model = APPLY_STRATEGY[config.strategy](model, rank_device(), config)

@@ -59,7 +59,7 @@ def one_at_a_time(settings: dict) -> AbstractContextManager:
 
 
 def newest_graph(folder: Path) -> str:
-    """The last step that was compiled, as XLA runs it: HLO after all optimisations, as text."""
+    """The last step that was compiled, as XLA runs it: HLO after all optimizations, as text."""
     graphs = sorted((folder / "graphs").glob("*SyncTensorsGraph*after_optimizations.txt"))
     return graphs[-1].read_text()
 

@@ -76,7 +76,7 @@ def train(model: FSDP, batches: list, optimizer: torch.optim.Optimizer, run: dic
 
 
 def save(path: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """One file per replica: its slices, its optimiser's, and what the slices are slices of."""
+    """One file per replica: its slices, its optimizer's, and what the slices are slices of."""
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),

@@ -199,12 +199,12 @@ def arguments(settings: dict, *more) -> list:
 
 @pytest.mark.parametrize("strategy, api, world_size", [("local", "fsdp2", 1), ("fsdp", "fsdp2", 2)])
 def test_a_model_with_buffers_resumes(strategy, api, world_size, no_mnist, tmp_path):
-    """Batch normalisation counts its batches; the evaluation reads what it has seen."""
+    """Batch normalization counts its batches; the evaluation reads what it has seen."""
     settings = SHORT | {"strategy": strategy, "api": api, "data_dir": no_mnist, "train_images": 43}
     config = TrainConfig(**settings)
     whole, first, second = (replace(config, checkpoint_dir=str(tmp_path / name)) for name in ("whole", "two", "two"))
     runs = [whole, replace(first, max_steps=4), replace(second, resume=True)]
-    undisturbed, _, resumed = launch(workers.train_normalised, runs, world_size=world_size, device="cpu")[0]
+    undisturbed, _, resumed = launch(workers.train_normalized, runs, world_size=world_size, device="cpu")[0]
     assert (resumed.first_step, resumed.step_losses) == (4, undisturbed.step_losses[4:])
     states = [read_state(tmp_path / run / checkpoint_name(8)) for run in ("whole", "two")]
     assert states[0]["model.0.num_batches_tracked"] == 8
@@ -519,7 +519,7 @@ DAMAGES = {
     "half a description": (lambda path: truncate(path / "checkpoint.json"), "no readable checkpoint.json"),
     "garbage description": (lambda path: garble(path / "checkpoint.json"), "no readable checkpoint.json"),
     "a list": (lambda path: (path / "checkpoint.json").write_text("[1]"), "no readable checkpoint.json"),
-    "more than known": (lambda path: rewrite(path, colour="red"), "checkpoint.json is damaged"),
+    "more than known": (lambda path: rewrite(path, color="red"), "checkpoint.json is damaged"),
     "files unnamed": (lambda path: rewrite(path, files=[]), "checkpoint.json is damaged"),
     "a newer format": (lambda path: rewrite(path, format=2), "reads up to format 1; update fsdp_helpers"),
     "no step": (lambda path: rewrite(path, step=None), "checkpoint.json is damaged"),

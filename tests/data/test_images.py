@@ -25,7 +25,7 @@ from fsdp_helpers.data.images import (
     evaluation_batches,
     find_data_dir,
     load_data,
-    normalise,
+    normalize,
     num_train_images,
     offline,
     prepare_data,
@@ -39,7 +39,7 @@ SMALL = "t10k-labels-idx1-ubyte.gz"  # the smallest of the four
 
 
 def numbered(count: int) -> Split:
-    """`count` images; image i is filled with i and labelled i, so that each can be recognised."""
+    """`count` images; image i is filled with i and labeled i, so that each can be recognized."""
     numbers = torch.arange(count)
     return Split(images=numbers.float().view(-1, 1, 1, 1).expand(-1, 1, 28, 28), labels=numbers)
 
@@ -261,7 +261,7 @@ def test_the_digits_are_those_that_scikit_learn_loads(monkeypatch):
     assert data.train.labels.tolist() + data.test.labels.tolist() == theirs.target.tolist()
     pixels = torch.from_numpy(theirs.images).float().unsqueeze(1) * (255 / 16)
     large = torch.nn.functional.interpolate(pixels, size=(28, 28), mode="bilinear").squeeze(1)
-    assert torch.equal(torch.cat([data.train.images, data.test.images]), normalise(large))
+    assert torch.equal(torch.cat([data.train.images, data.test.images]), normalize(large))
 
 
 def test_offline_means_the_digits_also_where_mnist_is(small_mnist, monkeypatch):
@@ -361,7 +361,7 @@ def test_the_source_is_always_said(digits_dir):
 # ---------------------------------------------------------------- what is in them
 
 
-def test_mnist_is_whole_and_normalised(mnist_dir):
+def test_mnist_is_whole_and_normalized(mnist_dir):
     dataset = load_data(mnist_dir)
     assert dataset.train.images.shape == (60_000, 1, 28, 28) and dataset.train.images.dtype == torch.float32
     assert dataset.test.images.shape == (10_000, 1, 28, 28) and dataset.test.labels.dtype == torch.int64
@@ -378,14 +378,14 @@ def test_digits_look_like_mnist(digits_dir):
     assert dataset.test.images.shape == (360, 1, 28, 28)
     assert dataset.source == "digits" and num_train_images("digits") == 1_437
     assert set(dataset.train.labels.tolist()) == set(range(10))
-    darkest, brightest = normalise(torch.tensor([0.0, 255.0]).view(2, 1, 1)).flatten().tolist()
+    darkest, brightest = normalize(torch.tensor([0.0, 255.0]).view(2, 1, 1)).flatten().tolist()
     assert dataset.train.images.min().item() == pytest.approx(darkest)
     assert dataset.train.images.max().item() <= brightest + 1e-5
 
 
-def test_normalise():
+def test_normalize():
     # 0 -> (0 - 0.1307) / 0.3081 = -0.42421; 255 -> (1 - 0.1307) / 0.3081 = 2.82149
-    values = normalise(torch.tensor([[[0, 255]]], dtype=torch.uint8))
+    values = normalize(torch.tensor([[[0, 255]]], dtype=torch.uint8))
     assert values.shape == (1, 1, 1, 2)
     assert values.flatten().tolist() == pytest.approx([-0.42421, 2.82149], abs=1e-5)
 

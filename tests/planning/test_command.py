@@ -45,7 +45,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     assert [line.split("  ")[1] for line in lines[3:9]] == [
         "parameters",
         "gradients",
-        "optimiser state",
+        "optimizer state",
         "gathered units",
         "activations",
         "communication buffers",
@@ -123,7 +123,7 @@ def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
     plan = replace(plan, step_flops=3_000, collectives=(gather,), cluster=slow, time=time)
     assert list(plan_lines(plan))[-5:] == [
         "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
-        "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimiser not counted.",
+        "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimizer not counted.",
         "An update takes as long as memory needs to read the state, and --device says how fast that is.",
         "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic; with none, and rates 25% below.",
         "3 images/s over all ranks (3 to 4), 2 per rank, 2.96e+05 a day.",

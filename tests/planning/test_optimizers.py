@@ -1,4 +1,4 @@
-"""What optimisers keep, and what their steps have in flight: planned, and measured on one process."""
+"""What optimizers keep, and what their steps have in flight: planned, and measured on one process."""
 
 import pytest
 import torch

@@ -48,7 +48,7 @@ def test_a_plan_hand_worked():
     assert plan.by_category() == {
         "parameters": 1_008,
         "gradients": 0,
-        "optimiser state": 2_016,
+        "optimizer state": 2_016,
         "gathered units": 4_064,
         "activations": 20_000,
         "communication buffers": 4_000,

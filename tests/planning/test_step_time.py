@@ -55,7 +55,7 @@ def test_the_range_goes_from_all_hidden_to_nothing_hidden():
     assert (named.shortest_s, named.longest_s) == (named.estimate_s / 1.25, named.estimate_s / 0.75)
 
 
-def test_the_optimiser_comes_last():
+def test_the_optimizer_comes_last():
     assert timed(replace(SPEED, optimizer_s=5.0)).estimate_s == pytest.approx(71.064)
 
 

@@ -47,14 +47,14 @@ def usable_through_launch(num_gpus: int) -> Outcome:
 
 
 def cpu_ranks_leave_it_alone(num_gpus: int) -> Outcome:
-    """Check that no CPU rank initialised CUDA, and that the GPU's free memory does not shrink while they run."""
+    """Check that no CPU rank initialized CUDA, and that the GPU's free memory does not shrink while they run."""
     config = TrainConfig(strategy="fsdp-auto-wrap", **SMALL)
     with least_free_memory() as free:
         found = launch(train_and_look_at_cuda, config, world_size=CPU_RANKS, device="cpu", progress=False)
     taken = max(0, free[0] - min(free))
-    touched = sum(initialised for _, initialised in found)
+    touched = sum(initialized for _, initialized in found)
     on_cpu = all(device == "cpu" for device, _ in found)
-    measured = f"{touched} of {CPU_RANKS} ranks initialised CUDA, {format_bytes(taken)} taken meanwhile"
+    measured = f"{touched} of {CPU_RANKS} ranks initialized CUDA, {format_bytes(taken)} taken meanwhile"
     return Outcome(on_cpu and not touched and taken <= NOISE_BYTES, measured, {"taken_bytes": taken})
 
 

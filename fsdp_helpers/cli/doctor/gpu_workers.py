@@ -39,7 +39,7 @@ def train_each(rank: int, world_size: int, configs: Sequence[TrainConfig]) -> li
 
 
 def train_and_look_at_cuda(rank: int, world_size: int, config: TrainConfig) -> tuple[str, bool]:
-    """Train; then return this rank's device, and whether CUDA was initialised in its process."""
+    """Train; then return this rank's device, and whether CUDA was initialized in its process."""
     train_worker(rank, world_size, config)
     return str(rank_device()), torch.cuda.is_initialized()
 

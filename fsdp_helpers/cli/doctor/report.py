@@ -67,4 +67,4 @@ def verdict(rows: list[Row]) -> str:
     wrong = [row.check for row in rows if row.result == FAIL]
     if not wrong:
         return "This machine is right for all notebooks on CPU ranks. For its GPUs: python -m fsdp_helpers gpu-check"
-    return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Mend the first one, and run doctor again."
+    return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."

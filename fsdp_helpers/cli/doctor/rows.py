@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fsdp_helpers.quantities import MB
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-NOISE_BYTES = 32 * MB  # a desktop or a neighbour may take them; a CUDA context takes more than 100 MB
+NOISE_BYTES = 32 * MB  # a desktop or a neighbor may take them; a CUDA context takes more than 100 MB
 HEADERS = ("check", "result", "measured", "expected", "seconds")
 
 

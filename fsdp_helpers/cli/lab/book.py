@@ -115,14 +115,14 @@ def framed(book: list[Page], current: Page | None, title: str, body: str) -> str
     return pages.page(title, f"{navigation(book, current)}\n<main>\n{body}\n</main>\n{scripts}", BOOK)
 
 
-def neighbours(book: list[Page], page: Page) -> str:
+def neighbors(book: list[Page], page: Page) -> str:
     place = book.index(page)
     links = [
         f'<a href="{book[other].name}.html">{arrow.format(escape(book[other].title))}</a>'
         for other, arrow in ((place - 1, "← {}"), (place + 1, "{} →"))
         if 0 <= other < len(book)
     ]
-    return f'<p class="neighbours">{" ".join(links)}</p>'
+    return f'<p class="neighbors">{" ".join(links)}</p>'
 
 
 def first_page(book: list[Page]) -> str:
@@ -173,7 +173,7 @@ def write_book(notebooks: list[Path], folder: Path) -> list[Path]:
         body = anchor_words(page.body, words) if page.name == "GLOSSARY" else link_words(page.body, words)
         body = pages.link_to_pages(pages.embed_pictures(body, FOLDER), names, FOLDERS)
         written.append(folder / f"{page.name}.html")
-        written[-1].write_text(framed(book, page, page.title, body + neighbours(book, page)))
+        written[-1].write_text(framed(book, page, page.title, body + neighbors(book, page)))
     (folder / "search.js").write_text(search_index(book))
     return written
 

@@ -33,8 +33,8 @@ PAGE = """<!doctype html>
 
 
 def page(title: str, body: str, *styles: Path) -> str:
-    """Return a whole page; the styles are CSS files, and the colours of code come before them."""
-    sheets = [code_colours(), *(path.read_text() for path in styles)]
+    """Return a whole page; the styles are CSS files, and the colors of code come before them."""
+    sheets = [code_colors(), *(path.read_text() for path in styles)]
     return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
 
 
@@ -80,7 +80,7 @@ def title_of(notebook: nbformat.NotebookNode) -> str:
 
 
 @cache
-def code_colours() -> str:
+def code_colors() -> str:
     return HtmlFormatter(style="default").get_style_defs(".highlight")
 
 

@@ -130,7 +130,7 @@ class Shards:
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
 
     def update(self) -> None:
-        """Hold what the optimiser's step has in flight, beside all slices."""
+        """Hold what the optimizer's step has in flight, beside all slices."""
         if self._offloads:
             return
         largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)

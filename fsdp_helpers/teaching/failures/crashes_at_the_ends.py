@@ -39,8 +39,8 @@ def both_ranks() -> Numbers:
 
 
 def meet_at_a_fixed_port(rank: int, world_size: int) -> Numbers:
-    with socket.create_server(("127.0.0.1", 0)) as neighbour:  # someone else's run
-        port = neighbour.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as neighbor:  # someone else's run
+        port = neighbor.getsockname()[1]
         store = dist.TCPStore("127.0.0.1", port, world_size=1, is_master=True)
         return {"stores": float(store.port > 0)}
 
@@ -100,7 +100,7 @@ CRASHES_AT_THE_ENDS = (
         "what exit status? `launch` calls the roll and names the missing rank.",
         fix="Agree on the number of steps before the loop; here all ranks take the smallest.",
         broken=end_early,
-        mended=end_together,
+        fixed=end_together,
         right=both_ranks,
         says="rank 1 did not answer",
         group_timeout_s=60.0,  # never reached: rank 1 is gone, and five seconds later rank 0 has called the roll
@@ -109,11 +109,11 @@ CRASHES_AT_THE_ENDS = (
     Failure(
         name="crash-port-in-use",
         title="The server socket has failed to listen: address already in use",
-        why="A fixed port such as 29500 belongs to whoever comes first: a neighbour's run, or an orphan of your own.",
+        why="A fixed port such as 29500 belongs to whoever comes first: a neighbor's run, or an orphan of your own.",
         tell="The error names the port. `ss -ltnp | grep PORT` shows who has it; `doctor` lists leftovers.",
         fix="Let the system choose: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
         broken=meet_at_a_fixed_port,
-        mended=meet_at_a_free_port,
+        fixed=meet_at_a_free_port,
         right=one_store,
         says="(?i)address already in use",
     ),
@@ -125,7 +125,7 @@ CRASHES_AT_THE_ENDS = (
         tell="The error comes from the child, from `multiprocessing.spawn`, before any of your lines runs.",
         fix="Put the function into a module; `%%writefile` in a cell is enough.",
         broken=spawn_from_a_cell,
-        mended=spawn_from_a_module,
+        fixed=spawn_from_a_module,
         right=answer,
         says="Can't get attribute 'worker'",
     ),

@@ -68,7 +68,7 @@ DOCUMENTED = (
         name="memory-gpu-nearby",
         title="Ranks on the CPU take memory of a GPU",
         why="If PyTorch can see a GPU, it looks at it even when all tensors are on the CPU: in `fully_shard` without a mesh, in "
-        "the group of a mesh, and in every step of an optimiser. The first look makes a CUDA context in that rank.",
+        "the group of a mesh, and in every step of an optimizer. The first look makes a CUDA context in that rank.",
         tell="`nvidia-smi` lists the CPU ranks, each with a few hundred MB.",
         fix="Pass a mesh on the CPU, and start CPU ranks with an empty `CUDA_VISIBLE_DEVICES`, as `launch` does. It has to be "
         "empty before PyTorch looks.",

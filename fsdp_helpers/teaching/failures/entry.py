@@ -1,4 +1,4 @@
-"""One entry of the gallery: what breaks, what it looks like, why, and what mends it. No torch import."""
+"""One entry of the gallery: what breaks, what it looks like, why, and what fixes it. No torch import."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,9 +21,9 @@ RankFunction = Callable[[int, int], Numbers]
 class Failure:
     """A failure by its name, which begins with its symptom and is its anchor on the page.
 
-    `broken` and `mended` are rank functions that return named numbers; `right` computes the same numbers without any
+    `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers without any
     rank, or is None for a failure that is not run here. A broken run ends in an error that says `says`, or gives numbers
-    that are not the right ones. A mended run gives the right ones, up to a relative `tolerance`.
+    that are not the right ones. A fixed run gives the right ones, up to a relative `tolerance`.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Failure:
     tell: str
     fix: str
     broken: RankFunction | None = None
-    mended: RankFunction | None = None
+    fixed: RankFunction | None = None
     right: Callable[[], Numbers] | None = None
     says: str = ""  # a regular expression
     tolerance: float = 1e-5

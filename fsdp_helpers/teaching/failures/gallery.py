@@ -1,4 +1,4 @@
-"""All failures by name, and how one is run: what is seen when it is broken, and the numbers when it is mended."""
+"""All failures by name, and how one is run: what is seen when it is broken, and the numbers when it is fixed."""
 
 import os
 import re
@@ -83,8 +83,8 @@ def run_broken(failure: Failure) -> Seen:
     return run(failure.broken, failure.group_timeout_s, failure.stall_s)
 
 
-def run_mended(failure: Failure) -> Seen:
-    return run(failure.mended)
+def run_fixed(failure: Failure) -> Seen:
+    return run(failure.fixed)
 
 
 def shows_symptom(failure: Failure, seen: Seen) -> bool:
@@ -101,7 +101,7 @@ def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
     return shows_symptom(failure, seen) == (not failure.not_in or release > failure.not_in)
 
 
-def is_mended(failure: Failure, seen: Seen) -> bool:
+def is_fixed(failure: Failure, seen: Seen) -> bool:
     """Say whether every rank has the right numbers."""
     right = failure.right()
     return bool(seen.numbers) and all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)

@@ -126,7 +126,7 @@ MEMORY = (
         tell="One all-gather per forward. Count them with `CommDebugMode`, or with the trace of this series.",
         fix="Shard the blocks first, the root last.",
         broken=shard_the_root_alone,
-        mended=shard_each_layer,
+        fixed=shard_each_layer,
         right=one_layer,
     ),
     Failure(
@@ -137,7 +137,7 @@ MEMORY = (
         tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
         fix="Pass a `min_num_params` that suits your model or, better, name the class of your blocks with `ModuleWrapPolicy`.",
         broken=wrap_by_default_size,
-        mended=wrap_by_own_size,
+        fixed=wrap_by_own_size,
         right=two_layers_and_root,
     ),
     Failure(
@@ -148,7 +148,7 @@ MEMORY = (
         tell="After the first micro-batch memory grows by 4 bytes per parameter of the whole model.",
         fix="Reduce after each micro-batch. Hold back only when the whole gradient fits.",
         broken=hold_back_reduction,
-        mended=reduce_each_micro_batch,
+        fixed=reduce_each_micro_batch,
         right=half_of_the_gradients,
     ),
     Failure(
@@ -159,7 +159,7 @@ MEMORY = (
         tell="It runs out of memory in the line that saves, on all ranks together.",
         fix="Save slices with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
         broken=full_state_everywhere,
-        mended=sharded_state,
+        fixed=sharded_state,
         right=half_of_the_state,
     ),
 )

@@ -35,7 +35,7 @@ def shared_folder() -> Iterator[Path]:
     shutil.rmtree(found[0], ignore_errors=True)
 
 
-# ---------------------------------------------------------------- the optimiser's state
+# ---------------------------------------------------------------- the optimizer's state
 
 
 def new_run(sharded: bool = True) -> tuple[nn.Module, torch.optim.Adam]:
@@ -232,7 +232,7 @@ SAVING = (
         tell="`optimizer.state` is empty before the first step after loading.",
         fix="`get_state_dict` and `set_state_dict`: they create the moments first, and name them by parameter.",
         broken=resume_from_plain_state,
-        mended=resume_from_named_state,
+        fixed=resume_from_named_state,
         right=undisturbed,
         tolerance=1e-4,
     ),
@@ -241,9 +241,9 @@ SAVING = (
         title="After resuming, the learning rate is that of the first step",
         why="The schedule has its own step counter. If it is not saved, the next job warms up, or decays, from the beginning.",
         tell="Log the learning rate of every step; it jumps where the job was resumed.",
-        fix="Save `schedule.state_dict()` beside the optimiser's.",
+        fix="Save `schedule.state_dict()` beside the optimizer's.",
         broken=forget_the_schedule,
-        mended=save_the_schedule,
+        fixed=save_the_schedule,
         right=three_halvings,
     ),
     Failure(
@@ -253,7 +253,7 @@ SAVING = (
         tell="The file is smaller than the one before. A folder of `torch.distributed.checkpoint` lacks its `.metadata`.",
         fix="Write a new file beside it and rename it when it is complete. Keep the last two.",
         broken=save_over_the_last,
-        mended=save_beside_and_rename,
+        fixed=save_beside_and_rename,
         right=the_last_whole_one,
         says="PytorchStreamReader",
     ),
@@ -265,7 +265,7 @@ SAVING = (
         tell="The message lists the same names twice, once as missing and once, with a prefix, as unexpected.",
         fix="Save `model.module.state_dict()`, or `get_model_state_dict(model)`, which knows all these wrappers.",
         broken=save_the_wrapper,
-        mended=save_the_module,
+        fixed=save_the_module,
         right=the_model_that_was_saved,
         says=r"Missing key\(s\) in state_dict",
     ),
@@ -276,7 +276,7 @@ SAVING = (
         tell="Multiply: steps done times batch size must give the images seen.",
         fix="Save the number of images seen, not of steps; or refuse a different batch size.",
         broken=resume_at_the_step,
-        mended=resume_at_the_image,
+        fixed=resume_at_the_image,
         right=none_twice,
     ),
     Failure(
@@ -287,7 +287,7 @@ SAVING = (
         tell="Before the swap `type(next(model.parameters()))` is a plain parameter, not a DTensor.",
         fix="Call `model.reshard()` after every evaluation, then swap with `set_model_state_dict`.",
         broken=swap_after_an_evaluation,
-        mended=reshard_before_the_swap,
+        fixed=reshard_before_the_swap,
         right=average_alone,
     ),
 )

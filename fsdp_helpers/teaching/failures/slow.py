@@ -115,7 +115,7 @@ SLOW = (
         fix="Keep the parameters whole within a step, if they fit: no resharding after forward, and after backward only at the "
         "last micro-batch.",
         broken=gather_for_every_micro_batch,
-        mended=keep_parameters_between,
+        fixed=keep_parameters_between,
         right=one_gather_per_unit,
     ),
     Failure(
@@ -126,7 +126,7 @@ SLOW = (
         tell="Count the collectives of one step; compare the largest unit with the mean.",
         fix="One unit per block of the model.",
         broken=shard_every_layer,
-        mended=shard_every_block,
+        fixed=shard_every_block,
         right=two_gathers_per_block,
     ),
     Failure(
@@ -137,7 +137,7 @@ SLOW = (
         tell="The download appears in the log once per rank.",
         fix="Let one rank prepare, and the others wait at a barrier. On several machines that is one rank per machine.",
         broken=download_on_every_rank,
-        mended=download_on_one_rank,
+        fixed=download_on_one_rank,
         right=one_download,
     ),
 )

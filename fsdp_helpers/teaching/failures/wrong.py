@@ -134,7 +134,7 @@ WRONG = (
         tell="The gradient, and the first step's loss, do not change with the number of ranks.",
         fix="Give every rank its own part: `DistributedSampler`, or a slice by rank.",
         broken=train_on_the_same_images,
-        mended=train_on_own_images,
+        fixed=train_on_own_images,
         right=gradient_of_all_images,
     ),
     Failure(
@@ -145,7 +145,7 @@ WRONG = (
         tell="The gradient norm is exactly N times smaller than in one process.",
         fix="Use a mean over the batch; if the loss must be a sum, multiply it by the number of ranks.",
         broken=sum_the_loss,
-        mended=sum_the_loss_and_scale,
+        fixed=sum_the_loss_and_scale,
         right=gradient_of_the_sum,
     ),
     Failure(
@@ -156,7 +156,7 @@ WRONG = (
         tell="One process with all tokens has a different gradient in the first step.",
         fix="Divide each rank's sum by the global number of tokens, and multiply by the number of ranks.",
         broken=mean_of_means,
-        mended=mean_over_all_tokens,
+        fixed=mean_over_all_tokens,
         right=gradient_of_all_images,
     ),
     Failure(
@@ -167,7 +167,7 @@ WRONG = (
         tell="Take the norm again after clipping: it is above the limit.",
         fix="`nn.utils.clip_grad_norm_` understands DTensors. With FSDP1 call `model.clip_grad_norm_`.",
         broken=clip_by_own_slice,
-        mended=clip_by_the_whole_norm,
+        fixed=clip_by_the_whole_norm,
         right=clipped,
     ),
     Failure(
@@ -177,7 +177,7 @@ WRONG = (
         tell="Ranks log different norms.",
         fix="Take the norm of the DTensors, as `clip_grad_norm_` returns it, and call `full_tensor()` on it on every rank.",
         broken=log_local_norm,
-        mended=log_full_norm,
+        fixed=log_full_norm,
         right=gradient_of_all_images,
     ),
     Failure(
@@ -188,7 +188,7 @@ WRONG = (
         tell="Compare the gradient's norm of one step with fp32's: here they differ in the fourth digit.",
         fix="`reduce_dtype=torch.float32`. It doubles the bytes of the reduction.",
         broken=reduce_in_bf16,
-        mended=reduce_in_fp32,
+        fixed=reduce_in_fp32,
         right=gradient_of_all_images,
     ),
 )

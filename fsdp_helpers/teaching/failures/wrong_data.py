@@ -106,7 +106,7 @@ WRONG_DATA = (
         tell="Print the first indices of two epochs: they are equal.",
         fix="`sampler.set_epoch(epoch)` at the start of every epoch.",
         broken=forget_set_epoch,
-        mended=call_set_epoch,
+        fixed=call_set_epoch,
         right=drawn_by_hand,
     ),
     Failure(
@@ -117,7 +117,7 @@ WRONG_DATA = (
         tell="Add up the images that the ranks evaluated, and compare with the length of the data set.",
         fix="Share the images out without padding, and divide the sum of hits by the number of images.",
         broken=count_padded_images,
-        mended=count_each_image_once,
+        fixed=count_each_image_once,
         right=five_images,
     ),
     Failure(
@@ -129,7 +129,7 @@ WRONG_DATA = (
         fix="Average the buffers before you evaluate or save. On GPUs use `SyncBatchNorm`; GroupNorm has no "
         "statistics at all.",
         broken=keep_own_statistics,
-        mended=average_statistics,
+        fixed=average_statistics,
         right=statistics_alone,
     ),
     Failure(
@@ -140,7 +140,7 @@ WRONG_DATA = (
         tell="Trace the collectives and look: sizes agree, meanings do not. Log a constant whose sum you know.",
         fix="Reduce in the same order on every rank, or reduce all metrics as one tensor.",
         broken=reduce_in_own_order,
-        mended=reduce_in_sorted_order,
+        fixed=reduce_in_sorted_order,
         right=metrics_by_hand,
     ),
 )

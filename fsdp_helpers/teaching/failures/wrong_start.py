@@ -66,7 +66,7 @@ def angles_alone() -> Numbers:
     return {"sum of angles": Rotated().angles.sum().item()}
 
 
-# ---------------------------------------------------------------- the optimiser
+# ---------------------------------------------------------------- the optimizer
 
 
 def loss_falls_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
@@ -146,40 +146,40 @@ WRONG_START = (
         fix="Use the same seed on every rank until the model is built, or load rank 0's state with "
         "`set_model_state_dict` and `broadcast_from_rank0`.",
         broken=start_from_different_seeds,
-        mended=start_from_one_seed,
+        fixed=start_from_one_seed,
         right=start_alone,
     ),
     Failure(
         name="wrong-meta-buffers",
         title="A model from the meta device computes nonsense",
-        why="`to_empty` gives every tensor uninitialised memory. Your initialisation fills the parameters; a buffer that is "
+        why="`to_empty` gives every tensor uninitialized memory. Your initialization fills the parameters; a buffer that is "
         "computed in `__init__`, such as rotary positions, keeps whatever was in that memory, and a checkpoint without it does not help.",
         tell="Compare `named_buffers()` with those of a model built on the CPU.",
         fix="Keep the computation in a method, and call it after `to_empty`.",
         broken=leave_buffers_empty,
-        mended=fill_buffers_too,
+        fixed=fill_buffers_too,
         right=angles_alone,
     ),
     Failure(
         name="wrong-optimizer-first",
         title="The loss does not move",
-        why="`fully_shard` replaces the model's parameters. An optimiser built before holds the old tensors, which no longer "
+        why="`fully_shard` replaces the model's parameters. An optimizer built before holds the old tensors, which no longer "
         "receive gradients. No error is raised.",
         tell="`optimizer.param_groups[0]['params'][0] is next(model.parameters())` is false.",
-        fix="Shard first, then build the optimiser.",
+        fix="Shard first, then build the optimizer.",
         broken=optimizer_before_sharding,
-        mended=optimizer_after_sharding,
+        fixed=optimizer_after_sharding,
         right=optimizer_alone,
     ),
     Failure(
         name="wrong-filled-dict",
         title="The distance from the pretrained weights stays zero",
-        why="`set_model_state_dict` writes into the dictionary that you hand it. Afterwards it holds DTensors, and with "
+        why="`set_model_state_dict` writes into the dictionary that you hand it. Afterward it holds DTensors, and with "
         "`broadcast_from_rank0` they are the model's own parameters: they move with every step. No error is raised.",
         tell="`type(next(iter(weights.values())))` was a Tensor before the call and is a DTensor after it.",
         fix="Hand over a copy, `dict(weights)`, or read the file again. The copy is shallow and takes no memory.",
         broken=hand_over_the_weights,
-        mended=hand_over_a_copy,
+        fixed=hand_over_a_copy,
         right=distance_alone,
     ),
 )

@@ -13,7 +13,7 @@ PHRASES = {
     OWN: "every rank has all {name}, of its own images only",
     NOTHING: "there are no {name}",
 }
-STATE_NAMES = {"parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser state"}
+STATE_NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 
 
 def step_in_words(stages: Sequence[Stage], num_ranks: int) -> str:

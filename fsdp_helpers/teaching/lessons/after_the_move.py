@@ -82,7 +82,7 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     strangers = sum(id(parameter) not in own for parameter in in_optimizer)
     whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
     if strangers > len(whole):  # a root that is not resharded hides its slices, so it has as many of either
-        findings.append(f"{strangers} of the optimiser's parameters are not the model's: build it after fully_shard")
+        findings.append(f"{strangers} of the optimizer's parameters are not the model's: build it after fully_shard")
     if whole:
         findings.append(f"{len(whole)} parameters are whole, {whole[0]} among them: ignored, or reshard() is missing")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -122,7 +122,7 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
         fully_shard(model, mesh=mesh)
     else:
         shard(model, mesh)
-    if case != "optimiser built before":
+    if case != "optimizer built before":
         optimizer = make_optimizer(model)
 
     images = torch.zeros(2, 1, 28, 28, device=rank_device())
@@ -142,8 +142,8 @@ SYMPTOMS = [
     ("nothing: all is well", "no fault", "", ()),
     (
         "the loss stands still",
-        "optimiser built before",
-        "build the optimiser after `fully_shard`",
+        "optimizer built before",
+        "build the optimizer after `fully_shard`",
         ("wrong-optimizer-first",),
     ),
     (

@@ -98,7 +98,7 @@ def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> I
 
 @torch.no_grad()
 def update_average(average: nn.Module, model: nn.Module) -> None:
-    """Move the running average (EMA) of the weights a little towards the model's."""
+    """Move the running average (EMA) of the weights a little toward the model's."""
     for mean, own in zip(average.parameters(), model.parameters(), strict=True):
         mean.lerp_(own, 1 - KEPT)
 

@@ -99,7 +99,7 @@ ARGUMENTS = [
     ("sharding_strategy=SHARD_GRAD_OP", "`reshard_after_forward=False`", "a number N keeps one slice in N"),
     ("sharding_strategy=HYBRID_SHARD", "a mesh of two dimensions", "copies first, slices second"),
     ("sharding_strategy=NO_SHARD", "`DistributedDataParallel`", ""),
-    ("cpu_offload", "`offload_policy=CPUOffloadPolicy()`", "the optimiser then steps on the host"),
+    ("cpu_offload", "`offload_policy=CPUOffloadPolicy()`", "the optimizer then steps on the host"),
     ("auto_wrap_policy", "a loop over the units", "inner ones first, the root last"),
     ("backward_prefetch", "built in", "otherwise `set_modules_to_backward_prefetch`"),
     ("forward_prefetch", "`set_modules_to_forward_prefetch`", "on each unit"),

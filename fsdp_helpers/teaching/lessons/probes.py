@@ -39,7 +39,7 @@ def show_all_reduce(rank: int, world_size: int) -> tuple[list[float], list[float
     """Return what this rank puts into an all-reduce, and what it gets back."""
     values = torch.tensor([1.0, 10.0, 100.0], device=rank_device()) * (rank + 1)
     before = values.tolist()
-    dist.all_reduce(values, op=dist.ReduceOp.SUM)  # in place, and the same on every rank afterwards
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)  # in place, and the same on every rank afterward
     return before, values.tolist()
 
 
@@ -114,7 +114,7 @@ def train_your_own(rank: int, world_size: int) -> list[float]:
 
 
 def losses_when_built(rank: int, world_size: int, when: str) -> list[float]:
-    """Return four losses of one linear layer, whose optimiser is built "before" or "after" `fully_shard`."""
+    """Return four losses of one linear layer, whose optimizer is built "before" or "after" `fully_shard`."""
     torch.manual_seed(0)
     model = nn.Linear(8, 1).to(rank_device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # it holds the whole parameters ...

@@ -56,7 +56,7 @@ def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
-    """Return losses, the optimiser's number of parameters, and the largest difference between the two ends afterwards.
+    """Return losses, the optimizer's number of parameters, and the largest difference between the two ends afterward.
 
     `cut` is that of `cut_tied`, or "not sharded".
     """

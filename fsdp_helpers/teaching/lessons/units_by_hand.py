@@ -20,7 +20,7 @@ from fsdp_helpers.training.worker import first_batches
 
 
 class HookedUnit:
-    """A unit that gathers itself before its module computes, and frees itself afterwards.
+    """A unit that gathers itself before its module computes, and frees itself afterward.
 
     The parameters are views of one flat tensor, `whole`, for as long as they live. To free them is to empty its
     *storage*: autograd keeps the views that backward needs, but no bytes. To gather them is to fill it again.
@@ -75,7 +75,7 @@ class HookedUnit:
 
 
 def shard_by_hand(model: nn.Module, rank: int, world_size: int) -> list[nn.Parameter]:
-    """Make each of `model.blocks` a unit, and a root of the rest; return what the optimiser steps, the slices."""
+    """Make each of `model.blocks` a unit, and a root of the rest; return what the optimizer steps, the slices."""
     in_blocks = set(model.blocks.parameters())
     root = HookedUnit([p for p in model.parameters() if p not in in_blocks], rank, world_size)
     model.register_forward_pre_hook(lambda *_: root.gather())  # and stays whole until its last gradient has arrived

@@ -1,4 +1,4 @@
-"""The common start of both environments: batches and initial parameters, read from files, and the optimiser.
+"""The common start of both environments: batches and initial parameters, read from files, and the optimizer.
 
 The scripts of notebooks/xla import this too, so it needs nothing but NumPy and whichever torch there is.
 """

@@ -39,7 +39,7 @@ def spent_s() -> float:
 
 def test_a_good_machine(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "not-yet"))
-    monkeypatch.setattr(doctor_machine, "orphans", lambda: iter(()))  # a neighbour's are none of this test's business
+    monkeypatch.setattr(doctor_machine, "orphans", lambda: iter(()))  # a neighbor's are none of this test's business
     before_s = spent_s()
     status, wrong = examined(capsys)
     assert (status, wrong) == (0, [])
@@ -125,7 +125,7 @@ def test_a_leftover_server_is_one_line(quick, capsys, monkeypatch):
         check=True,
     )
     pid = int(started.stdout)
-    own = [(pid, "fork server")]  # a neighbour's are none of this test's business
+    own = [(pid, "fork server")]  # a neighbor's are none of this test's business
     monkeypatch.setattr(doctor_machine, "orphans", lambda: iter([found for found in find() if found in own]))
     try:
         assert wait_until(lambda: pid in dict(doctor_machine.orphans()))

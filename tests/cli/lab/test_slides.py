@@ -103,4 +103,4 @@ def test_a_chapter_has_few_slides_and_asks_no_other_machine(path):
     assert [link["href"] for link in soup.find_all("a", href=True)] == []
     assert all(section.find(["h1", "h2"]) for section in shown)
     assert len({str(section) for section in shown}) == len(shown), "no slide twice"
-    assert "Reveal.initialize" in page and "Copyright (C) 2011" in page  # the library with its licence's notice
+    assert "Reveal.initialize" in page and "Copyright (C) 2011" in page  # the library with its license's notice

@@ -15,7 +15,7 @@ class TestMove(BuildTestsOnRanks):
     file = "."
     starter = "on 2 ranks, rank 0: 10 parameters are whole, module.embed.weight among them"
     wrong = [
-        # 1: the optimiser has the parameters that sharding replaced
+        # 1: the optimizer has the parameters that sharding replaced
         (
             [
                 ("    for block", "    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)\n    for block"),

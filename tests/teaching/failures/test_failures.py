@@ -1,4 +1,4 @@
-"""The gallery of failures: each still shows its symptom within seconds, and its mended run gives the right numbers."""
+"""The gallery of failures: each still shows its symptom within seconds, and its fixed run gives the right numbers."""
 
 import pytest
 import torch
@@ -32,9 +32,9 @@ def ids(failures):
 
 
 @pytest.fixture(scope="module")
-def mended_runs() -> dict[str, Seen]:
-    """Every mended run, one after the other in the same two ranks."""
-    return run_in_turn(RUN, "mended")
+def fixed_runs() -> dict[str, Seen]:
+    """Every fixed run, one after the other in the same two ranks."""
+    return run_in_turn(RUN, "fixed")
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +75,16 @@ def test_ranks_that_wait_or_die_are_seen(failure):
 
 
 @pytest.mark.parametrize("failure", ids(RUN))
-def test_the_fix_gives_the_right_numbers(failure, mended_runs):
-    assert gallery.is_mended(failure, mended_runs[failure.name]), mended_runs[failure.name]
+def test_the_fix_gives_the_right_numbers(failure, fixed_runs):
+    assert gallery.is_fixed(failure, fixed_runs[failure.name]), fixed_runs[failure.name]
 
 
 @pytest.mark.parametrize("failure", ids(RUN))
 def test_right_is_not_what_a_broken_run_gives(failure):
     """Neither nothing nor a number beside the right one passes for it."""
     right = failure.right()
-    assert not gallery.is_mended(failure, Seen(error="anything"))
-    assert not gallery.is_mended(failure, Seen(numbers=({name: value * 1.01 + 1 for name, value in right.items()},)))
+    assert not gallery.is_fixed(failure, Seen(error="anything"))
+    assert not gallery.is_fixed(failure, Seen(numbers=({name: value * 1.01 + 1 for name, value in right.items()},)))
     assert not same_numbers(dict.fromkeys(right, float("nan")), right, failure.tolerance)
 
 
@@ -101,7 +101,7 @@ def test_there_are_enough_of_each_symptom():
 def test_every_card_has_its_parts(failure):
     assert failure.why and failure.tell and failure.fix and failure.title
     if failure.is_run:
-        assert failure.mended and failure.right and not failure.source
+        assert failure.fixed and failure.right and not failure.source
     else:
         assert failure.source, "what is not run here says where it comes from"
 

@@ -12,7 +12,7 @@ from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings, stages
 from fsdp_helpers.teaching.figures.descriptions import describe
-from fsdp_helpers.teaching.figures.style import SERIES_COLOURS, STATE_COLOURS
+from fsdp_helpers.teaching.figures.style import SERIES_COLORS, STATE_COLORS
 
 
 def entry(name: str, *sizes: int) -> TensorEntry:
@@ -64,7 +64,7 @@ def test_every_drawing_is_in_the_table():
 
 def filled(ax: Axes, kind: str) -> int:
     """How many slices of one kind of state are filled in a drawing."""
-    return sum(to_hex(box.get_facecolor()) == STATE_COLOURS[kind] and box.get_fill() for box in ax.patches)
+    return sum(to_hex(box.get_facecolor()) == STATE_COLORS[kind] and box.get_fill() for box in ax.patches)
 
 
 def test_a_step_of_fsdp_fills_what_each_rank_has():
@@ -72,20 +72,20 @@ def test_a_step_of_fsdp_fills_what_each_rank_has():
     # Two ranks, two slices each: parameters are a slice, whole, whole, a slice
     assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
     assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
-    assert filled(ax, "optimiser") == 2 * (1 + 1 + 1 + 1)
+    assert filled(ax, "optimizer") == 2 * (1 + 1 + 1 + 1)
     assert sum(bool(box.get_hatch()) for box in ax.patches) == 2 * 2  # before the reduce-scatter, each rank its own
 
 
 def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
     ax = drawings.draw_step(stages.DDP_STEP, num_ranks=3)[1]
-    assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimiser")] == [36, 27, 36]
+    assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimizer")] == [36, 27, 36]
 
 
 def stretches(ax: Axes, kind: str) -> dict[int, list[tuple[float, float]]]:
     """From when to when one kind of state is whole, for each row of the drawing of units."""
     found = {}
     for bar in ax.patches:
-        if to_hex(bar.get_facecolor()) == STATE_COLOURS[kind]:
+        if to_hex(bar.get_facecolor()) == STATE_COLORS[kind]:
             row = round(bar.get_y() + bar.get_height() / 2)
             found.setdefault(row, []).append((bar.get_x(), bar.get_x() + bar.get_width()))
     return found
@@ -141,17 +141,17 @@ def test_a_slice_without_room_names_its_rows_alone():
     assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
 
 
-def test_a_unit_has_the_same_colour_in_every_column_and_neighbours_differ():
+def test_a_unit_has_the_same_color_in_every_column_and_neighbors_differ():
     ax = drawings.draw_cut(build_model("shallow"), {"two": ["fc1", "fc2"], "one": ["fc2"]})[1]
-    colours = [to_hex(cell.get_facecolor()) for cell in ax.patches]
-    root, first, second = drawings.ROOT_COLOUR, *drawings.UNIT_COLOURS
+    colors = [to_hex(cell.get_facecolor()) for cell in ax.patches]
+    root, first, second = drawings.ROOT_COLOR, *drawings.UNIT_COLORS
     # features.0, features.2, fc1, fc2 in each of the two columns
-    assert colours == [root, root, first, second, root, root, root, second]
+    assert colors == [root, root, first, second, root, root, root, second]
 
 
-def test_slices_have_the_colours_of_the_series():
+def test_slices_have_the_colors_of_the_series():
     ax = drawings.draw_slices([entry("weight", 3, 3, 2)])[1]
-    assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == list(SERIES_COLOURS[1:4])
+    assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == list(SERIES_COLORS[1:4])
 
 
 def test_the_innermost_unit_owns_a_layer():
@@ -173,7 +173,7 @@ def test_a_step_in_words():
     text = describe(drawings.draw_step(stages.FSDP_STEP)[0])
     assert text.startswith(
         "Stage 1, between steps: rank 0 has the left half of the parameters, rank 1 the right half; rank 0 has the "
-        "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimiser state, rank 1 "
+        "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimizer state, rank 1 "
         "the right half. Next: all-gather. Stage 2, forward: every rank has all parameters; there "
         "are no gradients; "
     )

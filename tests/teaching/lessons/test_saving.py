@@ -32,7 +32,7 @@ def on_two_ranks(calls: dict) -> dict:
     return dict(zip(calls, zip(*found, strict=True), strict=True))
 
 
-LOST = ("nothing", "optimiser", "schedule", "data position")
+LOST = ("nothing", "optimizer", "schedule", "data position")
 WAYS = [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp2")]
 
 
@@ -105,8 +105,8 @@ def test_nothing_lost_is_nothing_lost(found):
     assert found["nothing"] == found["undisturbed"]
 
 
-def test_plain_state_dicts_lose_the_optimiser_silently(found):
-    """8 parameters have moments; a new optimiser's dict has no place for them, and nothing complains."""
+def test_plain_state_dicts_lose_the_optimizer_silently(found):
+    """8 parameters have moments; a new optimizer's dict has no place for them, and nothing complains."""
     slices, plain = found["slices"][0], found["plain"][0]
     assert slices[:2] == (8, 8)
     assert plain[:2] == (8, 0)
