@@ -19,7 +19,7 @@ ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
 
 def is_sharded(strategy: str) -> bool:
-    """Return True if each rank keeps a slice of the model. Raises ValueError for an unknown strategy."""
+    """Return True if each rank keeps a shard of the model. Raises ValueError for an unknown strategy."""
     _require_choice("strategy", strategy, STRATEGIES)
     return strategy.startswith("fsdp")
 

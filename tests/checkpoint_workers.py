@@ -287,7 +287,7 @@ def gather_by_torch(rank, world_size, config):
     )
 
 
-# ---------------------------------------------------------------- resuming, and slices by hand
+# ---------------------------------------------------------------- resuming, and shards by hand
 
 
 def train_normalized(rank, world_size, configs):
@@ -310,7 +310,7 @@ def random_state_after_resuming(rank, world_size, config):
     return torch.get_rng_state().numpy().tobytes()
 
 
-def save_slices(rank, world_size, folder, num_tensors, num_rows, num_columns):
+def save_shards(rank, world_size, folder, num_tensors, num_rows, num_columns):
     """A checkpoint of parameters called layer0, layer1 and so on, filled with their number, cut along their rows."""
     mesh = init_device_mesh("cpu", (world_size,))
     tensors = {
@@ -416,15 +416,15 @@ def train_and_be_asked(rank, world_size, config, asked, step):
 
 
 def train_on_a_full_disk(rank, world_size, config, full_on, save_number, part):
-    """`train_worker`; from that saving on, rank `full_on` cannot write its "slices", or the "description"."""
+    """`train_worker`; from that saving on, rank `full_on` cannot write its "shards", or the "description"."""
     saves = 0
 
     def dcp_save(*args, save=dcp.save, **kwargs):
         nonlocal saves
         saves += 1
         is_full = saves == save_number and rank == full_on
-        if is_full and part == "slices":
-            let_files_grow_to(20_000)  # a slice of SimpleCNN's state is larger: 12 x 50,186 / 2 = 301,116 bytes
+        if is_full and part == "shards":
+            let_files_grow_to(20_000)  # a shard of SimpleCNN's state is larger: 12 x 50,186 / 2 = 301,116 bytes
         save(*args, **kwargs)
         if is_full and part == "description":
             let_files_grow_to(100)

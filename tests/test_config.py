@@ -195,7 +195,7 @@ def test_what_changes_the_losses():
     assert TrainConfig(**LOSS_SETTINGS) == TrainConfig()  # each with its default
 
 
-def test_who_keeps_slices():
+def test_who_keeps_shards():
     assert (is_sharded("fsdp-offload"), TrainConfig(strategy="fsdp").is_sharded) == (True, True)
     assert (is_sharded("ddp"), TrainConfig(strategy="local").is_sharded) == (False, False)
     with pytest.raises(ValueError, match="unknown strategy 'fsdp9'"):

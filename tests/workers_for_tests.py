@@ -160,9 +160,9 @@ def gradient_norm_in_units(rank, world_size, cut):
     """The norm of the whole gradient after one backward, of a model that `cut` has sharded."""
     torch.manual_seed(0)
     model = build_model("vit", dropout=False)
-    slices = cut(model, rank, world_size)
+    shards = cut(model, rank, world_size)
     model(torch.full((2, 1, 28, 28), rank + 1.0)).square().mean().backward()
-    own = [piece.grad.to_local() if isinstance(piece.grad, DTensor) else piece.grad for piece in slices]
+    own = [piece.grad.to_local() if isinstance(piece.grad, DTensor) else piece.grad for piece in shards]
     return sum_over_ranks(sum(gradient.double().square().sum() for gradient in own)).sqrt().item()
 
 

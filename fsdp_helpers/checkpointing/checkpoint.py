@@ -1,6 +1,6 @@
 """`save` and `load`: the whole state of any training loop, as one folder that is there whole or not at all.
 
-Every rank writes the slices it keeps into a file of its own, and rank 0 an index of all slices; where ranks keep whole
+Every rank writes the shards it keeps into a file of its own, and rank 0 an index of all shards; where ranks keep whole
 copies (DDP), they share the writing. Everything else is JSON, in `state.json` beside them. So nothing that is
 loaded can run code.
 """

@@ -138,7 +138,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Return the whole tensor of a slice, on rank 0 and in host memory; other ranks free theirs at once."""
+    """Return the whole tensor of a shard, on rank 0 and in host memory; other ranks free theirs at once."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

@@ -28,7 +28,7 @@ _CLOCK_MARK = "fsdp_helpers clock"
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     """Count the bytes of the parameters, gradients and optimizer state that this rank keeps, without padding.
 
-    Of a sharded tensor only this rank's slice counts. Adam's step counters, 4 bytes a tensor, are left out.
+    Of a sharded tensor only this rank's shard counts. Adam's step counters, 4 bytes a tensor, are left out.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -12,7 +12,7 @@ POSITION_STD = 0.02  # of the first positions and class tokens, as in Dosovitski
 class Attention(nn.Module):
     """Every token looks at every other, in several heads. (N, tokens, width) -> (N, tokens, width)
 
-    The rows of `qkv` are ordered by head, and within a head by query, key and value: so a slice of rows that ends
+    The rows of `qkv` are ordered by head, and within a head by query, key and value: so a shard of rows that ends
     between two heads is an attention of its own, which is what tensor parallelism needs.
     """
 

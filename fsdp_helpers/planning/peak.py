@@ -60,7 +60,7 @@ def walk_step(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> Step:
-    """Walk through a steady step of `config`, on the rank with the largest slices.
+    """Walk through a steady step of `config`, on the rank with the largest shards.
 
     `profile` is of the images of one micro-batch; `units` names the FSDP units below the root; without any, the model
     is one unit.

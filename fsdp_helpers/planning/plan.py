@@ -91,7 +91,7 @@ class Plan:
     num_params: int
     settings: Settings
     cluster: Cluster
-    peak: Peak  # on the rank with the largest slices
+    peak: Peak  # on the rank with the largest shards
     state: StateBytes  # of rank 0, without padding
     collectives: tuple[CollectiveCount, ...]
     step_flops: int | None  # of one rank, with what is recomputed

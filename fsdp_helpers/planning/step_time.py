@@ -44,7 +44,7 @@ class Speed:
     network: Network
     shards: int  # ranks that share one copy of the state
     replicas: int  # copies, or DDP's ranks
-    host_bytes_per_s: float | None = None  # to and from the host, if slices lie there
+    host_bytes_per_s: float | None = None  # to and from the host, if shards lie there
     optimizer_s: float = 0.0
     spread: float | None = None  # of what a named device attains, to either side
 

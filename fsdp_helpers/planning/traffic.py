@@ -87,15 +87,15 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
 def step_copied_bytes(unit_params: Sequence[int], num_ranks: int) -> tuple[int, int]:
     """Bytes that one rank copies in a step with everything offloaded: from host to device, and from device to host.
 
-    A unit's slice travels to the device each time the unit is gathered, so the root's once and every other one twice.
-    A slice of each gradient travels back once. `unit_params` are as in `step_sent_bytes`; fp32.
+    A unit's shard travels to the device each time the unit is gathered, so the root's once and every other one twice.
+    A shard of each gradient travels back once. `unit_params` are as in `step_sent_bytes`; fp32.
     """
     root, total = unit_params[0], sum(unit_params)
     return FP32_BYTES * (root + 2 * (total - root)) // num_ranks, FP32_BYTES * total // num_ranks
 
 
 def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
-    """Values of one unit with the padding that makes all slices equal; `shapes` are those of its parameters.
+    """Values of one unit with the padding that makes all shards equal; `shapes` are those of its parameters.
 
     FSDP1 lays them into one flat tensor, each at an aligned place, and fills the end up; FSDP2 fills up the rows of
     each parameter.

@@ -56,17 +56,17 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a slice of the model as one unit, gathered whole for forward and backward."""
+    """Give every rank a shard of the model as one unit, gathered whole for forward and backward."""
     return shard_with_api(model, device, config, policy=None)
 
 
 def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a slice of each unit; units are chosen by size and gathered one after the other."""
+    """Give every rank a shard of each unit; units are chosen by size and gathered one after the other."""
     return shard_with_api(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)))
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Do as auto-wrap, and keep each slice, its gradient and its optimizer state in host memory between uses."""
+    """Do as auto-wrap, and keep each shard, its gradient and its optimizer state in host memory between uses."""
     return shard_with_api(
         model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True
     )

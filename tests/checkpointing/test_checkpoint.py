@@ -349,7 +349,7 @@ def test_buffers_and_extra_tensors_are_rank_0s(name, saved_by_three):
     folder, _ = saved_by_three
     entries = {entry.name: entry for entry in read_index(folder / name)}
     for buffer in ("model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "extra.mine"):
-        (part,) = entries[buffer].slices
+        (part,) = entries[buffer].shards
         assert part.rank == 0
 
 

@@ -72,9 +72,9 @@ def test_the_layout(exported):
 def test_ranks_read_their_own_rows(exported):
     _, folder = exported[0]
     found = launch(workers.load_llama, str(folder), world_size=3, device="cpu")
-    for differences, slice_values in found:
+    for differences, shard_values in found:
         assert differences == []
-        assert slice_values < 1_214_080 / 3 + 5_000  # rows are cut evenly, but for the last rank's
+        assert shard_values < 1_214_080 / 3 + 5_000  # rows are cut evenly, but for the last rank's
 
 
 def test_files_that_do_not_fit(exported, tmp_path):

@@ -408,9 +408,9 @@ def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_conf
 # ---------------------------------------------------------------- a full disk
 
 
-# Rank 0 alone writes the description, and has to hear that the other could not write its slices.
+# Rank 0 alone writes the description, and has to hear that the other could not write its shards.
 @pytest.mark.parametrize(
-    "full_on, part", mostly_long([(0, "slices"), (1, "slices"), (0, "description")], telling=(1, 2))
+    "full_on, part", mostly_long([(0, "shards"), (1, "shards"), (0, "description")], telling=(1, 2))
 )
 def test_a_disk_that_fills_up(full_on, part, saving_config, undisturbed, tmp_path):
     """The third checkpoint, of step 6, does not fit: on one rank a file cannot grow any more."""
@@ -507,11 +507,11 @@ def garble(path: Path) -> None:
 
 
 DAMAGES = {
-    "missing slices": (
+    "missing shards": (
         lambda path: (path / "__1_0.distcp").unlink(),
         "__1_0.distcp is missing. Put it back, or delete step-00000004 to go on from step-00000002",
     ),
-    "truncated slices": (lambda path: truncate(path / "__1_0.distcp"), "__1_0.distcp is damaged"),
+    "truncated shards": (lambda path: truncate(path / "__1_0.distcp"), "__1_0.distcp is damaged"),
     "missing index": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
     "truncated index": (lambda path: truncate(path / ".metadata"), ".metadata is damaged"),
     "garbage index": (lambda path: garble(path / ".metadata"), ".metadata is not the index"),
@@ -621,7 +621,7 @@ def test_a_flag_that_needs_a_folder(flags, no_mnist, no_rank, capfd):
     assert "needs checkpoint_dir, the folder of the run's checkpoints" in line
 
 
-def test_damaged_slices_of_the_right_size_fail_by_name(run_folder, no_mnist, capfd):
+def test_damaged_shards_of_the_right_size_fail_by_name(run_folder, no_mnist, capfd):
     """Only a rank reads them, so this is a failed run, but it names the checkpoint."""
     garble(run_folder / checkpoint_name(4) / "__1_0.distcp")
     assert resume(run_folder, no_mnist, "--resume") == 1

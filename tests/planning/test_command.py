@@ -53,7 +53,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     written = json.loads(path.read_text())
     assert written["verdict"] in lines and written["verdict"].startswith("It fits: the peak of ")
     assert lines[-1].startswith("Fastest of what was tried: ") and written["fastest"]["fits"]
-    # P = 10.08e9: slices 4 P / 128 = 315 MB without padding, and twice that
+    # P = 10.08e9: shards 4 P / 128 = 315 MB without padding, and twice that
     assert written["state"]["parameter_bytes"] == pytest.approx(4 * 10_077_917_160 / 128, rel=0.02)
     assert written["peak"]["optimizer"] == 2 * written["peak"]["parameters"]
     # 121 GB at 50 GB/s are 2.43 s; each of 98 collectives takes 127 steps of 9.6 µs besides

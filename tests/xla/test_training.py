@@ -64,7 +64,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_losses_slices_and_collectives(replicas, folder, plain):
+def test_losses_shards_and_collectives(replicas, folder, plain):
     runs = EVERYWHERE + (ON_TWO if replicas == 2 else [])
     results = xla.run_script("train", folder, {"replicas": replicas, "runs": runs})
     assert len(results) == replicas

@@ -44,14 +44,14 @@ def train_and_look_at_cuda(rank: int, world_size: int, config: TrainConfig) -> t
     return str(rank_device()), torch.cuda.is_initialized()
 
 
-def where_slices_live(rank: int, world_size: int, config: TrainConfig) -> tuple[list[str], bool]:
-    """Take one step; return the devices of this rank's slices, and whether all those on the host are pinned."""
+def where_shards_live(rank: int, world_size: int, config: TrainConfig) -> tuple[list[str], bool]:
+    """Take one step; return the devices of this rank's shards, and whether all those on the host are pinned."""
     model, optimizer = set_up(rank, config)
     dataset = load_rank_data(config, rank_device())
     images, labels = next(iter(config_batches(dataset, config, rank, world_size, epoch=0)))
     train_step(model, images, labels, optimizer)
-    slices = [part for part in map(_own_part, model.parameters()) if part.numel()]
-    return sorted({part.device.type for part in slices}), all(part.is_pinned() for part in slices)
+    shards = [part for part in map(_own_part, model.parameters()) if part.numel()]
+    return sorted({part.device.type for part in shards}), all(part.is_pinned() for part in shards)
 
 
 def _own_part(parameter: Tensor) -> Tensor:

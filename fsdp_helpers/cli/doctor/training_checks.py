@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsdp_helpers.cli.doctor.gpu_workers import train_each, where_slices_live
+from fsdp_helpers.cli.doctor.gpu_workers import train_each, where_shards_live
 from fsdp_helpers.cli.doctor.rows import Outcome, Unfit
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
@@ -57,10 +57,10 @@ def offload(api: str, num_gpus: int) -> Outcome:
     """Check that the state lies on the host, in pinned memory, and that the GPU holds that much less."""
     config = settings(strategy="fsdp-offload", api=api)
     kept, moved = (run.ranks[0] for run in runs([settings(api=api), config], num_gpus))
-    devices, pinned = launch(where_slices_live, config, world_size=ranks_of(num_gpus), device="cuda", progress=False)[0]
+    devices, pinned = launch(where_shards_live, config, world_size=ranks_of(num_gpus), device="cuda", progress=False)[0]
     state = kept.parameter_bytes + kept.gradient_bytes + kept.optimizer_bytes
     less = kept.held_bytes - moved.held_bytes
-    where = f"slices on {' and '.join(devices)}, {'pinned' if pinned else 'not pinned'}"
+    where = f"shards on {' and '.join(devices)}, {'pinned' if pinned else 'not pinned'}"
     measured = f"{where}; the GPU holds {format_bytes(less)} less, the state is {format_bytes(state)}"
     values = {"held_bytes": kept.held_bytes, "held_offloaded_bytes": moved.held_bytes, "state_bytes": state}
     return Outcome(devices == ["cpu"] and pinned and 0.9 * state <= less <= 1.25 * state, measured, values)

@@ -69,7 +69,7 @@ def _fresh_shape() -> ViTShape:
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
     """Notebook 08: the fewest ranks that can start a model on meta, layer by layer; None if no number of them can.
 
-    `layers` are parameters, a tensor each, and a device has room for `device_bytes`. Slices are counted unrounded.
+    `layers` are parameters, a tensor each, and a device has room for `device_bytes`. Shards are counted unrounded.
     """
     for layers, device_bytes in _starts():
         given = call_or_none(fewest_ranks, layers, device_bytes)
@@ -83,7 +83,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
         expect(_starts_on(given, layers, device_bytes), f"{says}their start needs more than that at its peak")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
         expect(not fewer, f"{says}fewer ranks can start it, too")
-    return "Right: ranks shrink the slices, and the largest layer has to fit as a whole."
+    return "Right: ranks shrink the shards, and the largest layer has to fit as a whole."
 
 
 def _starts() -> list[tuple[list[int], int]]:
@@ -101,7 +101,7 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Slices of all layers, the largest layer whole, and a copy of its slice; in integers, exact where it is full."""
+    """Shards of all layers, the largest layer whole, and a copy of its shard; in integers, exact where it is full."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 

@@ -168,7 +168,7 @@ CRASHES = (
         name="crash-mixed-tensor-dtensor",
         title="got mixed torch.Tensor and DTensor",
         why="The unit's hooks gather its parameters when the unit itself is called. Calling `model.forward` or a layer inside "
-        "the unit bypasses them and finds slices, which are DTensors.",
+        "the unit bypasses them and finds shards, which are DTensors.",
         tell="The traceback has no line of the unit's `__call__` above the failing layer.",
         fix="Call the unit. If you need an inner part by itself, make it a unit; for a method such as `generate`, use "
         "`register_fsdp_forward_method(model, 'generate')`.",

@@ -163,7 +163,7 @@ HANGS = (
         name="hang-gather-on-rank-0",
         title="Training stops as soon as rank 0 logs or saves",
         why="`full_tensor()`, `get_model_state_dict` and `summon_full_params` are collectives: every rank has to contribute "
-        "its slice. Inside `if rank == 0` only one does.",
+        "its shard. Inside `if rank == 0` only one does.",
         tell="Rank 0 waits in `full_tensor()`, the others in whatever comes next. Search for collectives below `if rank`.",
         fix="Gather on every rank, print or write on one.",
         broken=gather_on_rank_0,

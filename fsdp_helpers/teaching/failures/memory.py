@@ -144,7 +144,7 @@ MEMORY = (
         name="memory-accumulation",
         title="Accumulating gradients takes more memory than a large batch",
         why="`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until "
-        "the last micro-batch every rank keeps the whole gradient instead of its slice.",
+        "the last micro-batch every rank keeps the whole gradient instead of its shard.",
         tell="After the first micro-batch memory grows by 4 bytes per parameter of the whole model.",
         fix="Reduce after each micro-batch. Hold back only when the whole gradient fits.",
         broken=hold_back_reduction,
@@ -157,7 +157,7 @@ MEMORY = (
         why="`full_state_dict=True` without `cpu_offload=True` gives every rank the whole model at once, and it stays on "
         "the GPU.",
         tell="It runs out of memory in the line that saves, on all ranks together.",
-        fix="Save slices with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
+        fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
         broken=full_state_everywhere,
         fixed=sharded_state,
         right=half_of_the_state,

@@ -81,11 +81,11 @@ def with_gradients() -> nn.Module:
     return model
 
 
-def clip_by_own_slice(rank: int, world_size: int) -> Numbers:
+def clip_by_own_shard(rank: int, world_size: int) -> Numbers:
     model = with_gradients()
-    slices = [parameter.grad.to_local() for parameter in model.parameters()]
-    norm = nn.utils.get_total_norm(slices)
-    for part in slices:
+    shards = [parameter.grad.to_local() for parameter in model.parameters()]
+    norm = nn.utils.get_total_norm(shards)
+    for part in shards:
         part.mul_(min(1.0, MOST / norm))
     return {"norm after clipping": gradient_norm(model)}
 
@@ -101,8 +101,8 @@ def clipped() -> Numbers:
 
 
 def log_local_norm(rank: int, world_size: int) -> Numbers:
-    slices = [parameter.grad.to_local() for parameter in with_gradients().parameters()]
-    return {"gradient norm": nn.utils.get_total_norm(slices).item()}
+    shards = [parameter.grad.to_local() for parameter in with_gradients().parameters()]
+    return {"gradient norm": nn.utils.get_total_norm(shards).item()}
 
 
 def log_full_norm(rank: int, world_size: int) -> Numbers:
@@ -132,7 +132,7 @@ WRONG = (
         why="Without a sampler, or without its rank, each process reads the same images. The mean of equal gradients is the "
         "gradient of one rank's batch.",
         tell="The gradient, and the first step's loss, do not change with the number of ranks.",
-        fix="Give every rank its own part: `DistributedSampler`, or a slice by rank.",
+        fix="Give every rank its own part: `DistributedSampler`, or a shard by rank.",
         broken=train_on_the_same_images,
         fixed=train_on_own_images,
         right=gradient_of_all_images,
@@ -162,18 +162,18 @@ WRONG = (
     Failure(
         name="wrong-clip-local-norm",
         title="Gradients are clipped by a different factor on each rank",
-        why="A norm of this rank's slices is not the norm of the gradient. Each rank then scales its slices by "
+        why="A norm of this rank's shards is not the norm of the gradient. Each rank then scales its shards by "
         "its own factor, and the direction changes.",
         tell="Take the norm again after clipping: it is above the limit.",
         fix="`nn.utils.clip_grad_norm_` understands DTensors. With FSDP1 call `model.clip_grad_norm_`.",
-        broken=clip_by_own_slice,
+        broken=clip_by_own_shard,
         fixed=clip_by_the_whole_norm,
         right=clipped,
     ),
     Failure(
         name="wrong-local-norm-logged",
         title="The logged gradient norm shrinks with the number of ranks",
-        why="A norm of local gradients covers only this rank's slices: about the whole norm divided by the root of N.",
+        why="A norm of local gradients covers only this rank's shards: about the whole norm divided by the root of N.",
         tell="Ranks log different norms.",
         fix="Take the norm of the DTensors, as `clip_grad_norm_` returns it, and call `full_tensor()` on it on every rank.",
         broken=log_local_norm,

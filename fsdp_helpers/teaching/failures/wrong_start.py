@@ -141,7 +141,7 @@ WRONG_START = (
         name="wrong-different-seeds",
         title="The first loss is worse than that of one process",
         why="DDP and FSDP1's `sync_module_states` broadcast rank 0's weights. `fully_shard` sends nothing: each rank keeps "
-        "the slice of its own initial model, and the whole is a patchwork. Copies under hybrid sharding start apart, too.",
+        "the shard of its own initial model, and the whole is a patchwork. Copies under hybrid sharding start apart, too.",
         tell="Compare the norm of a whole parameter with that in one process.",
         fix="Use the same seed on every rank until the model is built, or load rank 0's state with "
         "`set_model_state_dict` and `broadcast_from_rank0`.",

@@ -1,4 +1,4 @@
-"""One traced step as a picture that moves: slices above, memory and collectives below, all on the clock of the run.
+"""One traced step as a picture that moves: shards above, memory and collectives below, all on the clock of the run.
 
 Each moving part has keys in time. `frame` reads them at one moment; `animated` hands all of them to the browser as CSS,
 which repeats the step, slowed down. The picture itself is a still, and stays one for readers who want no motion.
@@ -26,9 +26,9 @@ TOP, BOTTOM = 396, 532  # of the memory curve
 PLAY_S, REST_S = 14.0, 2.0  # in which a step is shown, and how long its end stays
 CURVE_POINTS, READINGS = 400, 80
 CAPTIONS = {
-    "forward": "Forward: slices flow together, and whole parameters are used",
-    "backward": "Backward: whole gradients (hatched); then each rank keeps its slice of their mean",
-    "step": "Optimizer's step: each rank updates its own slices",
+    "forward": "Forward: shards flow together, and whole parameters are used",
+    "backward": "Backward: whole gradients (hatched); then each rank keeps its shard of their mean",
+    "step": "Optimizer's step: each rank updates its own shards",
 }
 STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{TEXT_COLOR}}}"
 RUNS = f"g{{animation:{PLAY_S + REST_S:g}s linear infinite}}"
@@ -90,7 +90,7 @@ class Strip:
 
 
 def stills(step: UnitTrace) -> Strip:
-    """Return four moments that tell the story without motion: slices flow, forward is done, gradients flow, the end."""
+    """Return four moments that tell the story without motion: shards flow, forward is done, gradients flow, the end."""
     gather = step.ranks[0].stays[step.units[len(step.units) // 2].name][0].gather
     turn_s = step.ranks[0].trace.curve.phases[0].end_s
     moments_s = ((gather.start_s + 2 * gather.end_s) / 3, turn_s, still_s(step), step.length_s)

@@ -51,10 +51,10 @@ def held_parts(record: RankRecord) -> dict[str, int]:
 
 
 def peak_parts(peak: Peak) -> dict[str, int]:
-    """Return the bytes of a predicted peak by kind, slices of gradients apart from whole ones."""
+    """Return the bytes of a predicted peak by kind, shards of gradients apart from whole ones."""
     parts = dict.fromkeys(PEAK_COLORS, 0)
     for term in peak.terms:
-        whole = term.kind == "gradients" and "slice" not in term.name
+        whole = term.kind == "gradients" and "shard" not in term.name
         parts[WHOLE_GRADIENTS if whole else CATEGORIES[term.kind]] += term.bytes
     return parts
 

@@ -1,4 +1,4 @@
-"""Diagrams: the bytes of a step, the units of a model, the slices of a checkpoint. Nothing here is measured.
+"""Diagrams: the bytes of a step, the units of a model, the shards of a checkpoint. Nothing here is measured.
 
 Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
 """
@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import nn
 
-from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
+from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.stages import OWN, SLICE, WHOLE, Stage
+from fsdp_helpers.teaching.figures.stages import OWN, SHARD, WHOLE, Stage
 from fsdp_helpers.teaching.figures.style import (
     HATCH,
     OP_COLORS,
@@ -28,7 +28,7 @@ from fsdp_helpers.teaching.figures.style import (
 )
 from fsdp_helpers.teaching.figures.words import (
     cut_in_words,
-    slices_in_words,
+    shards_in_words,
     step_in_words,
     streams_in_words,
     units_in_words,
@@ -69,7 +69,7 @@ def _draw_rank(ax: Axes, column: int, rank: int, stage: Stage, num_ranks: int) -
         has = getattr(stage, name)
         for part in range(num_ranks):
             left, width = column + 0.72 * part / num_ranks, 0.72 / num_ranks
-            filled = has in (WHOLE, OWN) or (has == SLICE and part == rank)
+            filled = has in (WHOLE, OWN) or (has == SHARD and part == rank)
             box = Rectangle((left, rank + _top_of(row)), width, 0.2, facecolor=STATE_COLORS[name], linewidth=0)
             if has == OWN:
                 box.set(hatch=HATCH, edgecolor="white")
@@ -202,12 +202,12 @@ def _owner(leaf: str, units: Sequence[str]) -> str:
     return max(around, key=len, default="root")
 
 
-def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
-    """Draw which rank wrote which slice: one row per tensor, from its first value to its last, one bar per slice.
+def draw_shards(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
+    """Draw which rank wrote which shard: one row per tensor, from its first value to its last, one bar per shard.
 
     A row's height grows with the tensor's bytes, from a least height at which its name can be read.
     """
-    ranks = sorted({part.rank for entry in entries for part in entry.slices})
+    ranks = sorted({part.rank for entry in entries for part in entry.shards})
     colors = dict(zip(ranks, cycle(SERIES_COLORS[1:]), strict=False))
     heights = _row_heights(entries)
     with figure_style():
@@ -215,8 +215,8 @@ def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
         middles = []
         for entry, height in zip(entries, heights, strict=True):
             middles.append(sum(heights[: len(middles)]) + height / 2)
-            for part in entry.slices:
-                _draw_slice(ax, entry, part, (middles[-1], 0.9 * height), colors[part.rank])
+            for part in entry.shards:
+                _draw_shard(ax, entry, part, (middles[-1], 0.9 * height), colors[part.rank])
         ax.set_yticks(middles, [f"{entry.name}  {list(entry.shape)}  {entry.num_bytes:,} B" for entry in entries])
         ax.tick_params(axis="y", length=0)
         ax.set(
@@ -226,7 +226,7 @@ def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
         )
         handles = [Patch(color=colors[rank], label=f"rank {rank}") for rank in ranks]
         fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
-    put_in_words(fig, slices_in_words(entries))
+    put_in_words(fig, shards_in_words(entries))
     return fig, ax
 
 
@@ -236,7 +236,7 @@ def _row_heights(entries: Sequence[TensorEntry]) -> list[float]:
     return [1 + 4 * entry.num_bytes / largest for entry in entries]
 
 
-def _draw_slice(ax: Axes, entry: TensorEntry, part: SliceEntry, row: tuple[float, float], color: str) -> None:
+def _draw_shard(ax: Axes, entry: TensorEntry, part: ShardEntry, row: tuple[float, float], color: str) -> None:
     """One bar in `row`, its middle and height; it says the rank and, of a tensor with rows, how many they are."""
     num_rows, all_rows = (part.sizes[0], entry.shape[0]) if entry.shape else (1, 1)
     width, left = num_rows / all_rows, (part.offsets[0] if part.offsets else 0) / all_rows

@@ -107,7 +107,7 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
         "all-gather: parameters are whole": gather.end_s,
         "forward has kept its activations": forward.end_s,
         "backward has made whole gradients": reduce.start_s,
-        "reduce-scatter: slices of the mean": reduce.end_s,
+        "reduce-scatter: shards of the mean": reduce.end_s,
     }
 
 

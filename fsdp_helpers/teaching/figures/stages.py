@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-WHOLE, SLICE, NOTHING, OWN = "whole", "slice", "nothing", "own"
+WHOLE, SHARD, NOTHING, OWN = "whole", "shard", "nothing", "own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,10 @@ class Stage:
 
 
 FSDP_STEP = (
-    Stage(title="between steps", parameters=SLICE, gradients=SLICE, optimizer=SLICE, leads_to="all-gather"),
-    Stage(title="forward", parameters=WHOLE, gradients=NOTHING, optimizer=SLICE, leads_to="backward"),
-    Stage(title="end of backward", parameters=WHOLE, gradients=OWN, optimizer=SLICE, leads_to="reduce-\nscatter"),
-    Stage(title="optimizer's step", parameters=SLICE, gradients=SLICE, optimizer=SLICE),
+    Stage(title="between steps", parameters=SHARD, gradients=SHARD, optimizer=SHARD, leads_to="all-gather"),
+    Stage(title="forward", parameters=WHOLE, gradients=NOTHING, optimizer=SHARD, leads_to="backward"),
+    Stage(title="end of backward", parameters=WHOLE, gradients=OWN, optimizer=SHARD, leads_to="reduce-\nscatter"),
+    Stage(title="optimizer's step", parameters=SHARD, gradients=SHARD, optimizer=SHARD),
 )
 DDP_STEP = (
     Stage(title="between steps", parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE, leads_to="zero_grad"),

@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A unit's place from left to right, with its halves: the slices of rank 0 and of rank 1."""
+    """A unit's place from left to right, with its halves: the shards of rank 0 and of rank 1."""
 
     left: float
     width: float
@@ -108,13 +108,13 @@ def _height(name: str) -> float:
 
 
 def _kept(place: Place, rank: int) -> Iterator[Part]:
-    """Yield the slices of parameters and optimizer state, which never leave."""
+    """Yield the shards of parameters and optimizer state, which never leave."""
     for name in ("parameters", "optimizer"):
         yield Part(shape=place.half(rank).box(TOPS[name][rank], _height(name), STATE_COLORS[name]))
 
 
 def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the other rank's parameter slice: it comes with each all-gather, and goes when the unit is freed."""
+    """Yield the other rank's parameter shard: it comes with each all-gather, and goes when the unit is freed."""
     top, its_top = TOPS["parameters"][rank], TOPS["parameters"][OTHER[rank]]
     keys: list[Key] = []
     for number, stay in enumerate(seen.stays[unit]):
@@ -126,7 +126,7 @@ def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUni
 
 
 def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the slice of the mean until zero_grad, whole gradients tensor by tensor, and their halves on the way."""
+    """Yield the shard of the mean until zero_grad, whole gradients tensor by tensor, and their halves on the way."""
     top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
     reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
     begins_s = max(reduce.start_s, theirs.start_s)

@@ -236,7 +236,7 @@ def evaluate_on_all_ranks(average: nn.Module) -> float:
 
 
 def load_from_ddp(path: str, model: nn.Module, average: nn.Module, optimizer: AdamW) -> int:
-    """Read DDP's checkpoint on rank 0 and hand each rank its slices; return the number of steps that are done."""
+    """Read DDP's checkpoint on rank 0 and hand each rank its shards; return the number of steps that are done."""
     weights, adam, averages, step = {}, {}, {}, [0]
     if dist.get_rank() == 0:
         checkpoint = torch.load(path, mmap=True, weights_only=True)

@@ -84,13 +84,13 @@ def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> 
     dist.barrier()
 
 
-def save_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do what is at the heart of `save`: every rank writes its slices, under the names of the plain model."""
+def save_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Do what is at the heart of `save`: every rank writes its shards, under the names of the plain model."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # moments, and settings such as the learning rate
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
 
-def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Do what is at the heart of `load`: every rank reads what it keeps now, from whichever files have it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
     state = {"model": model_state, "optimizer": optimizer_state}
@@ -149,13 +149,13 @@ def load_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.o
 def resume_through(
     rank: int, world_size: int, config: TrainConfig, way: str, folder: str
 ) -> tuple[int, int, list[float]]:
-    """Train half of the steps, save, start again, load and go on, with the lines of "slices" or of "plain" above.
+    """Train half of the steps, save, start again, load and go on, with the lines of "shards" or of "plain" above.
 
     Returns for how many parameters the optimizer had a state before the load and after it, and the losses.
     """
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
-    save_it, load_it = (save_slices, load_slices) if way == "slices" else (save_plainly, load_plainly)
+    save_it, load_it = (save_shards, load_shards) if way == "shards" else (save_plainly, load_plainly)
     built = _build(config, seed=config.seed)
     losses = _train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
     model, optimizer, schedule = built

@@ -145,7 +145,7 @@ def train_ignoring(rank: int, world_size: int, shape: ViTShape, averaged: bool) 
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.positions})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # slices and a whole tensor, one by one
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # shards and a whole tensor, one by one
     torch.manual_seed(rank)  # every rank sees images of its own
     for _ in range(STEPS):
         optimizer.zero_grad()

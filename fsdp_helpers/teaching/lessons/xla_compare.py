@@ -23,7 +23,7 @@ from fsdp_helpers.records import largest_difference
 from fsdp_helpers.teaching.lessons.xla_inputs import read_batches, start_model, start_optimizer
 
 TOLERANCE = 1e-5  # of a loss over some twenty steps, with sums in a different order
-SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's slice is a multiple of this number of values
+SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's shard is a multiple of this number of values
 
 # ---------------------------------------------------------------- the same training, here
 
@@ -67,10 +67,10 @@ def train_sharded(rank: int, world_size: int, folder: Path, name: str, units: Se
 def answers_of_fsdp2(
     rank: int, world_size: int, folder: Path, name: str, units: Sequence[str], weights: Path
 ) -> Tensor:
-    """Return a sharded network's outputs for the first batch, its slices taken from a file of whole tensors."""
+    """Return a sharded network's outputs for the first batch, its shards taken from a file of whole tensors."""
     model = shard_units(start_model(folder, name), units, world_size)
     options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, load_file(weights), options=options)  # every rank takes its slices
+    set_model_state_dict(model, load_file(weights), options=options)  # every rank takes its shards
     with torch.no_grad():
         return model(read_batches(folder)[0][0].to(rank_device())).cpu()
 
@@ -120,9 +120,9 @@ def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
 
 
 def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: bool = False) -> int:
-    """Count the values that an XLA replica keeps: a slice of each tensor or, flattened, of each unit's one tensor.
+    """Count the values that an XLA replica keeps: a shard of each tensor or, flattened, of each unit's one tensor.
 
-    Each is filled up until its slices have a multiple of 128 values (`_shard_size_multiple` of the library).
+    Each is filled up until its shards have a multiple of 128 values (`_shard_size_multiple` of the library).
     """
     if flatten:
         tensors = [[sum(unit)] for unit in tensors if unit]

@@ -38,5 +38,5 @@ def start_model(folder: Path, name: str) -> nn.Module:
 
 
 def start_optimizer(model: nn.Module) -> torch.optim.SGD:
-    """Return SGD with momentum over what `model` has: all of it or, once it is wrapped, the slices."""
+    """Return SGD with momentum over what `model` has: all of it or, once it is wrapped, the shards."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)

@@ -57,6 +57,6 @@ class TestMove(BuildTestsOnRanks):
             LEFT_ALONE,
         ),
         # 6
-        ([("get_model_state_dict(model, options=options)", "model.state_dict()")], "in the file is a slice"),
+        ([("get_model_state_dict(model, options=options)", "model.state_dict()")], "in the file is a shard"),
         ([("        fully_shard(block, mesh=mesh)\n", "        pass\n")], "the units are root; one per block"),
     ]

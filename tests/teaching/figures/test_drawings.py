@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from torch import nn
 
-from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
+from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings, stages
@@ -18,18 +18,18 @@ from fsdp_helpers.teaching.figures.style import SERIES_COLORS, STATE_COLORS
 def entry(name: str, *sizes: int) -> TensorEntry:
     """A tensor of so many rows a rank, each row with 4 values."""
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    slices = tuple(
-        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
+    shards = tuple(
+        ShardEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
         for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
     )
-    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), slices=slices)
+    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), shards=shards)
 
 
 ONE_NUMBER = TensorEntry(
     name="step",
     dtype=torch.float32,
     shape=(),
-    slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
+    shards=(ShardEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
 )
 CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
 SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
@@ -38,7 +38,7 @@ DRAWINGS = {
     "draw_step": (stages.FSDP_STEP,),
     "draw_units": (["net", "first", "second"],),
     "draw_cut": (build_model("shallow"), CHOICES),
-    "draw_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
+    "draw_shards": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
 }
 
 
@@ -63,13 +63,13 @@ def test_every_drawing_is_in_the_table():
 
 
 def filled(ax: Axes, kind: str) -> int:
-    """How many slices of one kind of state are filled in a drawing."""
+    """How many shards of one kind of state are filled in a drawing."""
     return sum(to_hex(box.get_facecolor()) == STATE_COLORS[kind] and box.get_fill() for box in ax.patches)
 
 
 def test_a_step_of_fsdp_fills_what_each_rank_has():
     ax = drawings.draw_step(stages.FSDP_STEP, num_ranks=2)[1]
-    # Two ranks, two slices each: parameters are a slice, whole, whole, a slice
+    # Two ranks, two shards each: parameters are a shard, whole, whole, a shard
     assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
     assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
     assert filled(ax, "optimizer") == 2 * (1 + 1 + 1 + 1)
@@ -115,8 +115,8 @@ def test_streams_are_drawn_where_they_were_computed():
     assert "not measured: computed from 2 ms of forward" in ax.get_xlabel()
 
 
-def test_slices_lie_where_their_rows_are():
-    ax = drawings.draw_slices([entry("weight", 3, 3, 2)])[1]
+def test_shards_lie_where_their_rows_are():
+    ax = drawings.draw_shards([entry("weight", 3, 3, 2)])[1]
     # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
     assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
     assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
@@ -125,7 +125,7 @@ def test_slices_lie_where_their_rows_are():
 
 
 def test_rows_of_a_checkpoint_weigh_what_their_tensors_weigh():
-    ax = drawings.draw_slices([entry("large", 8), entry("half", 4), ONE_NUMBER])[1]
+    ax = drawings.draw_shards([entry("large", 8), entry("half", 4), ONE_NUMBER])[1]
     # 8 x 4 x 4 = 128 bytes, 64 and 4: rows of 1 + 4, 1 + 4 / 2 and 1 + 4 / 32, nine tenths of them filled
     assert [bar.get_height() for bar in ax.patches] == pytest.approx([0.9 * 5, 0.9 * 3, 0.9 * 1.125])
     assert [bar.get_y() for bar in ax.patches] == pytest.approx([0.25, 5.15, 8.05625])
@@ -136,8 +136,8 @@ def test_rows_of_a_checkpoint_weigh_what_their_tensors_weigh():
     ]
 
 
-def test_a_slice_without_room_names_its_rows_alone():
-    ax = drawings.draw_slices([entry("weight", 19, 1)])[1]
+def test_a_shard_without_room_names_its_rows_alone():
+    ax = drawings.draw_shards([entry("weight", 19, 1)])[1]
     assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
 
 
@@ -149,8 +149,8 @@ def test_a_unit_has_the_same_color_in_every_column_and_neighbors_differ():
     assert colors == [root, root, first, second, root, root, root, second]
 
 
-def test_slices_have_the_colors_of_the_series():
-    ax = drawings.draw_slices([entry("weight", 3, 3, 2)])[1]
+def test_shards_have_the_colors_of_the_series():
+    ax = drawings.draw_shards([entry("weight", 3, 3, 2)])[1]
     assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == list(SERIES_COLORS[1:4])
 
 
@@ -178,7 +178,7 @@ def test_a_step_in_words():
         "are no gradients; "
     )
     assert "Next: reduce-scatter. Stage 4" in text
-    assert "each of 3 ranks has its own slice of the parameters" in describe(
+    assert "each of 3 ranks has its own shard of the parameters" in describe(
         drawings.draw_step(stages.FSDP_STEP, num_ranks=3)[0]
     )
 
@@ -204,6 +204,6 @@ def test_streams_in_words():
     assert "early: the step takes 14.0 ms, in which the arithmetic works for 12.0 ms and waits for 2.0 ms." in text
 
 
-def test_slices_in_words():
-    text = describe(drawings.draw_slices([entry("weight", 3, 1)])[0])
+def test_shards_in_words():
+    text = describe(drawings.draw_shards([entry("weight", 3, 1)])[0])
     assert text == "weight: rank 0 wrote 3 rows and rank 1 wrote 1 row."

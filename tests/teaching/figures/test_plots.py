@@ -55,10 +55,10 @@ def run_of(*ranks: RankRecord) -> RunRecord:
 
 
 def peak_of(**sizes: int) -> Peak:
-    """A predicted peak of 8 MB in slices of parameters and gradients, and of `sizes` in MB, by kind."""
-    slices = [Term(kind=kind, name="slices", values=MB, ranks=1) for kind in ("parameters", "gradients")]
+    """A predicted peak of 8 MB in shards of parameters and gradients, and of `sizes` in MB, by kind."""
+    shards = [Term(kind=kind, name="shards", values=MB, ranks=1) for kind in ("parameters", "gradients")]
     others = [Term(kind=kind, name="whole", values=size * MB, value_bytes=1) for kind, size in sizes.items()]
-    return Peak(when="backward", terms=(*slices, *others))
+    return Peak(when="backward", terms=(*shards, *others))
 
 
 def step_trace(*phases: str) -> StepTrace:
@@ -151,7 +151,7 @@ def test_bars_are_as_long_as_the_bytes():
     peak = peak_of(optimizer=8, gathered=4, gradients=6, activations=10)
     ax = plots.plot_held_and_peak({"fsdp": run_of(rank_record())}, {"fsdp": peak})[1]
     # Between steps: 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is buffers.
-    # At the peak: 4 + 4 MB of slices, 6 MB of whole gradients, 8 of moments, 4 gathered, 10 of activations: 36 MB.
+    # At the peak: 4 + 4 MB of shards, 6 MB of whole gradients, 8 of moments, 4 gathered, 10 of activations: 36 MB.
     assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [
         *((0, 4), (4, 4), (8, 8), (16, 1)),
         *((0, 4), (4, 4), (8, 8), (16, 6), (22, 4), (26, 10)),
