@@ -2,7 +2,7 @@
 # make student      the same on copies in work/, so that working changes no file of the project
 # make reset        take one of the copies anew   (NOTEBOOK=3)
 # make test         install, then run the tests, every notebook and, if a package index answers, test-tools
-# make test-all     the same, and the long evidence
+# make test-all     the same, and every slower check that this machine can run
 # make test-browser every notebook in JupyterLab, in a browser
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-imagined the notebooks and every strategy beside GPUs that do not exist: needs gcc
@@ -132,7 +132,12 @@ test-notebooks: $(INSTALLED)
 test-long: $(INSTALLED)
 	$(PYTEST) -m "long and $(PLAIN)" $(LONG_ARGS) tests
 
-test-all: test test-long
+# Everything, in one list; what this machine lacks is said, and left out.
+SLOWER := test-long test-mnist test-imagined test-browser test-network test-slurm test-oldest xla
+test-all: test
+	@for target in $(SLOWER); do \
+	  if why=$$($(MAKE) --silent --no-print-directory can-$$target 2> /dev/null); then $(MAKE) $$target || exit 1; \
+	  else echo "$$target is left out: $${why:-can-$$target does not say why}"; fi; done
 
 test-browser: $(INSTALLED) can-test-browser
 	$(BIN)/python -m pip show --quiet playwright || $(BIN)/python $(PIP_INSTALL) playwright==1.65.2
@@ -178,8 +183,8 @@ xla: $(INSTALLED) $(XLA_INSTALLED)
 xla-all: xla
 	$(BIN)/python -m pytest -m "xla and long" tests/xla
 
-# Whether a target can run on this machine, as .ci/run asks: `can-TARGET` of one that needs more than Python prints in
-# one line what is missing, and fails.
+# Whether a target can run on this machine: `can-TARGET` of one that needs more than Python prints in one line what is
+# missing, and fails.
 can-%:
 	@true
 
