@@ -17,7 +17,7 @@ from leftovers import PROJECT
 from fsdp_helpers.__main__ import main
 from fsdp_helpers.cli.lab import server
 
-LAB = PROJECT / "fsdp_helpers" / "lab"
+LAB = PROJECT / "fsdp_helpers" / "cli" / "lab"
 
 
 def copies(work: Path, *arguments: str) -> subprocess.CompletedProcess:
