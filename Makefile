@@ -1,5 +1,5 @@
-# make lab          install, then open JupyterLab on the notebooks   (LAB_ARGS="--port 9000" hands on arguments)
-# make student      the same on copies in work/, so that working changes no file of the project
+# make lab          install, then open JupyterLab on copies of the notebooks in work/   (LAB_ARGS="--port 9000" hands on
+#                   arguments, ORIGINALS=1 opens the originals)
 # make reset        take one of the copies anew   (NOTEBOOK=3)
 # make test         install, then run the tests, every notebook and, if a package index answers, test-tools
 # make test-all     the same, and every slower check that this machine can run
@@ -51,7 +51,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab student reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools xla xla-all lint format relock outdated run clean
+.PHONY: lab reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -97,10 +97,7 @@ $(RUNS): export OMP_WAIT_POLICY := PASSIVE
 $(RUNS): export PET_LOG_DIR := /dev/null
 
 lab: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers lab $(LAB_ARGS)
-
-student: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers lab --copies '$(WORK)' $(LAB_ARGS)
+	$(BIN)/python -m fsdp_helpers lab $(if $(ORIGINALS),,--copies '$(WORK)') $(LAB_ARGS)
 
 reset:
 	$(PYTHON) -m fsdp_helpers.cli.lab.working_copies '$(WORK)' --reset '$(NOTEBOOK)'
