@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -19,24 +20,41 @@ class Seen:
 
     printed: str = ""
     units: list[str] = field(default_factory=list)  # the classes
-    recomputed: list[int] = field(default_factory=list)  # calls of `checkpoint`, of each backward
+    recomputed: int = 0  # calls of `checkpoint` that a backward will repeat
     chunks: list[int] = field(default_factory=list)  # tokens whose logits existed at a time
     saves: list[int] = field(default_factory=list)  # steps
-    mean_lengths: list[int] = field(default_factory=list)  # tokens of each micro-batch
-    reduced: int = 0  # reduce-scatters
     own_bytes: int = 0  # of parameters and moments at the end
     frozen_kept: bool = True
     refused: str | None = None
 
 
-def run_each(rank: int, world_size: int, ports: list[int], runs: list[list[str]]) -> list[Seen]:
-    """Each run with its command line, one after the other, in a group that it makes and ends itself."""
+def run_each(
+    rank: int, world_size: int, ports: list[int], runs: list[list[str]], stops: list[int | None]
+) -> list[Seen]:
+    """Each run with its command line, one after the other, in a group that it makes and ends itself.
+
+    The last rank of a run receives SIGTERM in the step of `stops`.
+    """
     dist.destroy_process_group()
     found = []
-    for port, words in zip(ports, runs, strict=True):
+    for port, words, stop in zip(ports, runs, stops, strict=True):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-        found.append(run_seen(load_script("finetune_hf.py"), list(map(str, words))))
+        script = load_script("finetune_hf.py")
+        if stop is not None and rank == world_size - 1:
+            interrupt(script, stop)
+        found.append(run_seen(script, words))
     return found
+
+
+def interrupt(script: ModuleType, stop: int) -> None:
+    learning_rate = script.learning_rate
+
+    def interrupted(step: int, *rest) -> float:
+        if step + 1 == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learning_rate(step, *rest)
+
+    script.learning_rate = interrupted
 
 
 def run_seen(script: ModuleType, words: list[str]) -> Seen:
@@ -71,7 +89,7 @@ def watch(script: ModuleType, seen: Seen) -> None:
 
     def note_recomputed(function, *inputs, **settings):
         if torch.is_grad_enabled():
-            seen.recomputed.append(1)
+            seen.recomputed += 1
         return recompute(function, *inputs, **settings)
 
     def note_chunk(logits, *rest, **settings):

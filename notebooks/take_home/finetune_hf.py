@@ -1055,6 +1055,7 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
     else:
         say(f"ended by a signal; the same command goes on from {newest_checkpoint(arguments.out)}")
     dist.destroy_process_group()
+    lock.file.close()
 
 
 if __name__ == "__main__":
