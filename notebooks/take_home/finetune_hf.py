@@ -85,6 +85,7 @@ def refuse(message: str, status: int = 2) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
     else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(60)
     sys.exit(status)
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[tools]'")
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from hf_models import CONFIGS, CONTEXT, END, make_model, make_tokenizer, write_chats, write_text
 from hf_workers import Seen, run_each
@@ -226,8 +227,7 @@ def test_a_run_that_was_asked_to_end_goes_on(home, on_two, on_three):
 def test_settings_that_change_are_obeyed_or_refused(home, on_two):
     for name, old, new in (("batch", 6, 8), ("length", 64, 32), ("seed", 0, 1)):
         message = on_two[f"another {name}"][0].refused
-        said = "a different model, tokenizer or data" if name == "length" else f"begun with {name} {old}, not {new}"
-        assert said in message and "\n" not in message
+        assert f"begun with {name} {old}, not {new}" in message and "\n" not in message
     assert "different model, tokenizer or data" in on_two["other data"][0].refused
     printed = on_two["a new rate"][0].printed
     assert "lr was 0.002 until now, and is 0.001 from here on" in printed and "steps was 10 until now" in printed
@@ -300,10 +300,8 @@ def test_adapters_equal_those_of_peft_in_one_process(name, model, scale, dtype_b
     for seen in on_two[name]:
         assert seen.frozen_kept
         assert seen.own_bytes == pytest.approx((dtype_bytes * num_frozen + 12 * num_trained) / 2, rel=0.02)  # padding
-    kept = (run / "step-00000010").stat()
-    assert (
-        kept and sum(path.stat().st_size for path in (run / "step-00000010").iterdir()) < 3 * 12 * num_trained + 300_000
-    )
+    saved = dcp.FileSystemReader(run / "step-00000010").read_metadata().state_dict_metadata
+    assert saved and all(".lora_" in key for key in saved)  # nothing frozen
 
 
 # ---------------------------------------------------------------- refused, in one line
@@ -319,6 +317,7 @@ def refused(capsys, call, *arguments) -> str:
 
 def test_models_that_do_not_fit(tmp_path, capsys, home):
     experts = make_model("mixtral", tmp_path / "experts")
+    capsys.readouterr()
     assert "mixture of experts" in refused(capsys, SCRIPT.read_config, experts)
     assert "no config.json" in refused(capsys, SCRIPT.read_config, tmp_path)
     arguments = SCRIPT.read_arguments([str(home / "llama"), "data", "--out", "out"])
