@@ -8,8 +8,8 @@ import launch_workers as workers
 import pytest
 import torch
 
-from fsdp_helpers import models
 from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers.models import series as models
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.ranks import group
 from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
@@ -23,10 +23,10 @@ from fsdp_helpers.training import loop, worker
 
 
 def test_source_of_functions_and_methods():
-    shown = show.source(size_policy, FlatUnit.gather, show_all_reduce)
+    shown = show.source(size_policy, FlatUnit.unshard, show_all_reduce)
     assert shown.code.startswith("from collections.abc import Set\nfrom functools import partial\n\nimport torch\n")
     assert "\n\n\ndef size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:\n" in shown.code
-    assert "\n\n\ndef gather(self) -> None:\n    " in shown.code  # a method starts at the left margin too
+    assert "\n\n\ndef unshard(self) -> None:\n    " in shown.code  # a method starts at the left margin too
     assert shown.code.endswith("return before, values.tolist()\n")
 
 
@@ -51,7 +51,7 @@ def test_the_imports_are_those_that_the_code_needs():
 
 
 def test_what_a_module_defines_itself_is_imported_from_it_unless_it_is_shown():
-    of_module = "from fsdp_helpers.teaching.lessons.by_hand import FlatUnit\n"
+    of_module = "from fsdp_helpers.teaching.lessons.by_hand import FlatUnit"
     assert of_module in show.needed_imports(by_hand.train_fsdp_by_hand)
     assert of_module not in show.needed_imports(by_hand.train_fsdp_by_hand, FlatUnit)
     # a constant, and an alias of a type
@@ -71,7 +71,7 @@ LISTINGS = [
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
     (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
     (state.save_full, state.gather_on_rank_0),
-    (saving.save_slices, saving.load_slices),
+    (saving.save_shards, saving.load_shards),
     (saving.save_plainly, saving.load_plainly),
     (folder.commit, folder.sync_folder),
     (models.ShallowNet, models.DeepNet),
@@ -144,9 +144,9 @@ def test_the_loops_by_hand_differ_in_the_lesson_alone():
     assert [line.split("(")[0] for line in added] == [
         "unit = FlatUnit",
         "optimizer = torch.optim.Adam",
-        "unit.gather",
+        "unit.unshard",
         "unit.reduce_gradients",
-        "unit.free",
+        "unit.reshard",
     ]
     assert [line.split("(")[0].split(" ")[0] for line in removed] == [
         "optimizer",
@@ -167,9 +167,9 @@ def test_predictions():
 
 
 def test_the_terms_of_a_peak_add_up():
-    slices = Term(kind="parameters", name="slices", values=200, ranks=2)  # 4 x 200 / 2 = 400 bytes
+    shards = Term(kind="parameters", name="shards", values=200, ranks=2)  # 4 x 200 / 2 = 400 bytes
     unit = Term(kind="gathered", name="fc1", values=25)
-    peak = Peak(when="backward", terms=(slices, unit))
+    peak = Peak(when="backward", terms=(shards, unit))
     lines = show.peak_terms(peak, 510).data.splitlines()
     assert lines[0] == "| at the peak: backward | formula | bytes |"
     assert lines[-2:] == ["| **sum** |  | **500** |", "| measured | ratio 1.0200 | 510 |"]
