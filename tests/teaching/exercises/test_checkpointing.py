@@ -39,6 +39,12 @@ def ranks_without_rows(num_rows, saved, loading, rank):
     return overlapping(num_rows, saved, loading, rank) or [rows_a_rank(num_rows, rows_a_rank(num_rows, saved)) - 1]
 
 
+def the_hint_as_code(num_rows, saved, loading, rank):
+    """The hint without "as far as there are rows"; wrong for 3 rows, 2 -> 4, where rank 3 has none."""
+    old, new = rows_a_rank(num_rows, saved), rows_a_rank(num_rows, loading)
+    return [r for r in range(saved) if r * old < (rank + 1) * new and rank * new < (r + 1) * old]
+
+
 class TestCheckpointBytes(FunctionTests):
     checker = staticmethod(checkpointing.check_checkpoint_bytes)
     right = [lambda p: 12 * p, lambda p: 3.0 * p * 4]
@@ -60,6 +66,7 @@ class TestRanksToRead(FunctionTests):
         lambda num_rows, saved, loading, rank: [rank],
         last_rank_too_far,
         ranks_without_rows,
+        the_hint_as_code,
         lambda *case: 2 * overlapping(*case),
         table({(12, 4, 4, 0): [0], (12, 4, 4, 1): [1], (12, 4, 4, 2): [2], (12, 4, 4, 3): [3]}),  # the lazy one
     ]
@@ -70,6 +77,7 @@ class TestRanksToRead(FunctionTests):
         "answer, message",
         [
             (last_rank_too_far, "12 rows, written by 4 ranks and read by 4: rank 0 keeps rows 0 to 2"),
+            (the_hint_as_code, "3 rows, written by 2 ranks and read by 4: rank 3 keeps no rows"),
             (ranks_without_rows, "5 rows, written by 4 ranks and read by 4: rank 3 keeps no rows"),
         ],
     )
