@@ -1,0 +1,74 @@
+"""Bytes that a rank sends in one step along each dimension of a mesh, from arithmetic alone. No torch import.
+
+All of them count a ring, as `collective_sent_bytes` does, and fp32 unless `value_bytes` says otherwise. `tokens` are those
+of one step that the ranks of the dimension work on together: sequences times their full length.
+"""
+
+from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.traffic import collective_sent_bytes
+
+
+def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
+    """Every unit is gathered twice and its gradient reduce-scattered: 3 · (N−1)/N · P.
+
+    Padding is not counted, and every parameter is in a unit below the root.
+    """
+    full_bytes = params * value_bytes
+    gathered = collective_sent_bytes("all_gather", 2 * full_bytes, ranks)
+    return gathered + collective_sent_bytes("reduce_scatter", full_bytes, ranks)
+
+
+def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: int = FP32_BYTES) -> int:
+    """FSDP among `shards` ranks, and an all-reduce of each gradient shard among `replicas`: + 2 · (R−1)/R · P/S."""
+    reduced = collective_sent_bytes("all_reduce", params * value_bytes // shards, replicas)
+    return fsdp_sent_bytes(params, shards, value_bytes=value_bytes) + reduced
+
+
+def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
+    """Two all-reduces in a block's forward and two in its backward: 4 · L · 2 · (t−1)/t · tokens · width.
+
+    With sequence parallelism each all-reduce becomes its two halves, and the bytes stay the same.
+    Source: M. Shoeybi et al. 2019, arXiv:1909.08053, section 3; V. Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+    return 4 * layers * collective_sent_bytes("all_reduce", tokens * width * value_bytes, ranks)
+
+
+def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
+    """Keys and values gathered in forward, their gradients scattered in backward: 4 · L · (c−1)/c · tokens · kv_width.
+
+    `kv_width` is the width of the keys: less than the model's if several heads share them. A ring that keeps what it
+    receives sends as much; one that sends keys and values around again in backward sends half as much again.
+    Source: H. Liu et al. 2023, arXiv:2310.01889.
+    """
+    full_bytes = 2 * tokens * kv_width * value_bytes  # keys and values
+    gathered = collective_sent_bytes("all_gather", full_bytes, ranks)
+    return layers * (gathered + collective_sent_bytes("reduce_scatter", full_bytes, ranks))
+
+
+def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:
+    """One activation forward and one gradient back: 2 · tokens · width; half of it for a stage `at_the_end`.
+
+    The number of stages and of micro-batches does not matter.
+    Source: Y. Huang et al. 2018, arXiv:1811.06965.
+    """
+    return (1 if at_the_end else 2) * tokens * width * value_bytes
+
+
+def pipeline_bubble(stages: int, micro_batches: int) -> float:
+    """Return the part of a step in which a stage waits, under GPipe and 1F1B alike: (S−1) / (M+S−1).
+
+    Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead: by the time of the work.
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def expert_sent_bytes(
+    layers: int, rows_to_others: int, rows_from_others: int, width: int, *, value_bytes: int = FP32_BYTES
+) -> int:
+    """Tokens sent to their experts and results sent back, in forward and in backward: 2 · L · (out + in) · width.
+
+    `rows_to_others` and `rows_from_others` are the tokens that leave and reach this rank in one layer. A balanced
+    router sends (e−1)/e of a rank's tokens out, and as many come in. The counts themselves are not included.
+    Source: D. Lepikhin et al. 2020, arXiv:2006.16668.
+    """
+    return 2 * layers * (rows_to_others + rows_from_others) * width * value_bytes
