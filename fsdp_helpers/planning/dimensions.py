@@ -4,6 +4,9 @@ All of them count a ring, as `collective_sent_bytes` does, and fp32 unless `valu
 of one step that the ranks of the dimension work on together: sequences times their full length.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 
@@ -72,3 +75,55 @@ def expert_sent_bytes(
     Source: D. Lepikhin et al. 2020, arXiv:2006.16668.
     """
     return 2 * layers * (rows_to_others + rows_from_others) * width * value_bytes
+
+
+class PipelineWork(NamedTuple):
+    """A forward ("F") or backward ("B") of one micro-batch, in units of a micro-batch's forward."""
+
+    kind: str
+    number: int
+    start: float
+    end: float
+
+
+def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) -> list[list[PipelineWork]]:
+    """Return when each stage does what, as early as possible; `orders` have each stage's work, such as "F0" or "B3".
+
+    A forward waits for the stage before, a backward for the stage behind; a forward takes 1, sending takes nothing.
+    Raises ValueError for orders that wait for each other.
+    """
+    ends: dict[tuple[int, str], float] = {}
+    spans: list[list[PipelineWork]] = [[] for _ in orders]
+    while any(len(done) < len(order) for done, order in zip(spans, orders, strict=True)):
+        before = len(ends)
+        for stage, (done, order) in enumerate(zip(spans, orders, strict=True)):
+            if len(done) == len(order):
+                continue
+            name = order[len(done)]
+            kind, number = name[0], int(name[1:])
+            needed = stage - 1 if kind == "F" else stage + 1
+            if 0 <= needed < len(orders) and (needed, name) not in ends:
+                continue
+            start = max(ends.get((needed, name), 0.0), done[-1].end if done else 0.0)
+            ends[stage, name] = start + (1.0 if kind == "F" else backward)
+            done.append(PipelineWork(kind, number, start, ends[stage, name]))
+        if len(ends) == before:
+            waiting = [order[len(done)] for done, order in zip(spans, orders, strict=True) if len(done) < len(order)]
+            raise ValueError(f"these stages wait for each other: {', '.join(waiting)} can never begin")
+    return spans
+
+
+def idle_share(spans: Sequence[Sequence[PipelineWork]]) -> float:
+    """Return the part of the stages' time in which they do nothing, from the first forward to the last backward."""
+    end = max(work.end for stage in spans for work in stage)
+    busy = sum(work.end - work.start for stage in spans for work in stage)
+    return 1 - busy / (end * len(spans))
+
+
+def most_in_flight(order: Sequence[str]) -> int:
+    """Return the most micro-batches whose activations a stage keeps at once: forwards without their backward."""
+    in_flight = most = 0
+    for name in order:
+        in_flight += 1 if name.startswith("F") else -1
+        most = max(most, in_flight)
+    return most
