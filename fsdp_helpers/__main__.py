@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_helpers.commands.compare import add_compare_arguments
-from fsdp_helpers.commands.files import check_output_path, print_data_source, write_json
+from fsdp_helpers.cli.compare import add_compare_arguments
+from fsdp_helpers.cli.files import check_output_path, print_data_source, write_json
+from fsdp_helpers.cli.flags import Flag, flags
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.flags import Flag, flags
 from fsdp_helpers.planning.arguments import add_plan_arguments
 from fsdp_helpers.planning.command import plan_command
 from fsdp_helpers.quantities import format_bytes
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := _wrong_place(options):  # before torch is loaded, for each rank and each restart
         return _complain(BAD_INPUT, problem)
     from fsdp_helpers.checkpointing.folder import CheckpointError
-    from fsdp_helpers.mnist import DataError
+    from fsdp_helpers.data.mnist import DataError
     from fsdp_helpers.ranks.launching.launch import RankError
     from fsdp_helpers.ranks.progress import in_lines
 
@@ -214,8 +214,8 @@ def consolidate_command(options: argparse.Namespace) -> None:
 
 
 def doctor_command(options: argparse.Namespace) -> int:
-    from fsdp_helpers.checkup.doctor import examine, line, verdict
-    from fsdp_helpers.checkup.rows import FAIL
+    from fsdp_helpers.cli.doctor.report import examine, line, verdict
+    from fsdp_helpers.cli.doctor.rows import FAIL
 
     rows = examine(on_row=lambda row: print(line(row), flush=True))
     print(verdict(rows))
@@ -223,8 +223,8 @@ def doctor_command(options: argparse.Namespace) -> int:
 
 
 def gpu_check_command(options: argparse.Namespace) -> int:
-    from fsdp_helpers.checkup.gpu_check import check_gpus, check_limit, say_row
-    from fsdp_helpers.checkup.gpu_checks import CHECKS
+    from fsdp_helpers.cli.doctor.gpu_check import check_gpus, check_limit, say_row
+    from fsdp_helpers.cli.doctor.gpu_checks import CHECKS
 
     check_limit(options.limit)
     check_output_path(options.json)
@@ -236,7 +236,7 @@ def gpu_check_command(options: argparse.Namespace) -> int:
 
 
 def lab_command(options: argparse.Namespace) -> None:
-    from fsdp_helpers.lab.server import open_lab
+    from fsdp_helpers.cli.lab.server import open_lab
 
     open_lab(options.copies, options.arguments)
 

@@ -19,7 +19,7 @@ ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
 
 def is_sharded(strategy: str) -> bool:
-    """Return True if each rank keeps a slice of the model. Raises ValueError for an unknown strategy."""
+    """Return True if each rank keeps a shard of the model. Raises ValueError for an unknown strategy."""
     _require_choice("strategy", strategy, STRATEGIES)
     return strategy.startswith("fsdp")
 
@@ -87,7 +87,7 @@ class TrainConfig:
     dropout: bool = _setting(True, "train without dropout, e.g. to compare one process with many", changes_losses=True)
     precision: str = _setting(
         "fp32",
-        "dtype in which FSDP gathers and computes; shards, reduction and optimiser stay fp32",
+        "dtype in which FSDP gathers and computes; shards, reduction and optimizer stay fp32",
         choices=PRECISIONS,
         changes_losses=True,
     )

@@ -3,7 +3,7 @@
 `ground`: training ShallowNet, reading the data alone, and starting two workers that do nothing, each against what
 people write first. `fsdp`: a step of DeepNet on two CPU ranks, FSDP against DDP and auto-wrap against one unit, for
 both APIs. What a step moves does not depend on the batch, so these ratios fall as it grows (`--batch-size`).
-`checkpoint`: saving DeepNet with its optimiser (1.13 GB) in slices, against `torch.save` by one process, and
+`checkpoint`: saving DeepNet with its optimizer (1.13 GB) in shards, against `torch.save` by one process, and
 consolidating it, against reading and writing as many bytes. All ratios are of medians over interleaved rounds, so that
 a busy machine slows both sides alike.
 Exits 1 if a target is missed. Not a test: run it on a machine that does nothing else.
@@ -33,9 +33,9 @@ from fsdp_helpers.checkpointing.checkpoint import save
 from fsdp_helpers.checkpointing.consolidate import consolidate
 from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import find_data_dir, load_data, prepare_data, rank_batches
+from fsdp_helpers.data.images import find_data_dir, load_data, prepare_data, rank_batches
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launching.launch import launch

@@ -24,7 +24,7 @@ from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.resume import run_checkpoints
 from fsdp_helpers.checkpointing.state import save_full
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
@@ -39,7 +39,7 @@ from fsdp_helpers.training.worker import load_rank_data, train_worker
 
 
 def build(config, seed):
-    """A model under the strategy of `config`, and its optimiser."""
+    """A model under the strategy of `config`, and its optimizer."""
     torch.manual_seed(seed)
     model = APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config)
     return model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
@@ -172,7 +172,7 @@ def save_while_training(rank, world_size, folder, configs):
 
 
 def small_model(hidden=6):
-    """Linear layers, a normalisation with buffers, and dropout."""
+    """Linear layers, a normalization with buffers, and dropout."""
     layers = [nn.Linear(4, hidden), nn.BatchNorm1d(hidden), nn.Dropout(), nn.ReLU(), nn.Linear(hidden, 3)]
     return nn.Sequential(*layers)
 
@@ -204,7 +204,7 @@ class CountingSGD(torch.optim.Optimizer):
 
 
 def wrapped(name, seed):
-    """The small model as other people wrap it, its optimiser and a schedule that halves the learning rate."""
+    """The small model as other people wrap it, its optimizer and a schedule that halves the learning rate."""
     torch.manual_seed(seed)
     model = small_model()
     if name == "ddp":
@@ -287,18 +287,18 @@ def gather_by_torch(rank, world_size, config):
     )
 
 
-# ---------------------------------------------------------------- resuming, and slices by hand
+# ---------------------------------------------------------------- resuming, and shards by hand
 
 
-def train_normalised(rank, world_size, configs):
+def train_normalized(rank, world_size, configs):
     """`train_worker` for each config, with a model that has buffers."""
 
-    def build_normalised(name, dropout=True):
+    def build_normalized(name, dropout=True):
         return nn.Sequential(
             nn.BatchNorm2d(1), nn.Flatten(), nn.Dropout() if dropout else nn.Identity(), nn.Linear(784, 10)
         )
 
-    worker.build_model = resume.build_model = build_normalised
+    worker.build_model = resume.build_model = build_normalized
     return [train_worker(rank, world_size, config) for config in configs]
 
 
@@ -310,7 +310,7 @@ def random_state_after_resuming(rank, world_size, config):
     return torch.get_rng_state().numpy().tobytes()
 
 
-def save_slices(rank, world_size, folder, num_tensors, num_rows, num_columns):
+def save_shards(rank, world_size, folder, num_tensors, num_rows, num_columns):
     """A checkpoint of parameters called layer0, layer1 and so on, filled with their number, cut along their rows."""
     mesh = init_device_mesh("cpu", (world_size,))
     tensors = {
@@ -416,15 +416,15 @@ def train_and_be_asked(rank, world_size, config, asked, step):
 
 
 def train_on_a_full_disk(rank, world_size, config, full_on, save_number, part):
-    """`train_worker`; from that saving on, rank `full_on` cannot write its "slices", or the "description"."""
+    """`train_worker`; from that saving on, rank `full_on` cannot write its "shards", or the "description"."""
     saves = 0
 
     def dcp_save(*args, save=dcp.save, **kwargs):
         nonlocal saves
         saves += 1
         is_full = saves == save_number and rank == full_on
-        if is_full and part == "slices":
-            let_files_grow_to(20_000)  # a slice of SimpleCNN's state is larger: 12 x 50,186 / 2 = 301,116 bytes
+        if is_full and part == "shards":
+            let_files_grow_to(20_000)  # a shard of SimpleCNN's state is larger: 12 x 50,186 / 2 = 301,116 bytes
         save(*args, **kwargs)
         if is_full and part == "description":
             let_files_grow_to(100)

@@ -29,7 +29,7 @@ from leftovers import (
 )
 from torchvision.datasets import MNIST
 
-from fsdp_helpers.data import offline
+from fsdp_helpers.data.images import offline
 
 PACKED_MNIST = PROJECT.parent / "shared" / "mnist"  # where a workplace may keep the four packed files
 OFFLINE = offline()  # asked for once: the tests themselves start without the variable
@@ -39,7 +39,7 @@ LONG_TIMEOUT_S = 1800  # of a test of the long evidence; pyproject.toml has that
 def pytest_configure(config):
     """Hide GPUs, unless the tests on them are asked for: all others run CPU ranks, also where `auto` would be CUDA."""
     asked_for = "gpu" in config.option.markexpr.replace("not gpu", "").split()
-    if not asked_for and torch.cuda.device_count():  # counting initialises nothing
+    if not asked_for and torch.cuda.device_count():  # counting initializes nothing
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 

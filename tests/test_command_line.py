@@ -12,13 +12,13 @@ from leftovers import PROJECT
 from runs import check_json, main_in_process, mostly_long, train
 
 from fsdp_helpers.__main__ import build_parser, train_flags
+from fsdp_helpers.cli.flags import flags
 from fsdp_helpers.config import IMAGE_MODELS, MODELS, STRATEGIES, TrainConfig, is_sharded
-from fsdp_helpers.flags import flags
-from fsdp_helpers.models import MODEL_CLASSES
+from fsdp_helpers.models.series import MODEL_CLASSES
 from fsdp_helpers.planning.state import held_bytes
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.sharding import strategies
-from fsdp_helpers.teaching.figures.plots import STRATEGY_COLOURS
+from fsdp_helpers.teaching.figures.plots import STRATEGY_COLORS
 
 SMALL = ["--train-images", 1300, "--test-images", 101, "--global-batch-size", 60, "--no-dropout"]
 
@@ -373,10 +373,10 @@ def test_help_of_the_comparison_knows_every_model(help_of):
 
 
 def test_every_strategy_is_whole():
-    """Its name, its function, its colour and the bytes it holds."""
+    """Its name, its function, its color and the bytes it holds."""
     assert tuple(strategies.APPLY_STRATEGY) == STRATEGIES
-    assert tuple(STRATEGY_COLOURS) == STRATEGIES
-    assert len(set(STRATEGY_COLOURS.values())) == len(STRATEGIES)
+    assert tuple(STRATEGY_COLORS) == STRATEGIES
+    assert len(set(STRATEGY_COLORS.values())) == len(STRATEGIES)
     for name, apply in strategies.APPLY_STRATEGY.items():
         assert apply.__name__ == "apply_" + name.replace("-", "_")
         # P = 100 on 4 ranks: 400 bytes of sharded state, or at least 1,600 of whole

@@ -126,10 +126,10 @@ def test_only_fsdp1_needs_an_accelerator_to_offload():
 def test_batch_must_divide():
     config = TrainConfig(strategy="ddp", global_batch_size=256)
     config.check_world_size(2)
-    # 256 = 3 x 85 + 1: one image left over; the neighbours that divide are 255 and 258
+    # 256 = 3 x 85 + 1: one image left over; the neighbors that divide are 255 and 258
     with pytest.raises(ValueError, match=r"256 does not divide by world_size 3: 1 image.*use 258 or 255"):
         config.check_world_size(3)
-    # 256 < 300: the only neighbour above zero is 300
+    # 256 < 300: the only neighbor above zero is 300
     with pytest.raises(ValueError, match=r"256 image.*use 300$"):
         config.check_world_size(300)
 
@@ -190,12 +190,12 @@ def test_data_must_fill_one_batch():
 
 def test_what_changes_the_losses():
     """A resumed run must agree on these, and on nothing else."""
-    optimisation = {"global_batch_size", "learning_rate", "micro_batches", "clip_norm", "precision"}
-    assert set(LOSS_SETTINGS) == {"model", "seed", "train_images", "dropout"} | optimisation
+    optimization = {"global_batch_size", "learning_rate", "micro_batches", "clip_norm", "precision"}
+    assert set(LOSS_SETTINGS) == {"model", "seed", "train_images", "dropout"} | optimization
     assert TrainConfig(**LOSS_SETTINGS) == TrainConfig()  # each with its default
 
 
-def test_who_keeps_slices():
+def test_who_keeps_shards():
     assert (is_sharded("fsdp-offload"), TrainConfig(strategy="fsdp").is_sharded) == (True, True)
     assert (is_sharded("ddp"), TrainConfig(strategy="local").is_sharded) == (False, False)
     with pytest.raises(ValueError, match="unknown strategy 'fsdp9'"):

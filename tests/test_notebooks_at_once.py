@@ -12,7 +12,7 @@ import pytest
 from leftovers import PROJECT
 from nbclient import NotebookClient
 
-from fsdp_helpers.data import offline
+from fsdp_helpers.data.images import offline
 from fsdp_helpers.teaching.page.machine_memory import private_bytes
 
 NUMBERS = ("00", "01", "02", "03", "06", "07")
@@ -30,7 +30,7 @@ def test_all_finish_and_none_disturbs_another(tmp_path, monkeypatch):
     if OFFLINE:
         monkeypatch.setenv("FSDP_OFFLINE", "1")
     work = tmp_path / "work"
-    subprocess.run([sys.executable, "-m", "fsdp_helpers.lab.working_copies", work], cwd=PROJECT, check=True)
+    subprocess.run([sys.executable, "-m", "fsdp_helpers.cli.lab.working_copies", work], cwd=PROJECT, check=True)
     notebooks = {number: read(work, number) for number in NUMBERS}
     highest_bytes = asyncio.run(run_together(list(notebooks.values()), work))
     print(f"at most {highest_bytes / 1e9:.1f} GB at once")

@@ -12,11 +12,11 @@ from runs import main_in_process
 from fsdp_helpers.__main__ import build_parser
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import evaluation_batches
-from fsdp_helpers.llama import Llama
-from fsdp_helpers.shapes import BYTE_LLAMA, llama_from_config
+from fsdp_helpers.data.images import evaluation_batches
+from fsdp_helpers.data.text import read_text, text_dataset
+from fsdp_helpers.models.llama import Llama
+from fsdp_helpers.models.shapes import BYTE_LLAMA, llama_from_config
 from fsdp_helpers.teaching.lessons.language_peers import compare_with_transformers
-from fsdp_helpers.text import read_text, text_dataset
 from fsdp_helpers.training.loop import evaluate
 
 FOLDER = PROJECT / "notebooks" / "reference" / "language"

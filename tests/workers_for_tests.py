@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
-from fsdp_helpers import mnist
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import prepare_data
-from fsdp_helpers.llama import Llama
+from fsdp_helpers.data import mnist
+from fsdp_helpers.data.images import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.llama import Llama
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.in_turn import in_turn
 from fsdp_helpers.ranks.launching.process import describe_error
-from fsdp_helpers.shapes import BYTE_LLAMA
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
 from fsdp_helpers.training.loop import train_step
@@ -160,9 +160,9 @@ def gradient_norm_in_units(rank, world_size, cut):
     """The norm of the whole gradient after one backward, of a model that `cut` has sharded."""
     torch.manual_seed(0)
     model = build_model("vit", dropout=False)
-    slices = cut(model, rank, world_size)
+    shards = cut(model, rank, world_size)
     model(torch.full((2, 1, 28, 28), rank + 1.0)).square().mean().backward()
-    own = [piece.grad.to_local() if isinstance(piece.grad, DTensor) else piece.grad for piece in slices]
+    own = [piece.grad.to_local() if isinstance(piece.grad, DTensor) else piece.grad for piece in shards]
     return sum_over_ranks(sum(gradient.double().square().sum() for gradient in own)).sqrt().item()
 
 
@@ -184,7 +184,7 @@ def load_llama(rank, world_size, folder):
 
 def run_failure(rank, world_size, name, way):
     """Run one failure of the gallery: its numbers, or its error."""
-    from fsdp_helpers.teaching.lessons.failures import gallery  # of no use to the other workers
+    from fsdp_helpers.teaching.failures import gallery  # of no use to the other workers
 
     try:
         return getattr(gallery.find(name), way)(rank, world_size)

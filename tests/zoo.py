@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.llama import Llama
 from fsdp_helpers.measuring.rank_of_n import RankOfN, distribute_model, trace_steps
-from fsdp_helpers.shapes import LlamaShape
+from fsdp_helpers.models.llama import Llama
+from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.teaching.lessons.language_memory import chunked_loss
 
 

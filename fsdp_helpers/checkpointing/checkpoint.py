@@ -1,6 +1,6 @@
 """`save` and `load`: the whole state of any training loop, as one folder that is there whole or not at all.
 
-Every rank writes the slices it keeps into a file of its own, and rank 0 an index of all slices; where ranks keep whole
+Every rank writes the shards it keeps into a file of its own, and rank 0 an index of all shards; where ranks keep whole
 copies (DDP), they share the writing. Everything else is JSON, in `state.json` beside them. So nothing that is
 loaded can run code.
 """
@@ -159,9 +159,9 @@ def _finish(
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `save` saved, under any strategy and on any number of ranks; return its `extra`.
 
-    Every rank has to call this, with the model and the optimiser as they are before the first step, and reads what
+    Every rank has to call this, with the model and the optimizer as they are before the first step, and reads what
     it keeps. `folder` is a checkpoint, or holds several that are called step-00000020 and so on: then the newest.
-    The optimiser gets its settings too, the learning rate among them, but computes as it is set up now (`fused`,
+    The optimizer gets its settings too, the learning rate among them, but computes as it is set up now (`fused`,
     `foreach`). As many ranks as saved get their random state back; other ranks get streams that none has drawn from
     yet. Tensors in `extra` come back in host memory.
 
@@ -208,19 +208,19 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     saved = plain["optimizer"]
     if saved is None:
         if not any(name.startswith("optimizer.") for name in stored):
-            raise CheckpointError(f"{path} was saved without an optimiser; load it without one")
+            raise CheckpointError(f"{path} was saved without an optimizer; load it without one")
         return  # of a version that left the settings to the configuration
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
-            f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters, the optimiser "
+            f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters, the optimizer "
             f"here has {len(here)} of {[*map(len, here)]}, or others; build it as the one that was saved"
         )
     kinds = {kind for kept in state.optimizer.values() for kind in kept}
     for name in [*stored, *plain["values"]]:
         if name.startswith("optimizer.") and name not in state.values:
             raise CheckpointError(
-                f"{path} holds {name}, which the optimiser here does not keep; "
+                f"{path} holds {name}, which the optimizer here does not keep; "
                 f"of each parameter it keeps {', '.join(sorted(kinds)) or 'nothing'}"
             )
 

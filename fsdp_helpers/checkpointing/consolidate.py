@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_helpers.checkpointing.folder import DESCRIPTION, CheckpointError, find_newest, read_checkpoint, whole_file
-from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry, read_index_of_anyone
+from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry, read_index_of_anyone
 
 # How safetensors calls the types that it knows.
 SAFETENSORS_TYPES = {
@@ -115,20 +115,20 @@ WRITERS: dict[str, Callable] = {".safetensors": _write_safetensors, ".pt": _writ
 
 
 def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
-    """Fill `tensor`, reading its slices straight into their places and checking each for damage.
+    """Fill `tensor`, reading its shards straight into their places and checking each for damage.
 
-    Each slice is stored as `torch.save` stores a tensor: in a zip archive, whose member data/0 holds the values.
+    Each shard is stored as `torch.save` stores a tensor: in a zip archive, whose member data/0 holds the values.
     Nothing else in it is read, so nothing in it is run. (`dcp.load` would fill a tensor too, and faster. But torch
     reads an archive without comparing its checksum, so a changed byte would become a weight.)
     """
-    for part in entry.slices:
+    for part in entry.shards:
         try:
             place = tensor
             for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
                 place = place.narrow(dim, offset, size)
             if not place.numel():
                 continue
-            values = place.contiguous()  # `place` itself if the slice is made of whole rows
+            values = place.contiguous()  # `place` itself if the shard is made of whole rows
             _read_values(checkpoint / part.file, part, memoryview(values.view(-1).view(torch.uint8).numpy()))
         except Exception as error:  # a damaged archive may raise anything
             raise CheckpointError(f"{checkpoint / part.file} is damaged, at {entry.name}: {error}") from error
@@ -136,8 +136,8 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
             place.copy_(values)
 
 
-def _read_values(path: Path, part: SliceEntry, buffer: memoryview) -> None:
-    """Fill `buffer` from the slice's archive, which compares a checksum at the end."""
+def _read_values(path: Path, part: ShardEntry, buffer: memoryview) -> None:
+    """Fill `buffer` from the shard's archive, which compares a checksum at the end."""
     with open(path, "rb") as file, zipfile.ZipFile(_Window(file, part.begin, part.length)) as archive:
         (member,) = [found for found in archive.infolist() if found.filename.endswith("/data/0")]
         if member.file_size != len(buffer):

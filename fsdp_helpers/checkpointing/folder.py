@@ -32,7 +32,7 @@ class Checkpoint:
     """The content of `checkpoint.json`: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
 
     format: int
-    step: int  # optimiser steps since the beginning of the run, as its name says; 0 if it says none
+    step: int  # optimizer steps since the beginning of the run, as its name says; 0 if it says none
     world_size: int
     settings: dict  # what a resumed run must have in common with the one that saved
     files: dict[str, int]  # size of every other file in bytes

@@ -57,7 +57,7 @@ def load_hugging_face(model: nn.Module, folder: str | os.PathLike, *, without: t
 
 
 def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict, *, num_files: int = 3) -> None:
-    """Write the model as a new folder, on every rank: each writes its slices, which are then joined to whole tensors.
+    """Write the model as a new folder, on every rank: each writes its shards, which are then joined to whole tensors.
 
     The folder appears when it is whole. Raises CheckpointError if it is there already.
     """

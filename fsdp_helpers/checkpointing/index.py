@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: every tensor, and which file holds which slice of it. Read without running it."""
+"""The index of a sharded checkpoint: every tensor, and which file holds which shard of it. Read without running it."""
 
 import os
 import pickle
@@ -50,12 +50,12 @@ METADATA_CLASSES = {(kind.__module__, kind.__name__) for kind in RECORDS} | {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a checkpoint, as its index describes it, and which file holds which slice of it."""
+    """One tensor of a checkpoint, as its index describes it, and which file holds which shard of it."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    slices: tuple["SliceEntry", ...]
+    shards: tuple["ShardEntry", ...]
 
     @property
     def num_bytes(self) -> int:
@@ -63,8 +63,8 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SliceEntry:
-    """A slice of a tensor: where it begins, its size, and the file that holds it."""
+class ShardEntry:
+    """A shard of a tensor: where it begins, its size, and the file that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -79,7 +79,7 @@ class SliceEntry:
 
 
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
-    """Return every tensor of a sharded checkpoint, from its index alone: parameters, optimiser state, random state.
+    """Return every tensor of a sharded checkpoint, from its index alone: parameters, optimizer state, random state.
 
     Raises CheckpointError for an index that is damaged, names files elsewhere, or lists anything but tensors.
     """
@@ -106,7 +106,7 @@ def _tensor_entries(checkpoint: str | os.PathLike, metadata: Metadata) -> list[T
                 name=name,
                 dtype=stored.properties.dtype,
                 shape=tuple(stored.size),
-                slices=tuple(_slice_entry(chunk, places[name, chunk.offsets]) for chunk in stored.chunks),
+                shards=tuple(_shard_entry(chunk, places[name, chunk.offsets]) for chunk in stored.chunks),
             )
             for name, stored in tensors.items()
         ]
@@ -114,8 +114,8 @@ def _tensor_entries(checkpoint: str | os.PathLike, metadata: Metadata) -> list[T
         raise CheckpointError(f"{Path(checkpoint, '.metadata')} contradicts itself: {error!r}") from error
 
 
-def _slice_entry(chunk: ChunkStorageMetadata, place: _StorageInfo) -> SliceEntry:
-    return SliceEntry(
+def _shard_entry(chunk: ChunkStorageMetadata, place: _StorageInfo) -> ShardEntry:
+    return ShardEntry(
         offsets=tuple(chunk.offsets),
         sizes=tuple(chunk.sizes),
         file=place.relative_path,

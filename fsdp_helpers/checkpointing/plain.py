@@ -1,4 +1,4 @@
-"""Plain values as JSON, with their tensors apart: what schedules, counters and an optimiser's settings consist of.
+"""Plain values as JSON, with their tensors apart: what schedules, counters and an optimizer's settings consist of.
 
 Numbers, text, lists and dicts with text keys are JSON as they are. Anything that JSON cannot express is an object with
 one key that begins with "!": {"!tuple": [...]}, {"!dict": [[key, value], ...]} for other keys, {"!tensor": name}.

@@ -13,7 +13,7 @@ from fsdp_helpers.checkpointing.checkpoint import check_model, load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.stopping import Stopped, asked_to_stop
 
@@ -83,14 +83,14 @@ class RunCheckpoints:
         earlier = self._start[1].settings if self._start else {}
         self._keep_last = config.keep_last or earlier.get("keep_last")  # not compared: remembered
         self._settings = _settings(config, data_source) | {"keep_last": self._keep_last}
-        self.step = self._start[1].step if self._start else 0  # optimiser steps since the beginning of the run
+        self.step = self._start[1].step if self._start else 0  # optimizer steps since the beginning of the run
         if len(set(gather_over_ranks(self.step))) > 1:
             raise CheckpointError(
                 f"not all ranks see the same in {config.checkpoint_dir}; all machines have to share it"
             )
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load parameters, optimiser state and each rank's random state; see `load`."""
+        """Load parameters, optimizer state and each rank's random state; see `load`."""
         if self._start is not None:
             load(self._start[0], model, optimizer)
 

@@ -1,4 +1,4 @@
-"""A training state in memory: its tensors by name, and what else an optimiser keeps; and as one file from rank 0.
+"""A training state in memory: its tensors by name, and what else an optimizer keeps; and as one file from rank 0.
 
 Tensors have their names in the plain model. So what one strategy saved, a different one loads, on any number of ranks.
 """
@@ -29,7 +29,7 @@ from fsdp_helpers.checkpointing.folder import whole_file
 
 # What wrappers add to the names of a model.
 WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
-# How an optimiser computes is not part of a training state: it depends on the device.
+# How an optimizer computes is not part of a training state: it depends on the device.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 # ---------------------------------------------------------------- by name
@@ -37,7 +37,7 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The parts of a model and its optimiser. Tensors are the ranks' own: to fill one is to load it (but see FSDP1)."""
+    """The parts of a model and its optimizer. Tensors are the ranks' own: to fill one is to load it (but see FSDP1)."""
 
     model: dict[str, Tensor]  # parameters and buffers
     optimizer: dict[str, dict[str, Any]]  # for each parameter its moments and the like
@@ -53,7 +53,7 @@ class TrainingState:
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
     """Return the state of `model` and `optimizer`; every rank has to call this. (FSDP1 returns copies.)
 
-    A new optimiser gets its state, zeros, which torch makes with a step that changes no parameter.
+    A new optimizer gets its state, zeros, which torch makes with a step that changes no parameter.
     """
     with ignore_single_process_warnings():
         if optimizer is None:
@@ -138,7 +138,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Return the whole tensor of a slice, on rank 0 and in host memory; other ranks free theirs at once."""
+    """Return the whole tensor of a shard, on rank 0 and in host memory; other ranks free theirs at once."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

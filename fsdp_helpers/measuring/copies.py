@@ -17,13 +17,13 @@ Seen = tuple[float, Tensor, Tensor]  # time in s, the tensor that was to go, the
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadCopy:
-    """A slice of a parameter on its way to the device, or a slice of a gradient on its way to the host."""
+    """A shard of a parameter on its way to the device, or a shard of a gradient on its way to the host."""
 
     name: str  # of the parameter
     way: str  # TO_DEVICE or TO_HOST
     bytes: int
     start_s: float  # on the clock of `time.perf_counter()`
-    was_made: bool  # False if host and device are one memory, and the slice stays where it is
+    was_made: bool  # False if host and device are one memory, and the shard stays where it is
 
     def unit(self, units: Sequence[str]) -> str:
         """Return the name of the innermost of `units` that contains it, else "root"."""

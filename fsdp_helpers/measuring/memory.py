@@ -26,9 +26,9 @@ _CLOCK_MARK = "fsdp_helpers clock"
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Count the bytes of the parameters, gradients and optimiser state that this rank keeps, without padding.
+    """Count the bytes of the parameters, gradients and optimizer state that this rank keeps, without padding.
 
-    Of a sharded tensor only this rank's slice counts. Adam's step counters, 4 bytes a tensor, are left out.
+    Of a sharded tensor only this rank's shard counts. Adam's step counters, 4 bytes a tensor, are left out.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -111,11 +111,11 @@ class MemoryTrace:
         """Return the stretch between the ends of the last two `optimizer.step()`, phases that PyTorch names itself.
 
         The images, allocated in a phase called "data", are subtracted from the curve.
-        Raises ValueError for fewer than two steps: the first one creates optimiser state, so it is not representative.
+        Raises ValueError for fewer than two steps: the first one creates optimizer state, so it is not representative.
         """
         ends_s = [phase.end_s for phase in self._phases if phase.name.startswith(OPTIMIZER_STEP)]
         if len(ends_s) < 2:
-            raise ValueError(f"the trace saw {len(ends_s)} step(s) of an optimiser; run 2 or more")
+            raise ValueError(f"the trace saw {len(ends_s)} step(s) of an optimizer; run 2 or more")
         return self._between(ends_s[-2], ends_s[-1], self._data_bytes())
 
     def _data_bytes(self) -> int:

@@ -54,7 +54,7 @@ def plan_model(
     outputs if it is left out. Modules of `unit_class` are FSDP units, and what activation checkpointing recomputes;
     `unit_names` are further units, such as an embedding and a head, which it does not.
     `device` is a name among `planning.devices`; numbers replace what is usual for it, and without it
-    `device_memory_gb` is needed. `settings` are those of `planning.plan.Settings`, the optimiser and micro-batches
+    `device_memory_gb` is needed. `settings` are those of `planning.plan.Settings`, the optimizer and micro-batches
     among them. Buffers, which DDP broadcasts before each forward, are left out.
     Raises ValueError for a cluster or settings that cannot be.
     """

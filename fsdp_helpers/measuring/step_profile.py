@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
 from fsdp_helpers.planning.walk.ledger import Peak

@@ -92,7 +92,7 @@ class UnitHooks:
 
     def __init__(self, model: nn.Module) -> None:
         self._entered: list[str] = []  # in the last forward
-        self._left: dict[str, tuple[float, bool]] = {}  # unit: when, and whether its parameters are slices again
+        self._left: dict[str, tuple[float, bool]] = {}  # unit: when, and whether its parameters are shards again
         self._gradients: list[GradientMade] = []
         self._zeroed_s = 0.0
         self._watched: set[int] = set()

@@ -113,7 +113,7 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
     if sharded and ranks * 2 <= MOST_RANKS:
         yield planned(f"take {ranks * 2:,} ranks (--world-size {ranks * 2})", ranks * 2)
     if sharded and settings.strategy != "fsdp-offload":
-        yield planned("keep slices in host memory (--strategy fsdp-offload)", strategy="fsdp-offload")
+        yield planned("keep shards in host memory (--strategy fsdp-offload)", strategy="fsdp-offload")
 
 
 def fastest(plan: Plan, subject: Subject) -> Plan | None:

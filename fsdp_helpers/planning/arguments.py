@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, SHARDING, STRATEGIES
+from fsdp_helpers.models.shapes import LLAMA_SHAPES, LlamaShape, ViTShape
 from fsdp_helpers.planning.cluster import (
     CONTEXT_BYTES,
     LINK_BYTES_PER_S,
@@ -20,7 +21,6 @@ from fsdp_helpers.planning.optimizers import OPTIMIZERS
 from fsdp_helpers.planning.plan import Plan, Settings, make_plan
 from fsdp_helpers.planning.state import PRECISIONS
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.shapes import LLAMA_SHAPES, LlamaShape, ViTShape
 
 DEFAULT_BATCH = {"image": 8, "token": 8192}  # of one rank, in one forward and backward
 LLAMA_FLAGS = {  # flag -> field, meaning

@@ -75,7 +75,7 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
         return
     time, (most, least) = plan.time, plan.items_per_s
     shortest, longest = (format_seconds(bound) for bound in plan.step_s)
-    update = f"the optimiser {format_seconds(time.optimizer_s)}" if time.optimizer_s else "the optimiser not counted"
+    update = f"the optimizer {format_seconds(time.optimizer_s)}" if time.optimizer_s else "the optimizer not counted"
     yield (
         f"A step takes {format_seconds(time.estimate_s)}: arithmetic {format_seconds(time.arithmetic_s)}, waiting "
         f"{format_seconds(time.exposed_s)}, {update}."

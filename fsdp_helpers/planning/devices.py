@@ -67,7 +67,7 @@ DEVICES = {
         memory_bytes_per_s=1.56e12, within_bytes_per_s=300 * GB, between_bytes_per_s=25 * GB,
         host_bytes_per_s=25 * GB, host_memory_bytes=1000 * GB,
     ),
-    # L4 and T4 data sheets: no NVLink, so neighbours are reached over PCIe 4 and 3; cloud machines with four of them
+    # L4 and T4 data sheets: no NVLink, so neighbors are reached over PCIe 4 and 3; cloud machines with four of them
     "l4": Device(
         title="L4", memory_bytes=24 * GB, peak_flops={"bf16": 121 * TERA, "fp32": 30.3 * TERA}, share=0.4,
         memory_bytes_per_s=0.3e12, within_bytes_per_s=12 * GB, between_bytes_per_s=3 * GB,

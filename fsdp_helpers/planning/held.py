@@ -1,6 +1,6 @@
-"""Bytes that one rank keeps between two steps, exactly: its own slices, without padding. No torch.
+"""Bytes that one rank keeps between two steps, exactly: its own shards, without padding. No torch.
 
-Slices are not equally long: with 10 rows over 4 ranks FSDP2 gives them 3, 3, 3 and 1, and FSDP1 cuts its flat tensor
+Shards are not equally long: with 10 rows over 4 ranks FSDP2 gives them 3, 3, 3 and 1, and FSDP1 cuts its flat tensor
 wherever the middle may be. On average a rank keeps what `planning.state` says.
 """
 
@@ -27,7 +27,7 @@ def own_state(
     optimizer: str = "adam",
     value_bytes: int = FP32_BYTES,
 ) -> StateBytes:
-    """Return what `rank` keeps: all parameters or its slices of them, and gradients and moments of the trained ones."""
+    """Return what `rank` keeps: all parameters or its shards of them, and gradients and moments of the trained ones."""
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
     values = own_values(profile, config, shards, units, rank)
     trained = own_values(profile, config, shards, units, rank, counted=profile.trained)

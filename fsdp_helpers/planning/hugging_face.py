@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_helpers.shapes import RELATIVES, LlamaShape, shape_from_config
+from fsdp_helpers.models.shapes import RELATIVES, LlamaShape, shape_from_config
 
 LONGEST_CONTEXT = 8192  # tokens of a sequence in training, unless the model stops before; --context says otherwise
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
+from fsdp_helpers.models.shapes import LLAMA_SHAPES, VIT_SHAPES, LlamaShape, ViTShape
 from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile
-from fsdp_helpers.shapes import LLAMA_SHAPES, VIT_SHAPES, LlamaShape, ViTShape
 
 Shapes = dict[str, tuple[int, ...]]
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "autocast": 2}

@@ -60,7 +60,7 @@ def walk_step(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> Step:
-    """Walk through a steady step of `config`, on the rank with the largest slices.
+    """Walk through a steady step of `config`, on the rank with the largest shards.
 
     `profile` is of the images of one micro-batch; `units` names the FSDP units below the root; without any, the model
     is one unit.
@@ -88,7 +88,7 @@ def walk_step(
         is_last = part == config.micro_batches - 1
         rank.begin_part(reduces=is_last or config.sync_micro_batches, is_last=is_last)
         _walk(profile.flat_moments if config.is_sharded and config.api == "fsdp1" else profile.moments, rank, ledger)
-    ledger.when = "the optimiser's step"
+    ledger.when = "the optimizer's step"
     rank.update()
     return Step(peak=ledger.peak, collectives=ledger.collectives, tasks=tuple(ledger.tasks))
 

@@ -24,7 +24,7 @@ UPDATE_PASSES = 3  # a parameter is read and written, its gradient read; moments
 CATEGORIES = {
     "parameters": "parameters",
     "gradients": "gradients",
-    "optimizer": "optimiser state",
+    "optimizer": "optimizer state",
     "gathered": "gathered units",
     "activations": "activations",
     "buffers": "communication buffers",
@@ -57,7 +57,7 @@ class Settings:
         self.config()
 
     def config(self) -> TrainConfig:
-        """Return what the walk is about: precision and optimiser are given to it beside this."""
+        """Return what the walk is about: precision and optimizer are given to it beside this."""
         names = ("strategy", "api", "sharding", "activation_checkpointing")
         own = {name: getattr(self, name) for name in names}
         return TrainConfig(**own, micro_batches=self.micro_batches, global_batch_size=self.micro_batches * MOST_RANKS)
@@ -91,7 +91,7 @@ class Plan:
     num_params: int
     settings: Settings
     cluster: Cluster
-    peak: Peak  # on the rank with the largest slices
+    peak: Peak  # on the rank with the largest shards
     state: StateBytes  # of rank 0, without padding
     collectives: tuple[CollectiveCount, ...]
     step_flops: int | None  # of one rank, with what is recomputed
@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: of the data sheet's rate, what the model itself needs, nothing recomputed."""
+        """Model FLOPs utilization: of the data sheet's rate, what the model itself needs, nothing recomputed."""
         if self.time is None or self.cluster.peak_flops_per_s is None:
             return None
         return self.model_flops / self.time.estimate_s / self.cluster.peak_flops_per_s

@@ -14,7 +14,7 @@ ROOT = ""  # the name of the whole model among its modules
 class Moment:
     """An event of a step, and the activations from it until the next event.
 
-    Activations are all that is allocated besides parameters, finished gradients and optimiser state: what forward
+    Activations are all that is allocated besides parameters, finished gradients and optimizer state: what forward
     keeps for backward, and what an operation has in flight.
     """
 

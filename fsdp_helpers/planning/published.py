@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from fsdp_helpers.models.shapes import LLAMA_SHAPES, LlamaShape
 from fsdp_helpers.planning.cluster import Cluster
 from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Plan, Settings, make_plan
-from fsdp_helpers.shapes import LLAMA_SHAPES, LlamaShape
 
 GIB = 2**30
 LLAMA_2 = {"vocabulary": 32_000, "context": 4_096}

@@ -1,4 +1,4 @@
-"""The seconds of a step: its arithmetic and its collectives in queues, then the optimiser. No torch.
+"""The seconds of a step: its arithmetic and its collectives in queues, then the optimizer. No torch.
 
 What a rank does in a step, and in which order, is known from the walk (`planning.peak`). Here each thing gets its
 seconds, and the queues of `planning.streams` say what hides behind what. A step is one estimate with a range. If the
@@ -44,7 +44,7 @@ class Speed:
     network: Network
     shards: int  # ranks that share one copy of the state
     replicas: int  # copies, or DDP's ranks
-    host_bytes_per_s: float | None = None  # to and from the host, if slices lie there
+    host_bytes_per_s: float | None = None  # to and from the host, if shards lie there
     optimizer_s: float = 0.0
     spread: float | None = None  # of what a named device attains, to either side
 

@@ -51,7 +51,7 @@ def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> lis
         if task.queue == ARITHMETIC:
             ready_s = gathered_s.get(task.unit, 0.0)
         elif task.queue == COPIES:
-            ready_s = free_s[COMMUNICATION]  # a slice is added up over the copies once it is complete
+            ready_s = free_s[COMMUNICATION]  # a shard is added up over the copies once it is complete
         else:
             ready_s = before.start_s if task.asked == AT_START else before.end_s
         start_s = max(free_s[task.queue], ready_s)

@@ -76,7 +76,7 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     `communication_s` is the time in which the link carries what a rank sends: sent bytes over bytes per second. Where
     it is more than four times `arithmetic_s`, the network dominates: even a step that hides nothing takes less than
     25 % longer. How much is hidden depends on when the bytes are ready. DDP sends a bucket once backward has come to
-    the last of its gradients, and forward and the optimiser always wait. Headers come on top: with TCP over Ethernet 66
+    the last of its gradients, and forward and the optimizer always wait. Headers come on top: with TCP over Ethernet 66
     of the 1,514 bytes of a packet, and what is acknowledged and sent again. ShallowNet under DDP, most of whose bytes
     are one layer's, hides nothing, and took 1.00 to 1.25 times both (`notebooks/reference/bandwidth.json`).
     Source: S. Li et al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
@@ -87,15 +87,15 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
 def step_copied_bytes(unit_params: Sequence[int], num_ranks: int) -> tuple[int, int]:
     """Bytes that one rank copies in a step with everything offloaded: from host to device, and from device to host.
 
-    A unit's slice travels to the device each time the unit is gathered, so the root's once and every other one twice.
-    A slice of each gradient travels back once. `unit_params` are as in `step_sent_bytes`; fp32.
+    A unit's shard travels to the device each time the unit is gathered, so the root's once and every other one twice.
+    A shard of each gradient travels back once. `unit_params` are as in `step_sent_bytes`; fp32.
     """
     root, total = unit_params[0], sum(unit_params)
     return FP32_BYTES * (root + 2 * (total - root)) // num_ranks, FP32_BYTES * total // num_ranks
 
 
 def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
-    """Values of one unit with the padding that makes all slices equal; `shapes` are those of its parameters.
+    """Values of one unit with the padding that makes all shards equal; `shapes` are those of its parameters.
 
     FSDP1 lays them into one flat tensor, each at an aligned place, and fills the end up; FSDP2 fills up the rows of
     each parameter.

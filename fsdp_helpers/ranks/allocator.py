@@ -38,6 +38,6 @@ def keep_freed_memory() -> None:
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_mxfast, m_trim_threshold, m_mmap_max = 1, -1, -4  # from malloc.h
-        libc.mallopt(m_mxfast, 0)  # scraps are joined with their neighbours at once, as without a tcache
+        libc.mallopt(m_mxfast, 0)  # scraps are joined with their neighbors at once, as without a tcache
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, -1)

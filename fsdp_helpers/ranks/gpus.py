@@ -1,7 +1,7 @@
 """The GPUs of this machine: counted and tried in a separate process, hidden from everything that runs on the CPU.
 
 Torch uses a GPU that it sees even when all tensors are on the CPU: in `fully_shard` without a mesh, in the group of a
-mesh, in every step of an optimiser. Hiding works only before torch has looked, since torch and the driver remember what
+mesh, in every step of an optimizer. Hiding works only before torch has looked, since torch and the driver remember what
 they found; so nothing here looks from a process that may still run on the CPU.
 """
 

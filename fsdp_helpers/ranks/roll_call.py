@@ -54,7 +54,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
         if not silent:
             raise
         for rank in silent if under_torchrun else ():  # the parent of others ends them
-            _end_neighbour(*processes[rank])
+            _end_neighbor(*processes[rank])
         time_was_up = time.monotonic() - began_s >= timeout_s
         raise SilentRanks(_describe(silent, timeout_s if time_was_up else None)) from error
 
@@ -79,7 +79,7 @@ def _collect(rank: int, world_size: int, signed: set[int], until_s: float) -> No
             time.sleep(POLL_S)
 
 
-def _end_neighbour(agent: str, pid: int) -> None:
+def _end_neighbor(agent: str, pid: int) -> None:
     """End a process if the same torchrun started it."""
     if agent == os.environ["GROUP_RANK"]:
         with suppress(ProcessLookupError):

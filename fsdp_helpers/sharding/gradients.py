@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 def hold_back_reduction(model: nn.Module) -> Iterator[None]:
     """Within the block, forward and backward add up gradients on this rank alone.
 
-    The first backward after the block reduces the sum. Until then FSDP keeps whole gradients instead of slices.
+    The first backward after the block reduces the sum. Until then FSDP keeps whole gradients instead of shards.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
@@ -50,8 +50,8 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients down together so that their norm is at most `max_norm`; return the norm before, shape ().
 
-    It is the norm of the whole model's gradient, the same number on every rank: squares are summed over the slices,
-    then over the ranks that share them. Clipping each slice by its own norm would change the gradient's direction.
+    It is the norm of the whole model's gradient, the same number on every rank: squares are summed over the shards,
+    then over the ranks that share them. Clipping each shard by its own norm would change the gradient's direction.
     `clip_grad_norm_`, of FSDP1 and of `torch.nn.utils`, does the same in fp32; on a CPU that loses digits with size,
     1e-5 of the norm for a million values, 1e-2 for a hundred million, so here the squares are summed in fp64.
     A parameter that FSDP2 ignores counts as this rank has it: average its gradient over the ranks first.
@@ -76,7 +76,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def ranks_that_share(model: nn.Module, parameter: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
-    """Return the groups of ranks whose slices make the whole `parameter`, one per sharded dimension, and the device.
+    """Return the groups of ranks whose shards make the whole `parameter`, one per sharded dimension, and the device.
 
     Without a group, each rank has all of it.
     """

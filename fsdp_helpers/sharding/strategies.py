@@ -1,6 +1,6 @@
 """The strategies, one function each, all with the same signature: `apply_*(model, device, config) -> model`.
 
-Each takes a freshly initialised model on the CPU, the same on every rank, and returns it ready to train.
+Each takes a freshly initialized model on the CPU, the same on every rank, and returns it ready to train.
 """
 
 import warnings
@@ -56,17 +56,17 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a slice of the model as one unit, gathered whole for forward and backward."""
+    """Give every rank a shard of the model as one unit, gathered whole for forward and backward."""
     return shard_with_api(model, device, config, policy=None)
 
 
 def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a slice of each unit; units are chosen by size and gathered one after the other."""
+    """Give every rank a shard of each unit; units are chosen by size and gathered one after the other."""
     return shard_with_api(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)))
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Do as auto-wrap, and keep each slice, its gradient and its optimiser state in host memory between uses."""
+    """Do as auto-wrap, and keep each shard, its gradient and its optimizer state in host memory between uses."""
     return shard_with_api(
         model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True
     )
@@ -132,7 +132,7 @@ def shard_fsdp1(
             backward_prefetch=BACKWARD_PREFETCH[config.backward_prefetch],
             cpu_offload=CPUOffload(offload_params=True) if offload else None,
             mixed_precision=bf16 if config.precision == "bf16" else None,
-            use_orig_params=True,  # the optimiser and the state dict see the names and shapes of the model
+            use_orig_params=True,  # the optimizer and the state dict see the names and shapes of the model
         )
 
 
@@ -170,7 +170,7 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 def wait_for_buckets(model: nn.Module) -> None:
     """Let DDP wait for each bucket if a time-out is set on CUDA; other strategies do so by themselves.
 
-    DDP only makes later kernels wait. A rank that waits in vain would then hang when it next synchronises with the GPU.
+    DDP only makes later kernels wait. A rank that waits in vain would then hang when it next synchronizes with the GPU.
     """
     if isinstance(model, DistributedDataParallel) and waits_in_the_open():
         model.register_comm_hook(None, average_and_wait)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, lambda_auto_wrap_policy, size_based_auto_wrap_policy
 
-from fsdp_helpers.models import count_params
+from fsdp_helpers.models.series import count_params
 
 Policy: TypeAlias = Callable[..., bool] | CustomPolicy
 

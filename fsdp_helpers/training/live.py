@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from fsdp_helpers.palette import BLUE, TEXT_COLOUR, TEXT_STYLE
 from fsdp_helpers.quantities import MB, format_bytes
 from fsdp_helpers.ranks.progress import Waiting, bar_text
 from fsdp_helpers.records import RunRecord
+from fsdp_helpers.training.palette import BLUE, TEXT_COLOR, TEXT_STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,7 +92,7 @@ class LiveView:
             self._waiting.end()
             self._waiting = None
 
-    def summarise(self, record: RunRecord) -> None:
+    def summarize(self, record: RunRecord) -> None:
         """Show a run that has ended: what each rank held, and the loss of every step over the global batch."""
         last = record.epochs[-1]
         text = [f"{self._title}: {len(record.step_losses)} steps, test accuracy {last.test_accuracy:.2%}"]
@@ -169,7 +169,7 @@ def draw_loss(ax: "Axes", steps: Sequence[int], losses: Sequence[float]) -> None
     ax.plot(steps, losses, color=BLUE, linewidth=1, alpha=0.3)
     ax.plot(steps, smooth, color=BLUE, linewidth=1.5)
     ax.plot(steps[-1:], smooth[-1:], color=BLUE, marker="o", markersize=4)
-    ax.annotate(f" {smooth[-1]:.3f}", (steps[-1], smooth[-1]), color=TEXT_COLOUR, va="center")
+    ax.annotate(f" {smooth[-1]:.3f}", (steps[-1], smooth[-1]), color=TEXT_COLOR, va="center")
     ax.spines[["top", "right"]].set_visible(False)
     room = 0.08 * max(1, steps[-1] - steps[0])  # for the number at the end
     highest = max(filter(math.isfinite, losses), default=1.0)

@@ -10,8 +10,10 @@ from typing import TypeVar
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import num_test_images, num_train_images, prepare_data
-from fsdp_helpers.mnist import DataError
+from fsdp_helpers.data.images import num_test_images, num_train_images, prepare_data
+from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.text import TEST_PART, read_text
+from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.gpus import hide_gpus
 from fsdp_helpers.ranks.group import check_timeout, choose_device, process_group
@@ -24,8 +26,6 @@ from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.ranks.torchrun import Place, read_place
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.shapes import BYTE_LLAMA
-from fsdp_helpers.text import TEST_PART, read_text
 from fsdp_helpers.training.live import LiveView
 from fsdp_helpers.training.watch import run_title
 from fsdp_helpers.training.worker import train_worker
@@ -79,7 +79,7 @@ def train(
         finally:
             tidy_up(config)
     if isinstance(view, LiveView) and progress:
-        view.summarise(record)
+        view.summarize(record)
     return record
 
 

@@ -30,7 +30,7 @@ def print_summary(record: RunRecord) -> None:
 def _describe_memory(rank: RankRecord) -> str:
     state = (
         f"parameters {format_bytes(rank.parameter_bytes)}, gradients {format_bytes(rank.gradient_bytes)}, "
-        f"optimiser {format_bytes(rank.optimizer_bytes)}"
+        f"optimizer {format_bytes(rank.optimizer_bytes)}"
     )
     if rank.held_bytes is None:
         return state

@@ -13,7 +13,7 @@ from fsdp_helpers.ranks import progress
 from fsdp_helpers.records import RankRecord, StateBytes, StepTrace
 from fsdp_helpers.sharding.strategies import count_units
 
-STEADY_STEP = 3  # the first step creates optimiser state, the second may rearrange buckets
+STEADY_STEP = 3  # the first step creates optimizer state, the second may rearrange buckets
 
 
 class StepWatch:

@@ -15,16 +15,16 @@ from torch.profiler import record_function
 from fsdp_helpers.checkpointing.hugging_face import save_hugging_face
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import Dataset, evaluation_batches, load_data, rank_batches
-from fsdp_helpers.llama import generate
-from fsdp_helpers.mnist import DataError
-from fsdp_helpers.models import build_model
+from fsdp_helpers.data.images import Dataset, evaluation_batches, load_data, rank_batches
+from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.text import read_text, text_dataset
+from fsdp_helpers.models.llama import generate
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import device_name, rank_device
 from fsdp_helpers.records import EpochRecord, RunRecord
-from fsdp_helpers.shapes import BYTE_LLAMA, config_of_llama
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, settle_buckets, wait_for_buckets
-from fsdp_helpers.text import read_text, text_dataset
 from fsdp_helpers.training.loop import Batches, evaluate, train_one_epoch
 from fsdp_helpers.training.watch import StepWatch
 
@@ -68,7 +68,7 @@ def run_training(
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model under its strategy, and its optimiser, built from the parameters that the strategy leaves."""
+    """Return the model under its strategy, and its optimizer, built from the parameters that the strategy leaves."""
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
     model = APPLY_STRATEGY[config.strategy](model, rank_device(), config)

@@ -74,7 +74,7 @@ def take(lock: FileLock, folder: Path) -> None:
 
 
 def state_to_keep(model: nn.Module, adam: Adam, schedule: CosineAnnealingLR, step: int) -> dict:
-    model_state, adam_state = state_dict.get_state_dict(model, adam)  # slices, by their plain names
+    model_state, adam_state = state_dict.get_state_dict(model, adam)  # shards, by their plain names
     return {"model": model_state, "adam": adam_state, "schedule": schedule.state_dict(), "step": step}
 
 
@@ -99,7 +99,7 @@ def load_newest(folder: Path, model: nn.Module, adam: Adam, schedule: CosineAnne
     if not checkpoints:
         return 0
     newest = max(checkpoints, key=lambda checkpoint: int(checkpoint.name))
-    state = state_to_keep(model, adam, schedule, step=0)  # this rank's slices, to be loaded into
+    state = state_to_keep(model, adam, schedule, step=0)  # this rank's shards, to be loaded into
     load(state, checkpoint_id=newest)
     state_dict.set_state_dict(model, adam, model_state_dict=state["model"], optim_state_dict=state["adam"])
     schedule.load_state_dict(state["schedule"])
@@ -119,7 +119,7 @@ def main(device: torch.device, folder: Path, last_step: int) -> None:
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # After sharding: it needs the slices. Fused: one pass without temporary copies, faster (above all on
+    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
     # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
     adam = Adam(model.parameters(), lr=3e-3, fused=True)
     schedule = CosineAnnealingLR(adam, T_max=20)

@@ -52,7 +52,7 @@ def choose_device() -> torch.device:
 
 
 def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam) -> int:
-    """Read the file on rank 0 and hand each rank its slices. Return the number of steps that are done."""
+    """Read the file on rank 0 and hand each rank its shards. Return the number of steps that are done."""
     weights = {}
     moments = {}
     step = [0]
@@ -83,7 +83,7 @@ def main(device: torch.device, path: str) -> None:
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    adam = Adam(model.parameters(), lr=3e-3, fused=True)  # after sharding: it needs the slices
+    adam = Adam(model.parameters(), lr=3e-3, fused=True)  # after sharding: it needs the shards
     first_step = load_ddp_checkpoint(path, model, adam)  # from here on, save as checkpoint.py does
 
     for step in range(first_step, STEPS):

@@ -57,7 +57,7 @@ def main(device: torch.device) -> None:
         device_id=device,  # also for the CPU: without it FSDP1 looks for an accelerator
         use_orig_params=True,  # parameters keep their names and shapes
     )
-    # After sharding: it needs the slices. Fused: one pass without temporary copies, faster (above all on
+    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
     # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 

@@ -1,4 +1,4 @@
-"""FSDP2: every rank keeps a slice of each parameter, of its gradient and of Adam's moments.
+"""FSDP2: every rank keeps a shard of each parameter, of its gradient and of Adam's moments.
 
 Run it with `torchrun --nproc-per-node 2 fsdp2.py`, on GPUs or, if there are too few, on the CPU.
 """
@@ -55,7 +55,7 @@ def main(device: torch.device) -> None:
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh)  # a unit: gathered for its forward and its backward, freed in between
     fully_shard(model, mesh=mesh)  # the root: all that no unit has taken
-    # After sharding: it needs the slices. Fused: one pass without temporary copies, faster (above all on
+    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
     # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 

@@ -54,13 +54,13 @@ def main(device: torch.device) -> None:
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # slices stay fp32
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # shards stay fp32
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
     for index, layer in enumerate(model[:-1]):
         recomputed = checkpoint_wrapper(layer)  # inside the unit: its backward gathers once for both passes
         model[index] = fully_shard(recomputed, mesh=mesh, mp_policy=bf16)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
-    # After sharding: it needs the slices. Fused: one pass without temporary copies, faster (above all on
+    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
     # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
@@ -78,7 +78,7 @@ def main(device: torch.device) -> None:
             loss.backward()
             mean_loss += loss.detach() / world_size
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        norm = norm.full_tensor()  # was a DTensor; it is the norm over all slices, the same on every rank
+        norm = norm.full_tensor()  # was a DTensor; it is the norm over all shards, the same on every rank
         optimizer.step()
 
         dist.all_reduce(mean_loss)

@@ -1,4 +1,4 @@
-"""FSDP2 with offload: between their uses, slices, gradients and moments are in host memory.
+"""FSDP2 with offload: between their uses, shards, gradients and moments are in host memory.
 
 Run it with `torchrun --nproc-per-node 2 offload.py`, on GPUs or, if there are too few, on the CPU.
 """
@@ -53,7 +53,7 @@ def main(device: torch.device) -> None:
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
     on_gpu = device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=on_gpu)  # pinned: copied faster; it needs an accelerator
-    model = build_model()  # `fully_shard` moves a unit to the device, cuts it there and copies the slice back
+    model = build_model()  # `fully_shard` moves a unit to the device, cuts it there and copies the shard back
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)

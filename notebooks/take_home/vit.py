@@ -79,13 +79,13 @@ def main(device: torch.device, file: str | None = None) -> None:
     with torch.device("meta"):
         model = ViT()  # shapes without bytes
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)  # slices of shapes
+        fully_shard(block, mesh=mesh)  # shards of shapes
     fully_shard(model, mesh=mesh)
-    model.to_empty(device=device)  # room for this rank's slices; buffers of your own need their values here
+    model.to_empty(device=device)  # room for this rank's shards; buffers of your own need their values here
     values = first_values(file) if rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)  # tensor by tensor
     set_model_state_dict(model, values, options=options)
-    # After sharding: it needs the slices. Fused: one pass without temporary copies, faster (above all on
+    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
     # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp_helpers.teaching.machines import xla_inputs  # what these scripts use of the package: plain torch
+from fsdp_helpers.teaching.lessons import xla_inputs  # what these scripts use of the package: plain torch
 
 LOCK = threading.Lock()
 MEETING = threading.Barrier(1)  # of all replicas, threads of one process; prepare_cpu knows how many
@@ -59,7 +59,7 @@ def one_at_a_time(settings: dict) -> AbstractContextManager:
 
 
 def newest_graph(folder: Path) -> str:
-    """The last step that was compiled, as XLA runs it: HLO after all optimisations, as text."""
+    """The last step that was compiled, as XLA runs it: HLO after all optimizations, as text."""
     graphs = sorted((folder / "graphs").glob("*SyncTensorsGraph*after_optimizations.txt"))
     return graphs[-1].read_text()
 

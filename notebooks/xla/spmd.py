@@ -20,7 +20,7 @@ from torch_xla.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
 from train import COUNTED
 
-from fsdp_helpers.teaching.machines import xla_inputs
+from fsdp_helpers.teaching.lessons import xla_inputs
 
 
 def wrap(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:

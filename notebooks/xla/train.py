@@ -21,7 +21,7 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 from torch_xla.distributed.fsdp import checkpoint_module
 from torch_xla.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from fsdp_helpers.teaching.machines import xla_inputs
+from fsdp_helpers.teaching.lessons import xla_inputs
 
 COUNTED = re.compile(r" (all-gather|all-reduce|reduce-scatter|dot)(?:-start)?\(")  # dot: a matrix product
 POLICIES = {
@@ -69,14 +69,14 @@ def train(model: FSDP, batches: list, optimizer: torch.optim.Optimizer, run: dic
             if run.get("xm_step"):
                 xm.optimizer_step(optimizer, pin_layout=False)  # wrong here: it averages gradients once more
             else:
-                optimizer.step()  # the gradients are this replica's slices, reduced already
+                optimizer.step()  # the gradients are this replica's shards, reduced already
             torch_xla.sync()
         losses.append(loss.item())  # outside the lock: this waits for the others
     return losses
 
 
 def save(path: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """One file per replica: its slices, its optimiser's, and what the slices are slices of."""
+    """One file per replica: its shards, its optimizer's, and what the shards are shards of."""
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),

@@ -14,7 +14,7 @@ import torch_xla.distributed.xla_backend  # noqa: F401  registers the backend "x
 import torch_xla.runtime as xr
 import train
 
-from fsdp_helpers.teaching.machines import xla_inputs
+from fsdp_helpers.teaching.lessons import xla_inputs
 
 
 def main(folder: Path, settings: dict) -> None:

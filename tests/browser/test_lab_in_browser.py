@@ -288,7 +288,7 @@ def test_every_cell_runs(lab, name):
     see_pictures(lab)
 
 
-def test_a_notebook_never_run_here_has_coloured_listings_and_descriptions(lab):
+def test_a_notebook_never_run_here_has_colored_listings_and_descriptions(lab):
     """JupyterLab cleans the outputs of a notebook that it does not trust: what is left is what a reader sees first."""
     unsigned = nbformat.read(PROJECT / "notebooks" / "03_fsdp.ipynb", as_version=4)
     unsigned.metadata["signed"] = "not with this line"
@@ -298,11 +298,11 @@ def test_a_notebook_never_run_here_has_coloured_listings_and_descriptions(lab):
     cells = lab.cells()
     listing = next(place for place, cell in enumerate(cells) if cell["source"].startswith("show.source("))
     lab.go_to(listing)
-    page_colour, colours = lab.shown(f'[data-windowed-list-index="{listing}"] .jp-OutputArea pre').evaluate(
+    page_color, colors = lab.shown(f'[data-windowed-list-index="{listing}"] .jp-OutputArea pre').evaluate(
         "pre => [getComputedStyle(pre).color,"
         " [...pre.querySelectorAll('span')].map(span => getComputedStyle(span).color)]"
     )
-    assert len({*colours} - {page_colour}) >= 3
+    assert len({*colors} - {page_color}) >= 3
     motion = next(place for place, cell in enumerate(cells) if cell["source"].endswith("animation.animated(step)"))
     drawn = next(place for place, cell in enumerate(cells) if num_pictures(cell))
     lab.go_to(motion)

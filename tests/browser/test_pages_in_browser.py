@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from leftovers import PROJECT, SESSION_VARIABLE
 
-from fsdp_helpers.lab import book, handouts, slides
+from fsdp_helpers.cli.lab import book, handouts, slides
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: `make test-browser` installs it")
 Page = sync_api.Page

@@ -1,4 +1,4 @@
-"""`save` and `load` for anybody's loop: any model, any optimiser, any strategy, and plain state besides."""
+"""`save` and `load` for anybody's loop: any model, any optimizer, any strategy, and plain state besides."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.plain import put_together, take_apart
 from fsdp_helpers.ranks.launching.launch import launch
 
-OPTIMISERS = {
+OPTIMIZERS = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
     "two groups": lambda model: torch.optim.AdamW(
         [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1:].parameters(), "weight_decay": 0.5}]
@@ -38,10 +38,10 @@ SCHEDULES = {
 }
 
 
-def built(seed, optimiser="adam", schedule="steps"):
+def built(seed, optimizer="adam", schedule="steps"):
     torch.manual_seed(seed)
     model = workers.small_model()
-    optimizer = OPTIMISERS[optimiser](model)
+    optimizer = OPTIMIZERS[optimizer](model)
     return model, optimizer, SCHEDULES[schedule](optimizer)
 
 
@@ -72,16 +72,16 @@ def equal(found, expected) -> bool:
 
 
 @pytest.mark.parametrize(
-    "optimiser, schedule", [*((name, "steps") for name in OPTIMISERS), *(("adam", name) for name in SCHEDULES)]
+    "optimizer, schedule", [*((name, "steps") for name in OPTIMIZERS), *(("adam", name) for name in SCHEDULES)]
 )
-def test_a_scheduled_run_goes_on_as_it_was(optimiser, schedule, tmp_path):
-    run = built(1, optimiser, schedule)
+def test_a_scheduled_run_goes_on_as_it_was(optimizer, schedule, tmp_path):
+    run = built(1, optimizer, schedule)
     step(*run, count=2)
     save(tmp_path / "two", *run[:2], extra={"schedule": run[2].state_dict(), "step": 2})
     at_two = [float(group["lr"]) for group in run[1].param_groups]
     step(*run, count=3)
 
-    again = built(2, optimiser, schedule)
+    again = built(2, optimizer, schedule)
     assert not equal(content(*again), content(*run))
     extra = load(tmp_path / "two", *again[:2])
     assert [float(group["lr"]) for group in again[1].param_groups] == at_two
@@ -129,11 +129,11 @@ def test_a_model_alone(tmp_path):
     other = built(2)[0]
     assert load(tmp_path / "model", other) is None
     assert equal([*other.state_dict().values()], [*run[0].state_dict().values()])
-    with pytest.raises(CheckpointError, match="was saved without an optimiser; load it without one"):
+    with pytest.raises(CheckpointError, match="was saved without an optimizer; load it without one"):
         load(tmp_path / "model", *built(2)[:2])
 
 
-def test_the_device_decides_how_an_optimiser_computes(tmp_path):
+def test_the_device_decides_how_an_optimizer_computes(tmp_path):
     model = workers.small_model()
     save(tmp_path / "one", model, torch.optim.Adam(model.parameters(), lr=0.5, fused=True))
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
@@ -272,10 +272,10 @@ def test_what_does_not_fit_is_refused_and_loads_nothing(saved):
             load(saved, model)
         assert equal([*model.state_dict().values()], before)
     model = workers.small_model()
-    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters, the optimiser here has 2"):
-        load(saved, model, OPTIMISERS["two groups"](model))
-    with pytest.raises(CheckpointError, match=r"holds optimizer\.\d\.\w+\.\w+, which the optimiser here does not keep"):
-        load(saved, model, OPTIMISERS["momentum"](model))
+    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters, the optimizer here has 2"):
+        load(saved, model, OPTIMIZERS["two groups"](model))
+    with pytest.raises(CheckpointError, match=r"holds optimizer\.\d\.\w+\.\w+, which the optimizer here does not keep"):
+        load(saved, model, OPTIMIZERS["momentum"](model))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_buffers_and_extra_tensors_are_rank_0s(name, saved_by_three):
     folder, _ = saved_by_three
     entries = {entry.name: entry for entry in read_index(folder / name)}
     for buffer in ("model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "extra.mine"):
-        (part,) = entries[buffer].slices
+        (part,) = entries[buffer].shards
         assert part.rank == 0
 
 

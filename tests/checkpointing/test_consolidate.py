@@ -1,4 +1,4 @@
-"""One file for a plain model, from slices; and what the index says about them."""
+"""One file for a plain model, from shards; and what the index says about them."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from fsdp_helpers.checkpointing.consolidate import SAFETENSORS_TYPES, consolidat
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, commit
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launching.launch import launch
 
 RUNS = [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")]
@@ -144,8 +144,8 @@ def test_a_type_that_safetensors_does_not_know(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("suffix", READERS)
-def test_slices_that_are_not_contiguous_find_their_places(suffix, tmp_path):
-    """Columns of a matrix, and every way to cut a tensor of three dimensions: rows of a slice lie apart in the file."""
+def test_shards_that_are_not_contiguous_find_their_places(suffix, tmp_path):
+    """Columns of a matrix, and every way to cut a tensor of three dimensions: rows of a shard lie apart in the file."""
     unfinished = begin(tmp_path / checkpoint_name(1))
     found = launch(workers.save_cut_along_each_dimension, unfinished, world_size=3, device="cpu", timeout_s=240)
     consolidate(commit(unfinished, step=1, world_size=3, settings={}), tmp_path / f"model{suffix}")
@@ -153,7 +153,7 @@ def test_slices_that_are_not_contiguous_find_their_places(suffix, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", READERS)
-def test_a_slice_that_takes_several_reads(suffix, tmp_path, monkeypatch):
+def test_a_shard_that_takes_several_reads(suffix, tmp_path, monkeypatch):
     """4,800 bytes in pieces of 1,000: four whole ones and a part."""
     monkeypatch.setattr("fsdp_helpers.checkpointing.consolidate.CHUNK_BYTES", 1_000)
     tensors = {"weight": torch.randn(30, 40)}
@@ -260,10 +260,10 @@ print("WATCHED", status, max(highest) - before, started)
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
-    """200 MB of parameters: 8 tensors of 250 x 25,000 x 4 bytes = 25 MB, each in 10 slices."""
+    """200 MB of parameters: 8 tensors of 250 x 25,000 x 4 bytes = 25 MB, each in 10 shards."""
     folder = tmp_path_factory.mktemp("large")
     unfinished = begin(folder / checkpoint_name(1))
-    launch(workers.save_slices, unfinished, 8, 250, 25_000, world_size=10, device="cpu", timeout_s=240)
+    launch(workers.save_shards, unfinished, 8, 250, 25_000, world_size=10, device="cpu", timeout_s=240)
     yield commit(unfinished, step=1, world_size=10, settings={})
     shutil.rmtree(folder)
 
@@ -321,7 +321,7 @@ def test_a_single_changed_byte_is_found_out(suffix, checkpoint, tmp_path, capfd)
     (entry,) = [entry for entry in read_index(checkpoint) if entry.name == "model.head.weight"]
     values = READERS[".pt"](write_pt(checkpoint, tmp_path))["head.weight"][4:8]  # rank 1's rows
     begin = content.find(values.numpy().tobytes())
-    assert begin > 0 and 1 in [part.rank for part in entry.slices]
+    assert begin > 0 and 1 in [part.rank for part in entry.shards]
     content[begin] ^= 1
     file.write_bytes(content)
     check_refused(checkpoint, tmp_path / f"model{suffix}", "__1_0.distcp", capfd)
@@ -419,7 +419,7 @@ def test_in_a_process_of_its_own(run_cli, checkpoint, tmp_path):
     assert done.stdout.startswith(f"{tmp_path / 'model.safetensors'}: ")
 
 
-def test_a_slice_that_calls_a_function_does_not(checkpoint, tmp_path, capfd):
+def test_a_shard_that_calls_a_function_does_not(checkpoint, tmp_path, capfd):
     """More on this in test_checkpoint.py; here it is the command line that has to refuse."""
     mark = tmp_path / "mark"
     code = b"cos\nsystem\n(S'touch %s'\ntR." % os.fsencode(mark)
@@ -433,7 +433,7 @@ def test_a_slice_that_calls_a_function_does_not(checkpoint, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_slices_cover_every_tensor_exactly_once(run, runs):
+def test_shards_cover_every_tensor_exactly_once(run, runs):
     entries = read_index(runs[run] / checkpoint_name(2))
     parameters = dict(build_model("vit").named_parameters())
     names = [entry.name for entry in entries]
@@ -442,10 +442,10 @@ def test_slices_cover_every_tensor_exactly_once(run, runs):
     assert len(names) == 4 * len(parameters) + 3
     for entry in entries:
         painted = torch.zeros(entry.shape)
-        for part in entry.slices:
+        for part in entry.shards:
             painted[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))] += 1
         assert (painted == 1).all(), entry.name
-        assert sum(torch.Size(part.sizes).numel() for part in entry.slices) == torch.Size(entry.shape).numel()
+        assert sum(torch.Size(part.sizes).numel() for part in entry.shards) == torch.Size(entry.shape).numel()
         if entry.name.startswith("model."):
             parameter = parameters[entry.name.removeprefix("model.")]
             assert (entry.shape, entry.dtype) == (parameter.shape, parameter.dtype)
@@ -455,7 +455,7 @@ def test_slices_cover_every_tensor_exactly_once(run, runs):
 @pytest.mark.parametrize("run", RUNS)
 def test_a_file_is_one_ranks_and_says_so(run, runs):
     checkpoint = runs[run] / checkpoint_name(2)
-    parts = [part for entry in read_index(checkpoint) for part in entry.slices]
+    parts = [part for entry in read_index(checkpoint) for part in entry.shards]
     assert {(part.file, part.rank) for part in parts} == {(f"__{rank}_0.distcp", rank) for rank in range(3)}
     assert {part.file for part in parts} == {path.name for path in checkpoint.glob("*.distcp")}
 
@@ -464,20 +464,20 @@ def test_which_rank_wrote_which_rows(runs):
     entries = {entry.name: entry for entry in read_index(runs["fsdp-auto-wrap", "fsdp2"] / checkpoint_name(2))}
     # 10 rows over three ranks, rounded up: 4, 4 and the 2 that are left
     head = entries["model.head.weight"]
-    assert sorted((part.rank, part.offsets, part.sizes) for part in head.slices) == [
+    assert sorted((part.rank, part.offsets, part.sizes) for part in head.shards) == [
         (0, (0, 0), (4, 64)),
         (1, (4, 0), (4, 64)),
         (2, (8, 0), (2, 64)),
     ]
     # One row: rank 0 has it, the others nothing
-    positions = entries["model.positions"].slices
+    positions = entries["model.positions"].shards
     assert [(part.rank, part.sizes) for part in positions if part.sizes[0]] == [(0, (1, 16, 64))]
 
 
 def test_whole_copies_are_written_once_and_by_all_ranks(runs):
     entries = read_index(runs["ddp", "fsdp2"] / checkpoint_name(2))
-    assert all(len(entry.slices) == 1 for entry in entries)
-    num_bytes = [sum(e.num_bytes for e in entries if e.slices[0].rank == rank) for rank in range(3)]
+    assert all(len(entry.shards) == 1 for entry in entries)
+    num_bytes = [sum(e.num_bytes for e in entries if e.shards[0].rank == rank) for rank in range(3)]
     # They share the writing: nobody more than half of it
     assert max(num_bytes) < sum(num_bytes) / 2
 
@@ -486,7 +486,7 @@ def test_the_random_state_of_each_rank_is_in_its_own_file(runs):
     for run in RUNS:
         entries = {entry.name: entry for entry in read_index(runs[run] / checkpoint_name(2))}
         for rank in range(3):
-            (part,) = entries[f"extra.random-state-{rank}"].slices
+            (part,) = entries[f"extra.random-state-{rank}"].shards
             assert part.rank == rank
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, plain_name, read_config, save_hugging_face
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.llama import Llama
+from fsdp_helpers.models.llama import Llama
+from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama, llama_from_config
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.shapes import BYTE_LLAMA, config_of_llama, llama_from_config
 
 SETTINGS = {"model": "llama", "global_batch_size": 6, "train_images": 18, "test_images": 4, "clip_norm": 1.0}
 RUNS = [("local", "fsdp2", 1), ("fsdp-auto-wrap", "fsdp1", 2), ("fsdp-auto-wrap", "fsdp2", 3)]
@@ -72,9 +72,9 @@ def test_the_layout(exported):
 def test_ranks_read_their_own_rows(exported):
     _, folder = exported[0]
     found = launch(workers.load_llama, str(folder), world_size=3, device="cpu")
-    for differences, slice_values in found:
+    for differences, shard_values in found:
         assert differences == []
-        assert slice_values < 1_214_080 / 3 + 5_000  # rows are cut evenly, but for the last rank's
+        assert shard_values < 1_214_080 / 3 + 5_000  # rows are cut evenly, but for the last rank's
 
 
 def test_files_that_do_not_fit(exported, tmp_path):

@@ -199,12 +199,12 @@ def arguments(settings: dict, *more) -> list:
 
 @pytest.mark.parametrize("strategy, api, world_size", [("local", "fsdp2", 1), ("fsdp", "fsdp2", 2)])
 def test_a_model_with_buffers_resumes(strategy, api, world_size, no_mnist, tmp_path):
-    """Batch normalisation counts its batches; the evaluation reads what it has seen."""
+    """Batch normalization counts its batches; the evaluation reads what it has seen."""
     settings = SHORT | {"strategy": strategy, "api": api, "data_dir": no_mnist, "train_images": 43}
     config = TrainConfig(**settings)
     whole, first, second = (replace(config, checkpoint_dir=str(tmp_path / name)) for name in ("whole", "two", "two"))
     runs = [whole, replace(first, max_steps=4), replace(second, resume=True)]
-    undisturbed, _, resumed = launch(workers.train_normalised, runs, world_size=world_size, device="cpu")[0]
+    undisturbed, _, resumed = launch(workers.train_normalized, runs, world_size=world_size, device="cpu")[0]
     assert (resumed.first_step, resumed.step_losses) == (4, undisturbed.step_losses[4:])
     states = [read_state(tmp_path / run / checkpoint_name(8)) for run in ("whole", "two")]
     assert states[0]["model.0.num_batches_tracked"] == 8
@@ -408,9 +408,9 @@ def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_conf
 # ---------------------------------------------------------------- a full disk
 
 
-# Rank 0 alone writes the description, and has to hear that the other could not write its slices.
+# Rank 0 alone writes the description, and has to hear that the other could not write its shards.
 @pytest.mark.parametrize(
-    "full_on, part", mostly_long([(0, "slices"), (1, "slices"), (0, "description")], telling=(1, 2))
+    "full_on, part", mostly_long([(0, "shards"), (1, "shards"), (0, "description")], telling=(1, 2))
 )
 def test_a_disk_that_fills_up(full_on, part, saving_config, undisturbed, tmp_path):
     """The third checkpoint, of step 6, does not fit: on one rank a file cannot grow any more."""
@@ -507,11 +507,11 @@ def garble(path: Path) -> None:
 
 
 DAMAGES = {
-    "missing slices": (
+    "missing shards": (
         lambda path: (path / "__1_0.distcp").unlink(),
         "__1_0.distcp is missing. Put it back, or delete step-00000004 to go on from step-00000002",
     ),
-    "truncated slices": (lambda path: truncate(path / "__1_0.distcp"), "__1_0.distcp is damaged"),
+    "truncated shards": (lambda path: truncate(path / "__1_0.distcp"), "__1_0.distcp is damaged"),
     "missing index": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
     "truncated index": (lambda path: truncate(path / ".metadata"), ".metadata is damaged"),
     "garbage index": (lambda path: garble(path / ".metadata"), ".metadata is not the index"),
@@ -519,7 +519,7 @@ DAMAGES = {
     "half a description": (lambda path: truncate(path / "checkpoint.json"), "no readable checkpoint.json"),
     "garbage description": (lambda path: garble(path / "checkpoint.json"), "no readable checkpoint.json"),
     "a list": (lambda path: (path / "checkpoint.json").write_text("[1]"), "no readable checkpoint.json"),
-    "more than known": (lambda path: rewrite(path, colour="red"), "checkpoint.json is damaged"),
+    "more than known": (lambda path: rewrite(path, color="red"), "checkpoint.json is damaged"),
     "files unnamed": (lambda path: rewrite(path, files=[]), "checkpoint.json is damaged"),
     "a newer format": (lambda path: rewrite(path, format=2), "reads up to format 1; update fsdp_helpers"),
     "no step": (lambda path: rewrite(path, step=None), "checkpoint.json is damaged"),
@@ -621,7 +621,7 @@ def test_a_flag_that_needs_a_folder(flags, no_mnist, no_rank, capfd):
     assert "needs checkpoint_dir, the folder of the run's checkpoints" in line
 
 
-def test_damaged_slices_of_the_right_size_fail_by_name(run_folder, no_mnist, capfd):
+def test_damaged_shards_of_the_right_size_fail_by_name(run_folder, no_mnist, capfd):
     """Only a rank reads them, so this is a failed run, but it names the checkpoint."""
     garble(run_folder / checkpoint_name(4) / "__1_0.distcp")
     assert resume(run_folder, no_mnist, "--resume") == 1

@@ -22,7 +22,7 @@ from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.index import SafeReader, read_index, read_index_of_anyone
 from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launching.launch import launch
 
 CONFIGS = {
@@ -81,7 +81,7 @@ def test_what_is_saved_is_worth_comparing(saved):
     # under FSDP1 on two ranks and under FSDP2 on three, both wrapped
     mostly_long([(loader, world_size) for loader in CONFIGS for world_size in (1, 2, 3)], telling=(7, 14)),
 )
-def test_slices_of_four_ranks_load_everywhere(loader, world_size, saved):
+def test_shards_of_four_ranks_load_everywhere(loader, world_size, saved):
     found = on_ranks(workers.load_each, saved, [*SAVED], CONFIGS[loader], world_size=world_size)[0]
     assert found.keys() == SAVED.keys()
     check_loaded(found)
@@ -91,7 +91,7 @@ def test_slices_of_four_ranks_load_everywhere(loader, world_size, saved):
     "loader, world_size",
     mostly_long([("hybrid fsdp1", 4), ("hybrid fsdp2", 4), ("offload fsdp2", 3)], telling=(1,)),
 )
-def test_slices_load_under_the_other_strategies(loader, world_size, saved):
+def test_shards_load_under_the_other_strategies(loader, world_size, saved):
     found = on_ranks(workers.load_each, saved, [*CONFIGS], SAVED[loader], world_size=world_size)[0]
     check_loaded(found)
 
@@ -240,7 +240,7 @@ def test_an_index_that_hides_a_call_inside_is_refused(victim):
 
 
 def put_in_place_of(path, name, content: bytes, as_bytes: bool):
-    """Let the index say that `name`, or one slice of it, is `content`, at the end of rank 0's file."""
+    """Let the index say that `name`, or one shard of it, is `content`, at the end of rank 0's file."""
     metadata = read_trusting(path)
     index = next(index for index in metadata.storage_data if index.fqn == name)
     place = metadata.storage_data[index]
@@ -266,7 +266,7 @@ def test_an_entry_that_is_no_tensor_is_refused(which, victim):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_slice_that_calls_a_function_is_refused(which, victim):
+def test_a_shard_that_calls_a_function_is_refused(which, victim):
     path, mark = victim
     content = saved_by_torch(evils(mark)[which])
     torch.load(io.BytesIO(content), weights_only=False)

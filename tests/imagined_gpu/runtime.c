@@ -107,7 +107,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function
   return usable();
 }
 
-/* ---- initialising and choosing: torch does this once in a process that means to use CUDA */
+/* ---- initializing and choosing: torch does this once in a process that means to use CUDA */
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
   memset(properties, 0, sizeof *properties);
@@ -117,7 +117,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
   properties->multiProcessorCount = 40;
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = properties->maxThreadsPerMultiProcessor = 1024;
-  return use("initialise");
+  return use("initialize");
 }
 
 cudaError_t cudaSetDevice(int device) {

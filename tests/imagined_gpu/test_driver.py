@@ -32,7 +32,7 @@ def test_devices_are_counted_described_and_chosen_but_hold_nothing(gpus, run_pyt
     assert lines[:3] == ["count 2", "available True", "name Imagined T4"]
     assert lines[3].startswith("choose AcceleratorError CUDA error: invalid device ordinal")
     assert lines[4].startswith("zeros OutOfMemoryError CUDA out of memory.")
-    assert {use.what for use in gpus.uses()} >= {"initialise", "set_device", "allocate"}
+    assert {use.what for use in gpus.uses()} >= {"initialize", "set_device", "allocate"}
     assert {use.rank for use in gpus.uses()} == {"-"}
 
 
@@ -48,10 +48,10 @@ def test_hidden_devices_do_not_exist(gpus, run_python):
     assert gpus.uses() == []
 
 
-def test_a_step_on_the_cpu_initialises_cuda(gpus, run_python):
-    """Why CPU ranks hide the GPUs: torch's optimisers ask whether a stream is being captured."""
+def test_a_step_on_the_cpu_initializes_cuda(gpus, run_python):
+    """Why CPU ranks hide the GPUs: torch's optimizers ask whether a stream is being captured."""
     assert run_python(STEP, gpus.environment()).strip() == "True"
-    assert "initialise" in {use.what for use in gpus.uses()}
+    assert "initialize" in {use.what for use in gpus.uses()}
 
 
 def test_what_driver_c_holds_is_not_written_again():

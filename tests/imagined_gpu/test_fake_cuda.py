@@ -14,9 +14,9 @@ from gpu_driver import ImaginedGpus
 APIS = ("fsdp1", "fsdp2")
 # FSDP1 cuts each unit, 330 and 217 parameters, into four equal pieces: ceil(330 / 4) + ceil(217 / 4) = 83 + 55 = 138.
 # FSDP2 cuts each tensor by rows, ceil(30 / 4) = 8 and ceil(7 / 4) = 2: 8 x 10 + 8 + 2 x 30 + 2 = 150.
-SLICE = {"fsdp1": 138, "fsdp2": 150}
+SHARD = {"fsdp1": 138, "fsdp2": 150}
 # In bf16 FSDP1 pads each piece to a multiple of 16 bytes, 4 parameters in fp32: 84 + 56 = 140.
-BF16_SLICE = {"fsdp1": 140, "fsdp2": 150}
+BF16_SHARD = {"fsdp1": 140, "fsdp2": 150}
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,17 @@ def state_of(pieces: int) -> dict:
 
 @pytest.mark.parametrize("api", APIS)
 def test_state_and_collectives(found, api):
-    run, full_bytes = found[api], 4 * 4 * SLICE[api]
+    run, full_bytes = found[api], 4 * 4 * SHARD[api]
     assert run["devices"] == ["cuda:0"]
-    assert run["state"] == state_of(SLICE[api])
+    assert run["state"] == state_of(SHARD[api])
     # Both units are gathered in forward and in backward, and reduced once; the root has no parameters of its own.
     assert run["collectives"] == [["all_gather", 4, 2 * full_bytes], ["reduce_scatter", 2, full_bytes]]
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_bf16_halves_what_is_gathered_and_nothing_else(found, api):
-    run, full_bytes = found[f"{api}, bf16"], 4 * 4 * BF16_SLICE[api]
-    assert run["state"] == state_of(BF16_SLICE[api])
+    run, full_bytes = found[f"{api}, bf16"], 4 * 4 * BF16_SHARD[api]
+    assert run["state"] == state_of(BF16_SHARD[api])
     assert run["collectives"] == [["all_gather", 4, full_bytes], ["reduce_scatter", 2, full_bytes]]
 
 

@@ -14,7 +14,7 @@ CELL_S = 600
 def execute(run_beside, tmp_path):
     """Execute a working copy of a notebook; raises if a cell fails that may not."""
     work = tmp_path / "work"
-    copy = [sys.executable, "-m", "fsdp_helpers.lab.working_copies", work]
+    copy = [sys.executable, "-m", "fsdp_helpers.cli.lab.working_copies", work]
     subprocess.run(copy, cwd=PROJECT, check=True, stdout=subprocess.PIPE)
 
     def run(name: str, variables: dict[str, str]) -> None:

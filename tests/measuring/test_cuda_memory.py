@@ -11,14 +11,14 @@ from torch.profiler import record_function
 from fsdp_helpers.measuring.collectives import CollectiveTrace
 from fsdp_helpers.measuring.cuda_memory import requested_points
 from fsdp_helpers.measuring.memory import MemoryTrace
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 
 STEPS = 3
 MIB = 2**20
 
 
 def held_between_steps(
-    model: nn.Module, batch: int, *, slices: int = 1, buckets: bool = False
+    model: nn.Module, batch: int, *, shards: int = 1, buckets: bool = False
 ) -> tuple[int, int, CachingAllocator]:
     """By the allocator's rules, after three steps of Adam on MNIST: requested and allocated, without images.
 
@@ -29,7 +29,7 @@ def held_between_steps(
     for size in images:
         gpu.malloc(size)
     gpu.noted.clear()
-    sizes = [parameter.nbytes // slices for parameter in model.parameters()]
+    sizes = [parameter.nbytes // shards for parameter in model.parameters()]
     for size in sizes:  # parameters
         gpu.malloc(size)
     if buckets:
@@ -49,7 +49,7 @@ def held_between_steps(
 
 
 @pytest.mark.parametrize(
-    "name, num_params, batch, slices, buckets, bytes_per_parameter, blocks_over_formula",
+    "name, num_params, batch, shards, buckets, bytes_per_parameter, blocks_over_formula",
     [
         ("shallow", 1_199_882, 256, 1, False, 16, 1.067),  # 01
         ("shallow", 1_199_882, 64, 1, True, 20, 1.050),  # 02
@@ -58,12 +58,12 @@ def held_between_steps(
     ],
 )
 def test_held_is_the_formula_in_requests_and_more_in_blocks(
-    name, num_params, batch, slices, buckets, bytes_per_parameter, blocks_over_formula
+    name, num_params, batch, shards, buckets, bytes_per_parameter, blocks_over_formula
 ):
     with torch.device("meta"):
         model = build_model(name)
-    requested, in_blocks, _ = held_between_steps(model, batch, slices=slices, buckets=buckets)
-    formula = bytes_per_parameter * num_params // slices
+    requested, in_blocks, _ = held_between_steps(model, batch, shards=shards, buckets=buckets)
+    formula = bytes_per_parameter * num_params // shards
     num_tensors = len(list(model.parameters()))
     # Beyond the formula: a step counter of 4 bytes for each tensor, and a loss of 4 bytes for each step
     assert requested == formula + 4 * num_tensors + 4 * STEPS

@@ -2,7 +2,7 @@
 
 from fsdp_helpers.measuring.divergence import Divergence, compare_collectives, describe
 from fsdp_helpers.records import Collective
-from fsdp_helpers.teaching.lessons.failures.gallery import trace_broken
+from fsdp_helpers.teaching.failures.gallery import trace_broken
 
 
 def event(op, size):

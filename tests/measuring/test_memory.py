@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import state_bytes, trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.training.worker import train_worker
 
@@ -122,7 +122,7 @@ def test_the_last_step_is_found_without_a_mark():
 def test_one_step_is_no_steady_one():
     with trace_memory("cpu") as trace:
         train_the_doubler(num_steps=1)
-    with pytest.raises(ValueError, match=r"saw 1 step\(s\) of an optimiser; run 2 or more"):
+    with pytest.raises(ValueError, match=r"saw 1 step\(s\) of an optimizer; run 2 or more"):
         trace.last_step()
 
 

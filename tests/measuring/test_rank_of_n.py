@@ -65,7 +65,7 @@ def test_another_rank_than_the_first(api):
     config = settings(3, strategy="fsdp", api=api)  # 3 divides neither 50,186 nor 64 or 10 rows: the last has less
     last, first = (measure_rank_of_n(config, 3, rank=rank) for rank in (2, 0))
     assert last.state.total_bytes < first.state.total_bytes
-    assert last.peak_bytes <= first.peak_bytes  # the peak that is predicted is that of the largest slices
+    assert last.peak_bytes <= first.peak_bytes  # the peak that is predicted is that of the largest shards
     expect_as_predicted(config, last, backend="fake", tolerance=1)
     expect_as_predicted(config, first, backend="fake")
 

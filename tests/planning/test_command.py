@@ -12,6 +12,7 @@ import pytest
 from programs import OWN_PEAK_KB
 
 from fsdp_helpers.__main__ import main
+from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.advice import possible_changes
 from fsdp_helpers.planning.arguments import add_plan_arguments, read_plan
 from fsdp_helpers.planning.command import plan_lines
@@ -19,7 +20,6 @@ from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings
 from fsdp_helpers.planning.step_time import StepTime
 from fsdp_helpers.records import CollectiveCount
-from fsdp_helpers.shapes import LlamaShape
 
 WHOLE = ("plan", "--model", "vit-10b", "--world-size", "128", "--device-memory-gb", "80")
 WITHOUT_TORCH = f"""
@@ -45,7 +45,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     assert [line.split("  ")[1] for line in lines[3:9]] == [
         "parameters",
         "gradients",
-        "optimiser state",
+        "optimizer state",
         "gathered units",
         "activations",
         "communication buffers",
@@ -53,7 +53,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     written = json.loads(path.read_text())
     assert written["verdict"] in lines and written["verdict"].startswith("It fits: the peak of ")
     assert lines[-1].startswith("Fastest of what was tried: ") and written["fastest"]["fits"]
-    # P = 10.08e9: slices 4 P / 128 = 315 MB without padding, and twice that
+    # P = 10.08e9: shards 4 P / 128 = 315 MB without padding, and twice that
     assert written["state"]["parameter_bytes"] == pytest.approx(4 * 10_077_917_160 / 128, rel=0.02)
     assert written["peak"]["optimizer"] == 2 * written["peak"]["parameters"]
     # 121 GB at 50 GB/s are 2.43 s; each of 98 collectives takes 127 steps of 9.6 µs besides
@@ -123,7 +123,7 @@ def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
     plan = replace(plan, step_flops=3_000, collectives=(gather,), cluster=slow, time=time)
     assert list(plan_lines(plan))[-5:] == [
         "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
-        "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimiser not counted.",
+        "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimizer not counted.",
         "An update takes as long as memory needs to read the state, and --device says how fast that is.",
         "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic; with none, and rates 25% below.",
         "3 images/s over all ranks (3 to 4), 2 per rank, 2.96e+05 a day.",

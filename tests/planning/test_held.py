@@ -39,6 +39,6 @@ def test_whole_copies():
 
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
-def test_all_slices_together_are_the_model(api, ranks):
+def test_all_shards_together_are_the_model(api, ranks):
     states = [own_state(PROFILE, TrainConfig(strategy="fsdp", api=api), ranks, rank=rank) for rank in range(ranks)]
     assert sum(state.total_bytes for state in states) == 16 * 35

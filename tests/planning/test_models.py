@@ -2,6 +2,7 @@
 
 import pytest
 
+from fsdp_helpers.models.shapes import ViTShape
 from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.models import (
     LLAMA_SHAPES,
@@ -13,7 +14,6 @@ from fsdp_helpers.planning.models import (
     vit_head_bytes,
     vit_subject,
 )
-from fsdp_helpers.shapes import ViTShape
 
 PUBLISHED = {
     "vit-b16": 86_567_656,

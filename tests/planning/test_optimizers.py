@@ -1,4 +1,4 @@
-"""What optimisers keep, and what their steps have in flight: planned, and measured on one process."""
+"""What optimizers keep, and what their steps have in flight: planned, and measured on one process."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_the_table_of_chapter_09(name):
 
     state = OPTIMIZERS[name].state_bytes(values) / values
     in_flight = 4 * OPTIMIZERS[name].in_flight_values(values, values // 10) / values
-    # parameters, gradients and buckets: 12; slices, the gathered unit, and the buffer that it came in: 4 / N + 8
+    # parameters, gradients and buckets: 12; shards, the gathered unit, and the buffer that it came in: 4 / N + 8
     assert peak(2, strategy="ddp") == pytest.approx(12 + state + in_flight)
     for ranks in (2, 8):
         assert peak(ranks, strategy="fsdp") == pytest.approx((4 + state) / ranks + 8)

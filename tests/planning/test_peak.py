@@ -66,11 +66,11 @@ def test_late_in_backward_all_gradients_are_there():
 
 
 def test_one_unit_on_two_ranks():
-    # Slices of parameters and moments: 12 x 320 / 2 = 1,920. One unit has 1,280 bytes of parameters.
+    # Shards of parameters and moments: 12 x 320 / 2 = 1,920. One unit has 1,280 bytes of parameters.
     # FSDP1, with its last gradient: gathered, gradients, and the same joined in a flat tensor: 3 x 1,280
     fsdp1 = peak(two_layers(), 2, strategy="fsdp", api="fsdp1")
     assert (fsdp1.bytes, fsdp1.when) == (1_920 + 3 * 1_280, "backward, with the gradient of a.weight")
-    # FSDP2, the reduction: laid out for sending, gloo's copy, and a slice, 640. NCCL needs no copy: the all-gather's
+    # FSDP2, the reduction: laid out for sending, gloo's copy, and a shard, 640. NCCL needs no copy: the all-gather's
     # buffer and the parameters copied out of it are as much as the gradients and their layout, 2 x 1,280.
     assert peak(two_layers(), 2, strategy="fsdp").bytes == 1_920 + 2 * 1_280 + 640
     assert peak(two_layers(), 2, strategy="fsdp", backend="nccl").bytes == 1_920 + 2 * 1_280
@@ -87,7 +87,7 @@ def test_activations_beside_one_unit():
 def test_one_rank():
     # FSDP1 shards nothing: 12 x 320 = 3,840, gradients, and the same joined: 20 P
     assert peak(two_layers(), 1, strategy="fsdp", api="fsdp1").bytes == 3_840 + 2 * 1_280
-    # FSDP2 copies its parameters; then gradients and their layout, then layout and slice, now the whole: 20 P too
+    # FSDP2 copies its parameters; then gradients and their layout, then layout and shard, now the whole: 20 P too
     assert peak(two_layers(), 1, strategy="fsdp").bytes == 3_840 + 2 * 1_280
     # and "none" is what FSDP1 does on one rank, on any number
     assert peak(two_layers(), 8, strategy="fsdp", api="fsdp1", sharding="none").bytes == 3_840 + 2 * 1_280
@@ -97,7 +97,7 @@ def test_one_rank():
 
 
 def test_two_units_on_sixteen_ranks_gathering():
-    # 16 ranks: slices 12 x 320 / 16 = 240; a unit is 640. Backward enters b with 2 x 5,000 kept:
+    # 16 ranks: shards 12 x 320 / 16 = 240; a unit is 640. Backward enters b with 2 x 5,000 kept:
     # b gathered, the buffer into which a is gathered, and gloo's copy of that: 3 x 640
     profile = two_layers(kept=5_000)
     cut = peak(profile, 16, UNITS, strategy="fsdp-auto-wrap")
@@ -115,9 +115,9 @@ def test_two_units_on_sixteen_ranks_gathering():
 
 def test_two_units_on_sixteen_ranks_reducing():
     # No activations. FSDP2: what b sent stays until a's turn, 640; there a's gradients and their layout ... in detail:
-    # b's gradients reduced: a's buffer 640, layout 640, gloo's copy 640, b's slice 40 -> 1,960
-    # a gathered: its buffer, the copy out of it, what b sent, b's slice 40 -> 1,960; its gradients instead of the
-    # buffer: as much. a reduced: layout, copy, two slices: less.
+    # b's gradients reduced: a's buffer 640, layout 640, gloo's copy 640, b's shard 40 -> 1,960
+    # a gathered: its buffer, the copy out of it, what b sent, b's shard 40 -> 1,960; its gradients instead of the
+    # buffer: as much. a reduced: layout, copy, two shards: less.
     assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap").bytes == 240 + 1_960
     # FSDP1, b's gradients joined: b and a gathered, b's gradients, the flat one: 4 x 640
     assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap", api="fsdp1").bytes == 240 + 4 * 640
@@ -145,7 +145,7 @@ def test_fsdp1_joins_the_gradients_of_each_use():
         Moment(event=event, name=name, activation_bytes=size, highest_bytes=size) for event, name, size in walk
     )
     profile = StepProfile(shapes={"a.weight": (160,)}, moments=moments)
-    # Slices 12 x 160 / 2 = 960. At the end: gathered, this use's gradient, the same joined, the flat one of the other
+    # Shards 12 x 160 / 2 = 960. At the end: gathered, this use's gradient, the same joined, the flat one of the other
     flat = walk_step(profile, TrainConfig(strategy="fsdp-auto-wrap", api="fsdp1"), 2, ["a"], backend="nccl")
     assert flat.peak.bytes == 960 + 4 * 640
     assert {seen.op: seen.count for seen in flat.collectives} == {"all_gather": 3, "reduce_scatter": 1}
@@ -159,7 +159,7 @@ def test_fsdp1_gives_frozen_values_beside_trained_ones_gradients():
     with pytest.raises(ValueError, match="so here 1 frozen ones too; the step was measured with 0"):
         peak(frozen, 2, strategy="fsdp", api="fsdp1")
     thawed = replace(frozen, thawed=frozenset({"b.weight"}), thawed_moments=whole.moments)
-    # One unit of 1,280 bytes: slices 2 x 1,280 / 2 with a's moments, 640; gathered, both gradients, and these joined
+    # One unit of 1,280 bytes: shards 2 x 1,280 / 2 with a's moments, 640; gathered, both gradients, and these joined
     assert peak(thawed, 2, strategy="fsdp", api="fsdp1").bytes == 640 + 640 + 3 * 1_280
     # A unit each: nothing is mixed
     assert peak(frozen, 2, UNITS, strategy="fsdp-auto-wrap", api="fsdp1").bytes < 640 + 640 + 3 * 1_280
@@ -177,7 +177,7 @@ def test_fsdp2_frees_the_buffer_of_an_inner_unit_when_it_is_computed_again():
     moments = [Moment(event=event, name=name, activation_bytes=size, highest_bytes=size) for event, name, size in walk]
     shapes = {"a.weight": (160,), "a.b.weight": (160,)}
     config = {"strategy": "fsdp-auto-wrap"}
-    # Slices 12 x 320 / 2 = 1,920; a and b gathered
+    # Shards 12 x 320 / 2 = 1,920; a and b gathered
     whole = StepProfile(shapes=shapes, moments=tuple(moments))
     assert peak(whole, 2, ["a", "a.b"], "nccl", **config).bytes == 1_920 + 2 * 640 + 9_000
     # torch stops computing again as soon as it has what it needs: if that is within b, the buffer stays
@@ -190,7 +190,7 @@ def test_prefetching_after_the_gradients():
     post = {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "backward_prefetch": "post"}
     profile = two_layers(kept=5_000)
     assert peak(profile, 16, UNITS, **post).bytes == 240 + 2 * 640 + 10_000
-    # Between b and a, 9,000 are in flight: a, 640, is gathered beside b's slice, 40; without prefetching it is not.
+    # Between b and a, 9,000 are in flight: a, 640, is gathered beside b's shard, 40; without prefetching it is not.
     moments = [
         replace(moment, highest_bytes=9_000) if (moment.event, moment.name) == ("leave_backward", "b") else moment
         for moment in two_layers().moments
@@ -200,11 +200,11 @@ def test_prefetching_after_the_gradients():
     assert peak(between, 16, UNITS, **post | {"backward_prefetch": "none"}).bytes == 240 + 40 + 9_000
 
 
-def test_slices_are_offloaded_where_there_is_a_host():
+def test_shards_are_offloaded_where_there_is_a_host():
     offload = TrainConfig(strategy="fsdp-offload")
-    # A rank on the CPU has no other memory: as above, 240 of slices and 1,960 early in a's backward.
+    # A rank on the CPU has no other memory: as above, 240 of shards and 1,960 early in a's backward.
     assert walk_step(two_layers(), offload, 16, UNITS).peak.bytes == 240 + 1_960
-    # Beside a device all slices lie in the host's, b's reduced gradient, 40, too: a and its buffer, and what b sent
+    # Beside a device all shards lie in the host's, b's reduced gradient, 40, too: a and its buffer, and what b sent
     assert walk_step(two_layers(), offload, 16, UNITS, has_host=True).peak.bytes == 3 * 640
 
 
@@ -227,7 +227,7 @@ def test_padding():
     by_row = peak(replace(profile, shapes={"a.weight": (7, 1), "b.weight": (7, 1)}), 4, strategy="fsdp")
     assert by_row.by_kind()["parameters"] == 4 * (8 + 8) // 4
     assert peak(profile, 4, strategy="fsdp", api="fsdp1").by_kind()["parameters"] == 4 * 16 // 4
-    # The flat tensor is made so, and needs no copy when it is reduced: slices 12 x 16 / 4 = 48; at the end of backward
+    # The flat tensor is made so, and needs no copy when it is reduced: shards 12 x 16 / 4 = 48; at the end of backward
     # the gathered parameters 64, their gradients 56, and the same joined, 64
     assert peak(profile, 4, strategy="fsdp", api="fsdp1").bytes == 48 + 64 + 56 + 64
     # 3 ranks, 4 and 4 rows: 6 and 6, against 8 values filled up to 9
@@ -240,8 +240,8 @@ def test_padding():
 
 
 def test_a_cpu_lays_gradients_out_with_copies():
-    # One unit of 7 + 7 rows of 100 on 4 ranks: filled up to 8 + 8. Slices 12 x 1,600 / 4 = 4,800; gradients 5,600, laid
-    # out in 6,400, beside copies that are filled up, 6,400 more. A GPU needs the first three: and before, a slice less,
+    # One unit of 7 + 7 rows of 100 on 4 ranks: filled up to 8 + 8. Shards 12 x 1,600 / 4 = 4,800; gradients 5,600, laid
+    # out in 6,400, beside copies that are filled up, 6,400 more. A GPU needs the first three: and before, a shard less,
     # the buffer of the all-gather beside the parameters copied out of it, 2 x 6,400.
     shapes = {"a.weight": (7, 100), "b.weight": (7, 100)}
     uneven = replace(two_layers(), shapes=shapes)
@@ -259,12 +259,12 @@ def test_a_cpu_lays_gradients_out_with_copies():
 
 
 def test_bf16_halves_what_is_gathered_and_its_gradient():
-    # As in the gathering on sixteen ranks, with units of 320 bytes; slices and moments stay fp32
+    # As in the gathering on sixteen ranks, with units of 320 bytes; shards and moments stay fp32
     cut = {"strategy": "fsdp-auto-wrap", "precision": "bf16"}
     assert peak(two_layers(kept=5_000), 16, UNITS, **cut).bytes == 240 + 3 * 320 + 10_000
-    # FSDP1 makes a bf16 copy of its slice first, 2 x 160 / 16
+    # FSDP1 makes a bf16 copy of its shard first, 2 x 160 / 16
     assert peak(two_layers(kept=5_000), 16, UNITS, **cut, api="fsdp1").bytes == 240 + 3 * 320 + 20 + 10_000
-    # and reduces in fp32: one unit of 320 values, in bf16 640, in fp32 1,280, gloo's copy 1,280, a slice 80
+    # and reduces in fp32: one unit of 320 values, in bf16 640, in fp32 1,280, gloo's copy 1,280, a shard 80
     one = peak(two_layers(), 16, strategy="fsdp", precision="bf16", api="fsdp1")
     assert one.bytes == 240 + 640 + 2 * 1_280 + 80
 
@@ -275,7 +275,7 @@ def test_micro_batches():
     profile = two_layers(kept=5_000)
     # whole gradients of both units, 2 x 640, that wait to be reduced once
     assert peak(profile, 16, UNITS, **waiting).bytes == 12_160 + 2 * 640
-    # or the slices of the first part, 2 x 40, to which those of the second are added
+    # or the shards of the first part, 2 x 40, to which those of the second are added
     for parts in (2, 3):
         each = {**waiting, "micro_batches": parts, "sync_micro_batches": True}
         assert peak(profile, 16, UNITS, **each).bytes == 12_160 + 2 * 40
@@ -296,8 +296,8 @@ def test_micro_batches():
 def test_the_terms_are_the_sum():
     found = peak(two_layers(kept=5_000), 16, UNITS, strategy="fsdp-auto-wrap")
     assert found.rows() == [
-        ("parameters: slices", "4 · 320 / 16", 80),
-        ("optimizer: slices of two moments", "8 · 320 / 16", 160),
+        ("parameters: shards", "4 · 320 / 16", 80),
+        ("optimizer: shards of two moments", "8 · 320 / 16", 160),
         ("gathered: b", "4 · 160", 640),
         ("buffers: all-gather, a", "4 · 160", 640),
         ("buffers: gloo's copy, a", "4 · 160", 640),

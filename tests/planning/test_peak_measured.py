@@ -20,7 +20,7 @@ from fsdp_helpers.measuring.activations import count_block
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.measuring.rank_of_n import fake_group
 from fsdp_helpers.measuring.step_profile import measure_run, measure_step, units_of
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.state import held_bytes
 from fsdp_helpers.planning.transformer import stack_profile, transformer_block_bytes

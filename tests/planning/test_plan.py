@@ -43,12 +43,12 @@ def cluster(world_size: int = 8, memory: float = 1e6, **settings) -> Cluster:
 
 def test_a_plan_hand_worked():
     plan = make_plan(SUBJECT, SHARDED, cluster(bandwidth_bytes_per_s=1e3, flops_per_s=1e3))
-    # 8 ranks: slices 4 x 2,016 / 8 = 1,008 and twice that. At the end of forward the root, 64, and b, 4,000, are
+    # 8 ranks: shards 4 x 2,016 / 8 = 1,008 and twice that. At the end of forward the root, 64, and b, 4,000, are
     # gathered, beside b's buffer, 4,000; two blocks of 20 images keep 20,000. Nothing else: NCCL needs no copy.
     assert plan.by_category() == {
         "parameters": 1_008,
         "gradients": 0,
-        "optimiser state": 2_016,
+        "optimizer state": 2_016,
         "gathered units": 4_064,
         "activations": 20_000,
         "communication buffers": 4_000,
@@ -110,7 +110,7 @@ def test_what_is_outside_the_count():
 
 
 def test_copies_across_groups():
-    # 4 groups of 2 ranks: halves are kept, and each slice of a gradient is added up over 4 copies.
+    # 4 groups of 2 ranks: halves are kept, and each shard of a gradient is added up over 4 copies.
     hybrid = make_plan(SUBJECT, replace(SHARDED, sharding="hybrid", replicas=4), cluster())
     assert hybrid.state.total_bytes == 16 * PARAMS // 2
     sent = {seen.op: (seen.bytes, seen.sent_bytes) for seen in hybrid.collectives}
@@ -123,10 +123,10 @@ def test_copies_across_groups():
     assert [(seen.op, seen.bytes) for seen in filled.collectives] == [("all_reduce", 4 * (1_002 + 1_002 + 18))]
 
 
-def test_slices_in_host_memory():
+def test_shards_in_host_memory():
     here = make_plan(SUBJECT, SHARDED, cluster())
     there = make_plan(SUBJECT, replace(SHARDED, strategy="fsdp-offload"), cluster())
-    # Early in backward the root and b are gathered, a is in its buffer, and a's slice, 500, is on its way from the host
+    # Early in backward the root and b are gathered, a is in its buffer, and a's shard, 500, is on its way from the host
     assert there.peak.bytes == 64 + 4_000 + 4_000 + 500 + 20_000
     assert (here.host_bytes, there.host_bytes) == (0, 16 * PARAMS // 8)
     assert there.sent_bytes == here.sent_bytes
@@ -218,7 +218,7 @@ def test_nothing_is_offered_that_is_there_already_or_cannot_be():
         return [text.partition(" (--")[0] for text, _ in possible_changes(plan, SUBJECT)]
 
     recompute, halve = "recompute each block in backward", "halve a rank's batch to 10 image(s)"
-    everything = ["gather and compute in bf16", recompute, halve, "take 4,096 ranks", "keep slices in host memory"]
+    everything = ["gather and compute in bf16", recompute, halve, "take 4,096 ranks", "keep shards in host memory"]
     assert offered(SHARDED, 2048) == everything
     offloads = replace(SHARDED, strategy="fsdp-offload", precision="bf16")
     assert offered(offloads, 4096) == [recompute, halve]  # no more ranks than that

@@ -55,7 +55,7 @@ def test_the_range_goes_from_all_hidden_to_nothing_hidden():
     assert (named.shortest_s, named.longest_s) == (named.estimate_s / 1.25, named.estimate_s / 0.75)
 
 
-def test_the_optimiser_comes_last():
+def test_the_optimizer_comes_last():
     assert timed(replace(SPEED, optimizer_s=5.0)).estimate_s == pytest.approx(71.064)
 
 
@@ -73,13 +73,13 @@ def test_ddp_sends_what_is_finished_while_it_computes_the_rest():
 def test_hybrid_has_two_rings():
     network = replace(LINK, within_bytes_per_s=1e9, ranks_per_node=2, between_bytes_per_s=1_000)
     time = timed(replace(SPEED, network=network, shards=2, replicas=2), ranks=4, sharding="hybrid")
-    # Gathers stay inside and take no time; each block's slice, 2,000 bytes, is added up over two copies in 2 s
+    # Gathers stay inside and take no time; each block's shard, 2,000 bytes, is added up over two copies in 2 s
     assert time.communication_s == pytest.approx(2 * 2 + 0.032, rel=1e-3)
 
 
 def test_offloading_costs_its_link():
     offloaded = timed(replace(SPEED, host_bytes_per_s=1_000), strategy="fsdp-offload")
-    # a slice of a block, 2,000 bytes, comes with each of four gathers and goes with each of two reductions
+    # a shard of a block, 2,000 bytes, comes with each of four gathers and goes with each of two reductions
     assert offloaded.communication_s == pytest.approx(timed().communication_s + 6 * 2 + 2 * 0.032)
 
 

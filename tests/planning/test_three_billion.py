@@ -7,10 +7,10 @@ import sys
 import pytest
 from programs import OWN_PEAK_KB
 
+from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.hugging_face import read_config
 from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
-from fsdp_helpers.shapes import LlamaShape
 
 SHAPE = {
     "width": 3072, "depth": 28, "num_heads": 24, "num_kv_heads": 8, "mlp_width": 8192, "vocabulary": 128256,
@@ -25,9 +25,9 @@ BY_FACTORY = """
 import json, sys, time
 import torch
 import torch.nn.functional as F
-from fsdp_helpers.llama import Layer, Llama
+from fsdp_helpers.models.llama import Layer, Llama
 from fsdp_helpers.measuring.own_plan import plan_model
-from fsdp_helpers.shapes import LlamaShape
+from fsdp_helpers.models.shapes import LlamaShape
 import torch.distributed.fsdp, torch.utils.flop_counter, torch.nn.attention
 
 settings, shape = json.loads(sys.argv[1]), LlamaShape(**json.loads(sys.argv[2]))

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.measuring.rank_of_n import fake_group
+from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.planning.models import vit_subject
 from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
-from fsdp_helpers.shapes import ViTShape
-from fsdp_helpers.vit import ViT
 
 RANKS = 8
 # Few tokens in wide blocks, as ViT-10B has them: highest at a block's end, beside all its gradients ...

@@ -76,7 +76,7 @@ def test_padding_hand_worked():
 
 
 def test_copies_of_a_step_hand_worked():
-    # a root of 100 and two units of 200 parameters over 2 ranks, 4 bytes each: slices of 200, 400 and 400 bytes.
+    # a root of 100 and two units of 200 parameters over 2 ranks, 4 bytes each: shards of 200, 400 and 400 bytes.
     # To the device the root's once, the others' twice: 200 + 4 x 400. Gradients to the host once: 200 + 2 x 400.
     assert step_copied_bytes((100, 200, 200), 2) == (1_800, 1_000)
     assert step_copied_bytes((100,), 1) == (400, 400)  # one unit: 8 P / N in all

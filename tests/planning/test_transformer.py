@@ -44,7 +44,7 @@ def test_a_stack_in_one_process():
 
 
 def test_a_stack_of_units():
-    # Four ranks, rows filled up to 12 and 12, the root's 4: slices 12 x 28 / 4 = 84; gathered: the root 16, b 48, the
+    # Four ranks, rows filled up to 12 and 12, the root's 4: shards 12 x 28 / 4 = 84; gathered: the root 16, b 48, the
     # buffer for a 48, and gloo's copy, 48; two blocks kept 200. With b's 60 in flight gloo's copy is gone: 12 more.
     assert peak("none", 4, strategy="fsdp-auto-wrap") == 84 + 16 + 48 + 48 + 260
 

@@ -37,7 +37,7 @@ def test_a_time_out_that_is_none_is_refused(timeout_s):
         "Watchdog caught collective operation timeout: NCCL operation timed out",
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=1, "
         "NumelOut=1, Timeout(ms)=3000) ran for 3007 milliseconds before timing out.",
-        # a neighbour that is gone
+        # a neighbor that is gone
         "NCCL error in: NCCLUtils.cpp:1, remote process exited or there was a network error, NCCL version 2.29\n"
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
         "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234",

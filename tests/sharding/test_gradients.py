@@ -88,7 +88,7 @@ def test_reduced_once_or_after_every_part(strategy, api, run):
     assert counts(held)["reduce_scatter"] == 5
     assert counts(each)["reduce_scatter"] == 2 * 5
     assert counts(held)["all_gather"] == counts(each)["all_gather"] == 2 * 9
-    # the price of fewer collectives: whole gradients of the four blocks instead of slices
+    # the price of fewer collectives: whole gradients of the four blocks instead of shards
     assert held.ranks[0].peak_bytes > each.ranks[0].peak_bytes + 4 * P_BLOCK
 
 
@@ -255,7 +255,7 @@ def test_bf16_gathers_half_and_reduces_in_fp32(strategy, api, run):
     moved = [{seen.op: seen.bytes for seen in rank.collectives} for rank in (fp32, bf16)]
     assert moved[1]["all_gather"] == moved[0]["all_gather"] / 2
     assert moved[1]["reduce_scatter"] == moved[0]["reduce_scatter"]
-    # slices, gradients and moments stay in fp32
+    # shards, gradients and moments stay in fp32
     assert (bf16.parameter_bytes, bf16.gradient_bytes, bf16.optimizer_bytes) == (
         fp32.parameter_bytes,
         fp32.gradient_bytes,

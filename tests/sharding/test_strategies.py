@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.rank_of_n import fake_group
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.records import RankRecord, RunRecord
@@ -271,7 +271,7 @@ def test_fsdp_sends_as_much_as_ddp_or_half_as_much_again(api, run):
 
 @pytest.mark.parametrize("api", APIS)
 def test_hybrid_sends_within_its_groups(api, run):
-    """Two groups of two ranks: halves within a group, and a slice's all-reduce across them. N is 2 each time, not 4."""
+    """Two groups of two ranks: halves within a group, and a shard's all-reduce across them. N is 2 each time, not 4."""
     units = padded_units(api, 2, wrapped=True)
     for rank in run("fsdp-auto-wrap", api, 4, sharding="hybrid", **FEW_STEPS[4]).ranks:
         sent = {seen.op: seen.sent_bytes for seen in rank.collectives}
@@ -309,9 +309,9 @@ def test_hybrid_shards_within_groups_and_copies_across(api, run):
     )
     assert hybrid.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
     for rank in hybrid.ranks:
-        # Four ranks, but two slices: 4 x 1,199,882 / 2
+        # Four ranks, but two shards: 4 x 1,199,882 / 2
         assert rank.parameter_bytes == 2_399_764
-        # Each slice of the gradients is summed once more, across the two groups
+        # Each shard of the gradients is summed once more, across the two groups
         assert moved(rank)["all_reduce"] == (2, 2_399_764)
 
 
@@ -339,7 +339,7 @@ def test_a_model_without_parameters_is_refused(strategy, api):
     "strategy, policy", [("fsdp-auto-wrap", OffloadPolicy()), ("fsdp-offload", CPUOffloadPolicy(pin_memory=False))]
 )
 def test_every_unit_gets_the_offload_policy(strategy, policy, monkeypatch):
-    """On the CPU the slices are on the host either way, and no loss or byte tells the two apart."""
+    """On the CPU the shards are on the host either way, and no loss or byte tells the two apart."""
     seen = []
 
     def fully_shard(module: nn.Module, **settings) -> nn.Module:

@@ -146,7 +146,7 @@ def test_one_thing_per_line(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_optimiser_that_trains_is_fused(name):
+def test_the_optimizer_that_trains_is_fused(name):
     calls = [node for node in ast.walk(ast.parse((FOLDER / name).read_text())) if isinstance(node, ast.Call)]
     adams = [ast.unparse(call) for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("Adam", "AdamW")]
     trains = [adam for adam in adams if "lr=" in adam]  # from_ddp.py has a second one, which only reads the file

@@ -67,7 +67,7 @@ def test_a_summary_takes_their_place(outputs):
     view, record = watched(), tiny_record()
     record = replace(record, step_losses=(2.3, 2.1, 1.9, 1.8))
     view.close()
-    view.summarise(record)
+    view.summarize(record)
     (lines, _), (curve, metadata) = outputs
     accuracy = f"{record.epochs[-1].test_accuracy:.2%}"
     assert lines["text/plain"].startswith(f"shallow, ddp, 2 ranks on cpu: 4 steps, test accuracy {accuracy}")
@@ -97,7 +97,7 @@ def test_the_curve_of_a_resumed_run_begins_after_the_steps_before(outputs, curve
     # two of the four steps that were left have been taken: what is left is reckoned from them alone
     bar = outputs[0][0]["text/plain"].splitlines()[1]
     assert bar.startswith("rank 0:  86%|") and " 12/14 " in bar
-    view.summarise(replace(tiny_record(), step_losses=(1.2, 1.0, 0.9, 0.8), first_step=10))
+    view.summarize(replace(tiny_record(), step_losses=(1.2, 1.0, 0.9, 0.8), first_step=10))
     assert curves[-1] == ([11, 12, 13, 14], [1.2, 1.0, 0.9, 0.8], {0: (16, 40)})
     assert "from 1.200 to 0.800; shallow, ddp, 2 ranks on cpu, steps 11 to 14" in outputs[1][0]["text/plain"]
 

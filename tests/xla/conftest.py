@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_helpers.teaching.machines import xla
+from fsdp_helpers.teaching.lessons import xla
 
 
 def pytest_collection_modifyitems(items):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp_helpers.teaching.machines import xla
-from fsdp_helpers.teaching.machines import xla_compare as beside
-from fsdp_helpers.teaching.machines.xla_inputs import read_batches
+from fsdp_helpers.teaching.lessons import xla
+from fsdp_helpers.teaching.lessons import xla_compare as beside
+from fsdp_helpers.teaching.lessons.xla_inputs import read_batches
 
 STEPS, BATCH = 20, 32
 RUNS_UNTIL_STUCK = 8  # the first nearly always is; of five under four times the load of the cores, one was not
@@ -64,7 +64,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_losses_slices_and_collectives(replicas, folder, plain):
+def test_losses_shards_and_collectives(replicas, folder, plain):
     runs = EVERYWHERE + (ON_TWO if replicas == 2 else [])
     results = xla.run_script("train", folder, {"replicas": replicas, "runs": runs})
     assert len(results) == replicas

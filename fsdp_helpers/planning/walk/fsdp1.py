@@ -13,7 +13,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.walk.units import Shards, Unit
 
-SENT, IN_FP32 = "slice to be gathered", "gradients in fp32"
+SENT, IN_FP32 = "shard to be gathered", "gradients in fp32"
 FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the other uses"
 
 
@@ -96,7 +96,7 @@ class FlatParameters:
         self._used.add(unit.name)
 
     def _leave(self, unit: Unit) -> None:
-        """Join the gradients to a flat one, free the parameters, and take a slice of the sum."""
+        """Join the gradients to a flat one, free the parameters, and take a shard of the sum."""
         self._in_backward.discard(unit.name)
         if unit.name in self._used:
             self._shards.take_flat_gradient(OTHER_USES, unit)
@@ -145,7 +145,7 @@ class FlatParameters:
         sizes = self._shards.sizes
         if sizes.gathered < sizes.reduced:
             self._shards.take_buffer(IN_FP32, unit, unit.padded, sizes.reduced)
-        self._shards.take_slice(unit, unit.padded)
+        self._shards.take_shard(unit, unit.padded)
         self._shards.reduce_scatter(unit, unit.padded)
         self._shards.all_reduce(unit, unit.padded)
         self._shards.free_buffer(IN_FP32, unit)

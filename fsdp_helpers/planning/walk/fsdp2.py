@@ -12,7 +12,7 @@ GATHER, LAST_GATHER, REDUCE = "all-gather", "all-gather of the last use", "reduc
 
 
 class FullyShard:
-    """Parameters in slices by rows; a gathered one is copied out of its buffer, a gradient is copied into one."""
+    """Parameters in shards by rows; a gathered one is copied out of its buffer, a gradient is copied into one."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
         # an empty unit does nothing; an empty root computes
@@ -92,7 +92,7 @@ class FullyShard:
             self._shards.take_gradient(name, self._shards.sizes.gathered)
 
     def leave_backward(self, name: str) -> None:
-        """Free the parameters; lay the gradients out for sending, free them, and take a slice of the sum."""
+        """Free the parameters; lay the gradients out for sending, free them, and take a shard of the sum."""
         unit = self.units[name]
         self._in_backward.discard(name)
         self._done.add(name)
@@ -131,7 +131,7 @@ class FullyShard:
         self._shards.lay_out(unit)
         self._sent = unit
         self._shards.free_gradients(unit)
-        self._shards.take_slice(unit, values)
+        self._shards.take_shard(unit, values)
         if self._ranks > 1:
             self._shards.reduce_scatter(unit, values)
         self._shards.all_reduce(unit, values)

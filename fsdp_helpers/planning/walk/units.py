@@ -1,4 +1,4 @@
-"""The units of a sharded model, and what a rank holds of each: slices always, the rest as it comes and goes.
+"""The units of a sharded model, and what a rank holds of each: shards always, the rest as it comes and goes.
 
 No torch import.
 """
@@ -14,7 +14,7 @@ from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
-FROM_HOST, FILLED_UP, JOINED = "slice from the host", "gradients, filled up", "gradients, joined"
+FROM_HOST, FILLED_UP, JOINED = "shard from the host", "gradients, filled up", "gradients, joined"
 GPU_BACKEND = "nccl"
 
 
@@ -89,9 +89,9 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
 
 
 class Shards:
-    """A ledger by units: gathered parameters, whole gradients, buffers and slices, each by its own word.
+    """A ledger by units: gathered parameters, whole gradients, buffers and shards, each by its own word.
 
-    `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads` the slices lie in host
+    `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads` the shards lie in host
     memory, and each is on the device only while it is sent or added up.
     """
 
@@ -117,20 +117,20 @@ class Shards:
         self._unit_of = {parameter: unit for unit in self.units.values() for parameter in unit.parameters}
         if not offloads:
             all_values = sum(unit.padded for unit in self.units.values())
-            slices = {"values": all_values, "value_bytes": sizes.kept, "ranks": ranks}
-            ledger.hold(ROOT, Term(kind="parameters", name="slices", **slices))
+            shards = {"values": all_values, "value_bytes": sizes.kept, "ranks": ranks}
+            ledger.hold(ROOT, Term(kind="parameters", name="shards", **shards))
             for name, values, value_bytes in optimizer.state_terms(self._trained_padded(), sizes.kept):
                 state = {"values": values, "value_bytes": value_bytes, "ranks": ranks}
-                ledger.hold(ROOT, Term(kind="optimizer", name=f"slices of {name}", **state))
+                ledger.hold(ROOT, Term(kind="optimizer", name=f"shards of {name}", **state))
 
     def _trained_padded(self) -> int:
-        """Values of all slices that are trained: FSDP1 keeps those of a parameter, FSDP2 those of its rows."""
+        """Values of all shards that are trained: FSDP1 keeps those of a parameter, FSDP2 those of its rows."""
         if len(self._trained) == len(self._shapes):
             return sum(unit.padded for unit in self.units.values())
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
 
     def update(self) -> None:
-        """Hold what the optimiser's step has in flight, beside all slices."""
+        """Hold what the optimizer's step has in flight, beside all shards."""
         if self._offloads:
             return
         largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)
@@ -209,12 +209,12 @@ class Shards:
             self.free_buffer("gloo's copy", unit)
 
     def all_reduce(self, unit: Unit, values: int) -> None:
-        """Add the slice of a gradient up over the copies of the state, if there are several.
+        """Add the shard of a gradient up over the copies of the state, if there are several.
 
         If each rank has a copy of its own, FSDP1's flat gradient is padded until all ranks divide it.
         """
-        slice_values = values // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
-        full_bytes = self.sizes.reduced * slice_values
+        shard_values = values // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
+        full_bytes = self.sizes.reduced * shard_values
         self._ledger.communicate(
             "all_reduce", full_bytes, self._replicas, unit.name, late=True, between_copies=self.ranks > 1
         )
@@ -243,15 +243,15 @@ class Shards:
     def free_flat_gradient(self, name: str, unit: Unit) -> None:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
-    def take_slice(self, unit: Unit, values: int) -> None:
-        """Hold the slice of a reduced gradient; if there is one already, add the new one to it and free that.
+    def take_shard(self, unit: Unit, values: int) -> None:
+        """Hold the shard of a reduced gradient; if there is one already, add the new one to it and free that.
 
         It is in the precision of the reduction at first, and then in that of the parameters.
         """
-        name = "new slice" if self._ledger.holds(unit.name, "gradients", "slices") else "slices"
+        name = "new shard" if self._ledger.holds(unit.name, "gradients", "shards") else "shards"
         size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}
         self._ledger.hold(unit.name, Term(kind="gradients", name=name, **size))
-        self._ledger.free(unit.name, "gradients", name if self._offloads else "new slice")
+        self._ledger.free(unit.name, "gradients", name if self._offloads else "new shard")
 
     @staticmethod
     def _whole(unit: Unit) -> str:

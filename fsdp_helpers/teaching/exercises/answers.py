@@ -6,7 +6,7 @@ from html import escape
 from numbers import Real
 from typing import Any
 
-from fsdp_helpers.teaching.lessons.failures.entry import link_to
+from fsdp_helpers.teaching.failures.entry import link_to
 
 BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not below it
 
@@ -14,7 +14,7 @@ BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not 
 class NotYet(AssertionError):
     """The answer is missing or wrong; a notebook shows only the message, behind an amber label.
 
-    `cards` are those of 11 on which this failure is run and mended; the notebook links them above the message.
+    `cards` are those of 11 on which this failure is run and fixed; the notebook links them above the message.
     """
 
     look = "\x1b[30;43m"  # black on amber
@@ -85,7 +85,7 @@ def show_links(cards: Sequence[str]) -> None:
     """Show links to cards of 11; an error's own text cannot be clicked."""
     from IPython.display import Markdown, display  # ranks import this module too, and need no IPython
 
-    display(Markdown(f"Notebook 11 breaks the same on purpose, and mends it: {' · '.join(map(link_to, cards))}"))
+    display(Markdown(f"Notebook 11 breaks the same on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
 
 
 def expect(holds: bool, message: str, *cards: str) -> None:

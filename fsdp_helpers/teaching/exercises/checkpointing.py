@@ -203,7 +203,7 @@ def run_readers_loop(
 
 
 def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule that computes the rate from its own step count; others start from the optimiser's rate."""
+    """Return a schedule that computes the rate from its own step count; others start from the optimizer's rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.7**steps)
 
 

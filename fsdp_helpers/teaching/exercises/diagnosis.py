@@ -8,9 +8,9 @@ from string import ascii_lowercase
 from IPython.display import Markdown
 
 from fsdp_helpers.teaching.exercises.answers import exercise, expect, expect_answered
-from fsdp_helpers.teaching.lessons.failures import gallery
-from fsdp_helpers.teaching.lessons.failures.entry import SYMPTOMS, Failure
-from fsdp_helpers.teaching.lessons.failures.gallery import RUN, Seen
+from fsdp_helpers.teaching.failures import gallery
+from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure
+from fsdp_helpers.teaching.failures.gallery import RUN, Seen
 from fsdp_helpers.teaching.page import cards
 
 NUM_CASES = 5

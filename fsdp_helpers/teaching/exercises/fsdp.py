@@ -63,15 +63,15 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
         " enough",
     )
     expect(
-        found.shard_values == expected_values, f"{says}a slice of {found.shard_values:,} values; are all equally long?"
+        found.shard_values == expected_values, f"{says}a shard of {found.shard_values:,} values; are all equally long?"
     )
     expect(
         found.built_bytes <= 4 * expected_values + SLACK_BYTES,
-        f"{says}{found.built_bytes:,} bytes are held after __init__, more than a slice needs; what was not freed?",
+        f"{says}{found.built_bytes:,} bytes are held after __init__, more than a shard needs; what was not freed?",
     )
     expect(
         found.held_bytes <= 16 * expected_values + SLACK_BYTES,
-        f"{says}{found.held_bytes:,} bytes are held between steps, more than four slices need; what was not freed?",
+        f"{says}{found.held_bytes:,} bytes are held between steps, more than four shards need; what was not freed?",
     )
     expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process", "wrong-summed-loss")
 
@@ -87,7 +87,7 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
         model = build_net()
         unit = unit_class(model, rank, world_size)
         if not isinstance(getattr(unit, "shard", None), nn.Parameter):
-            raise TypeError("a Unit needs `shard`, an nn.Parameter that holds this rank's slice")
+            raise TypeError("a Unit needs `shard`, an nn.Parameter that holds this rank's shard")
         with record_function(BUILT):
             pass
         optimizer = adam([unit.shard])

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_helpers.llama import IGNORED, Llama, summed_loss
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models.llama import IGNORED, Llama, summed_loss
+from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.exchange import gather_over_ranks
-from fsdp_helpers.shapes import LlamaShape
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
 from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, first_of, in_words, run_on_ranks
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module

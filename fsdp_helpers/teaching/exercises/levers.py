@@ -41,7 +41,7 @@ def check_levers(record: RunRecord | None) -> str:
 
 @exercise("07")
 def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 07: `add_up_gradients(model, parts, loss_of)`, reduced once; `gradient_norm(model)`, over all slices."""
+    """Notebook 07: `add_up_gradients(model, parts, loss_of)`, reduced once; `gradient_norm(model)`, over all shards."""
     read_module(module, "add_up_gradients")
     read_module(module, "gradient_norm")
     for world_size in ranks:
@@ -75,7 +75,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; a number or a plain tensor is asked for")
     expect(
         abs(given / step["norm"] - 1) < TOLERANCE,
-        f"{says}gradient_norm says {given:.5f}, not the norm of the whole gradient; whose slices are in it?",
+        f"{says}gradient_norm says {given:.5f}, not the norm of the whole gradient; whose shards are in it?",
         "wrong-local-norm-logged",
         "wrong-clip-local-norm",
     )

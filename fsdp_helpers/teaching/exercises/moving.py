@@ -63,7 +63,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     expect(
         not found.whole,
         f"{says}{len(found.whole)} parameters are whole, {first_of(found.whole)} among them; under FSDP2 a rank keeps"
-        " its slices",
+        " its shards",
     )
     expect(
         found.units == UNITS,
@@ -219,7 +219,7 @@ def problem_in_file(path: Path, right: MovedModel) -> str:
         return f"the file does not hold the model's {len(wanted)} tensors under their plain names"
     for name, value in weights.items():
         if isinstance(value, DTensor) or value.shape != wanted[name].shape:
-            return f"{name} in the file is a slice; one process cannot load it"
+            return f"{name} in the file is a shard; one process cannot load it"
         if (value - wanted[name]).abs().max() > TOLERANCE:
             return f"{name} in the file is not what the run that stayed ends with"
     return ""

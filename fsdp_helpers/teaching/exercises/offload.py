@@ -129,7 +129,7 @@ def _fits(offloaded: int, **case: int) -> bool:
 
 
 def _device_needs(offloaded: int, *, num_blocks: int, block_params: int, world_size: int, **memory: int) -> float:
-    """Slices of the blocks that stay, the block at work whole in parameters and gradients, and activations."""
+    """Shards of the blocks that stay, the block at work whole in parameters and gradients, and activations."""
     staying = 16 * block_params * (num_blocks - offloaded) / world_size
     return staying + 8 * block_params + memory["activation_bytes"]
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.rank_of_n import measure_own_rank_of_n
+from fsdp_helpers.models.shapes import VIT_SHAPES
+from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
 from fsdp_helpers.quantities import GB, format_bytes
 from fsdp_helpers.ranks.progress import drawn
-from fsdp_helpers.shapes import VIT_SHAPES
 from fsdp_helpers.teaching.exercises.answers import call_or_none, exercise, expect, expect_whole
 from fsdp_helpers.teaching.exercises.own_module import read_module
-from fsdp_helpers.vit import ViT
 
 ASKED = ("vit-b16", "vit-l16", "vit-10b")
 DEVICES_GB = (16, 24, 40, 48, 80, 96, 141)

@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import count_params
+from fsdp_helpers.models.series import count_params
+from fsdp_helpers.models.shapes import VIT_SHAPES, ViTShape
+from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.launching.launch import RankError
-from fsdp_helpers.shapes import VIT_SHAPES, ViTShape
 from fsdp_helpers.sharding.strategies import unit_names
 from fsdp_helpers.teaching.exercises.answers import NotYet, call, call_or_none, exercise, expect, expect_whole
 from fsdp_helpers.teaching.exercises.fresh import DRAW, FRESH_CASES
@@ -26,7 +27,6 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 )
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module
 from fsdp_helpers.teaching.exercises.training import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
-from fsdp_helpers.vit import ViT
 
 START_EXTRA_BYTES = 120_000  # the largest tensor has 36,864, and travels as a whole; the model has 907,000
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
@@ -69,7 +69,7 @@ def _fresh_shape() -> ViTShape:
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
     """Notebook 08: the fewest ranks that can start a model on meta, layer by layer; None if no number of them can.
 
-    `layers` are parameters, a tensor each, and a device has room for `device_bytes`. Slices are counted unrounded.
+    `layers` are parameters, a tensor each, and a device has room for `device_bytes`. Shards are counted unrounded.
     """
     for layers, device_bytes in _starts():
         given = call_or_none(fewest_ranks, layers, device_bytes)
@@ -83,7 +83,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
         expect(_starts_on(given, layers, device_bytes), f"{says}their start needs more than that at its peak")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
         expect(not fewer, f"{says}fewer ranks can start it, too")
-    return "Right: ranks shrink the slices, and the largest layer has to fit as a whole."
+    return "Right: ranks shrink the shards, and the largest layer has to fit as a whole."
 
 
 def _starts() -> list[tuple[list[int], int]]:
@@ -101,7 +101,7 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Slices of all layers, the largest layer whole, and a copy of its slice; in integers, exact where it is full."""
+    """Shards of all layers, the largest layer whole, and a copy of its shard; in integers, exact where it is full."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 

@@ -1,4 +1,4 @@
-"""The small training that build exercises share: a model, batches, optimisers and the right losses.
+"""The small training that build exercises share: a model, batches, optimizers and the right losses.
 
 Every rank also trains on the whole batch by itself, without collectives: those are the losses that any data-parallel
 training must have.
@@ -74,7 +74,7 @@ def plain_losses(
 
 
 def train_averaging(model: nn.Module, rank: int, world_size: int, average: Callable[[], None]) -> list[float]:
-    """Return the losses of a few steps, with `average()` between backward and the optimiser's step."""
+    """Return the losses of a few steps, with `average()` between backward and the optimizer's step."""
     optimizer = sgd(model)
     losses = []
     for step in range(STEPS):

@@ -53,8 +53,8 @@ def build_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, HOOKED_WIDTH), *blocks, nn.Linear(HOOKED_WIDTH, CLASSES))
 
 
-class SlicedBlock:
-    """A block as the checker keeps it: this rank's slice, and `whole`, which the reader's hooks fill and empty."""
+class SharddBlock:
+    """A block as the checker keeps it: this rank's shard, and `whole`, which the reader's hooks fill and empty."""
 
     def __init__(self, block: nn.Module, rank: int, world_size: int) -> None:
         self.parameters, self.rank, self.world_size = list(block.parameters()), rank, world_size
@@ -79,7 +79,7 @@ class SlicedBlock:
         self.num_gathers += 1
 
     def step(self, learning_rate: float) -> None:
-        """Move the slice against its part of the mean gradient; the whole gradients go."""
+        """Move the shard against its part of the mean gradient; the whole gradients go."""
         gradient = self._flatten([parameter.grad for parameter in self.parameters])
         dist.all_reduce(gradient)
         self.shard -= learning_rate * gradient.chunk(self.world_size)[self.rank] / self.world_size
@@ -94,7 +94,7 @@ class SlicedBlock:
 class Onlooker:
     """An onlooker that counts the bytes of whole parameters in the blocks, and the blocks that are whole at once."""
 
-    def __init__(self, blocks: list[SlicedBlock]) -> None:
+    def __init__(self, blocks: list[SharddBlock]) -> None:
         self.blocks = blocks
         self.left: dict[str, int] = {}
         self.most_whole = 0
@@ -103,13 +103,13 @@ class Onlooker:
         """Note the bytes of all blocks at a moment when none of them computes."""
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
-    def computing(self, block: SlicedBlock, when: str) -> None:
+    def computing(self, block: SharddBlock, when: str) -> None:
         """Note how many blocks are whole while this one computes; without its bytes the process would crash."""
         if block.whole_bytes == 0:
             raise RuntimeError(f"in {when}, a layer computes while the storage of its block is empty")
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
-    def watch(self, module: Block, block: SlicedBlock) -> None:
+    def watch(self, module: Block, block: SharddBlock) -> None:
         """Look on whenever a layer of `module` computes."""
         for layer in (module.first, module.second):
             layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
@@ -125,7 +125,7 @@ def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks
     ends = nn.ModuleList([model[0], model[-1]])  # not sharded
     optimizer = sgd(ends)
     modules = list(model[1:-1])
-    blocks = [SlicedBlock(block, rank, world_size) for block in modules]
+    blocks = [SharddBlock(block, rank, world_size) for block in modules]
     seen = Onlooker(blocks)
     for hooked, block in zip(modules, blocks, strict=True):
         hook_block(hooked, block.whole, block.gather)

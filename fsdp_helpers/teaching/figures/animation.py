@@ -1,4 +1,4 @@
-"""One traced step as a picture that moves: slices above, memory and collectives below, all on the clock of the run.
+"""One traced step as a picture that moves: shards above, memory and collectives below, all on the clock of the run.
 
 Each moving part has keys in time. `frame` reads them at one moment; `animated` hands all of them to the browser as CSS,
 which repeats the step, slowed down. The picture itself is a still, and stays one for readers who want no motion.
@@ -14,11 +14,11 @@ from os import PathLike
 from pathlib import Path
 
 from fsdp_helpers.measuring.unit_trace import UnitTrace
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.quantities import in_mb
 from fsdp_helpers.teaching.figures.step_parts import LEFT, RIGHT, Key, Part, in_progress, parts, places
-from fsdp_helpers.teaching.figures.style import FONT, IN_WORDS, OP_COLOURS, PEAK_COLOUR, STATE_COLOURS, height_of
+from fsdp_helpers.teaching.figures.style import FONT, IN_WORDS, OP_COLORS, PEAK_COLOR, STATE_COLORS, height_of
 from fsdp_helpers.teaching.figures.words import step_of_units_in_words
+from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 WIDTH, HEIGHT = 960, 590
 LANES, LANE = (340, 358), 12  # the time line of each rank
@@ -26,15 +26,15 @@ TOP, BOTTOM = 396, 532  # of the memory curve
 PLAY_S, REST_S = 14.0, 2.0  # in which a step is shown, and how long its end stays
 CURVE_POINTS, READINGS = 400, 80
 CAPTIONS = {
-    "forward": "Forward: slices flow together, and whole parameters are used",
-    "backward": "Backward: whole gradients (hatched); then each rank keeps its slice of their mean",
-    "step": "Optimiser's step: each rank updates its own slices",
+    "forward": "Forward: shards flow together, and whole parameters are used",
+    "backward": "Backward: whole gradients (hatched); then each rank keeps its shard of their mean",
+    "step": "Optimizer's step: each rank updates its own shards",
 }
-STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{TEXT_COLOUR}}}"
+STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{TEXT_COLOR}}}"
 RUNS = f"g{{animation:{PLAY_S + REST_S:g}s linear infinite}}"
 HATCH_PATTERN = (
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    f'<rect width="6" height="6" fill="{STATE_COLOURS["gradients"]}"/><rect width="2" height="6" fill="#fff"/></pattern>'
+    f'<rect width="6" height="6" fill="{STATE_COLORS["gradients"]}"/><rect width="2" height="6" fill="#fff"/></pattern>'
 )
 
 
@@ -90,7 +90,7 @@ class Strip:
 
 
 def stills(step: UnitTrace) -> Strip:
-    """Return four moments that tell the story without motion: slices flow, forward is done, gradients flow, the end."""
+    """Return four moments that tell the story without motion: shards flow, forward is done, gradients flow, the end."""
     gather = step.ranks[0].stays[step.units[len(step.units) // 2].name][0].gather
     turn_s = step.ranks[0].trace.curve.phases[0].end_s
     moments_s = ((gather.start_s + 2 * gather.end_s) / 3, turn_s, still_s(step), step.length_s)
@@ -139,7 +139,7 @@ def _moving(step: UnitTrace) -> Iterator[Part]:
         swatch = _bar((LEFT + RIGHT) / 2 - 150, 36, 24, seen.op)
         yield _for_a_while(swatch + label, seen.start_s, seen.end_s)
     begin, end = Key(time_s=0.0, x=LEFT), Key(time_s=step.length_s, x=RIGHT)
-    cursor = f'<path d="M0 {LANES[0] - 6}V{BOTTOM}" stroke="{PEAK_COLOUR}" stroke-width="1.5"/>'
+    cursor = f'<path d="M0 {LANES[0] - 6}V{BOTTOM}" stroke="{PEAK_COLOR}" stroke-width="1.5"/>'
     yield Part(shape=cursor, keys=(begin, end))
     yield from _readings(step)
 
@@ -178,7 +178,7 @@ def _fixed(step: UnitTrace) -> Iterator[str]:
         else:
             yield _text(place.left, 74, unit, 'text-anchor="end"')
     for rank, rows in enumerate(((108, 147, 174), (302, 264, 237))):
-        for name, y in zip(("optimiser", "gradients", "parameters"), rows, strict=True):
+        for name, y in zip(("optimizer", "gradients", "parameters"), rows, strict=True):
             yield _text(LEFT - 8, y, name, 'text-anchor="end"')
         yield _text(8, (147, 264)[rank], f"rank {rank}", 'font-weight="600"')
     yield from _lanes(step)
@@ -201,7 +201,7 @@ def _bar(left: float, top: float, width: float, op: str) -> str:
     """Return a collective as a bar in a lane that begins at `top`."""
     height = height_of(op, LANE)
     y = top + (LANE - height) / 2
-    return f'<rect x="{left:.1f}" y="{y:g}" width="{width:.4g}" height="{height:g}" fill="{OP_COLOURS[op]}"/>'
+    return f'<rect x="{left:.1f}" y="{y:g}" width="{width:.4g}" height="{height:g}" fill="{OP_COLORS[op]}"/>'
 
 
 def _curve(step: UnitTrace) -> Iterator[str]:
@@ -213,18 +213,18 @@ def _curve(step: UnitTrace) -> Iterator[str]:
 
     points = thinned(curve.times_s, curve.allocated_bytes)
     path = f"M{LEFT} {y(points[0][1]):.1f}" + "".join(f"H{_x(step, at):.1f}V{y(size):.1f}" for at, size in points[1:])
-    yield f'<path d="{path}H{RIGHT}V{BOTTOM}H{LEFT}Z" fill="{STATE_COLOURS["parameters"]}" fill-opacity="0.25"/>'
-    yield f'<path d="{path}H{RIGHT}" fill="none" stroke="{STATE_COLOURS["parameters"]}" stroke-width="1.5"/>'
+    yield f'<path d="{path}H{RIGHT}V{BOTTOM}H{LEFT}Z" fill="{STATE_COLORS["parameters"]}" fill-opacity="0.25"/>'
+    yield f'<path d="{path}H{RIGHT}" fill="none" stroke="{STATE_COLORS["parameters"]}" stroke-width="1.5"/>'
     below = 0.0
     levels = ((curve.peak_bytes, "peak"), (ddp_bytes(step), "DDP holds"), (curve.held_bytes, "held"))
     for size, text in sorted(levels, reverse=True):
-        yield f'<path d="M{LEFT} {y(size):.1f}H{RIGHT}" stroke="{TEXT_COLOUR}" stroke-dasharray="2 4"/>'
+        yield f'<path d="M{LEFT} {y(size):.1f}H{RIGHT}" stroke="{TEXT_COLOR}" stroke-dasharray="2 4"/>'
         below = max(y(size) + 4, below + 15)  # no text upon another
         yield _text(LEFT - 8, below, f"{text} {in_mb(size)}", 'text-anchor="end"')
-    yield f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FRAME_COLOUR}"/>'
+    yield f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FRAME_COLOR}"/>'
     for phase in curve.phases:
         start, end = _x(step, phase.start_s), _x(step, phase.end_s)
-        yield f'<path d="M{start:.1f} {LANES[0] - 6}V{BOTTOM}" stroke="{FRAME_COLOUR}" stroke-width="0.8"/>'
+        yield f'<path d="M{start:.1f} {LANES[0] - 6}V{BOTTOM}" stroke="{FRAME_COLOR}" stroke-width="0.8"/>'
         if end - start > 60:
             yield _text((start + end) / 2, BOTTOM + 16, f"{phase.name}", 'text-anchor="middle"')
     yield _text(RIGHT, BOTTOM + 16, f"{1e3 * step.length_s:.0f} ms", 'text-anchor="end"')

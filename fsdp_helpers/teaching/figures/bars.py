@@ -5,19 +5,19 @@ from collections.abc import Collection, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, RankRecord, Rung
 from fsdp_helpers.teaching.figures.style import (
     HATCH,
-    PEAK_COLOUR,
-    PEAK_COLOURS,
-    STRATEGY_COLOURS,
+    PEAK_COLOR,
+    PEAK_COLORS,
+    STRATEGY_COLORS,
     WHOLE_GRADIENTS,
     ink_on,
 )
+from fsdp_helpers.training.palette import TEXT_COLOR
 
 THIN = 0.36  # height of one of the two bars of a row
 ROOM = 0.07  # of the axis: a part this narrow has no room for its number
@@ -51,10 +51,10 @@ def held_parts(record: RankRecord) -> dict[str, int]:
 
 
 def peak_parts(peak: Peak) -> dict[str, int]:
-    """Return the bytes of a predicted peak by kind, slices of gradients apart from whole ones."""
-    parts = dict.fromkeys(PEAK_COLOURS, 0)
+    """Return the bytes of a predicted peak by kind, shards of gradients apart from whole ones."""
+    parts = dict.fromkeys(PEAK_COLORS, 0)
     for term in peak.terms:
-        whole = term.kind == "gradients" and "slice" not in term.name
+        whole = term.kind == "gradients" and "shard" not in term.name
         parts[WHOLE_GRADIENTS if whole else CATEGORIES[term.kind]] += term.bytes
     return parts
 
@@ -66,11 +66,11 @@ def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes:
     _draw_parts(ax, above, held, highest_bytes)
     _draw_parts(ax, below, parts, highest_bytes)
     peak_mb = record.peak_bytes / MB
-    ax.plot([peak_mb] * 2, [below - 0.24, below + 0.24], color=PEAK_COLOUR, linewidth=2)
+    ax.plot([peak_mb] * 2, [below - 0.24, below + 0.24], color=PEAK_COLOR, linewidth=2)
     right_mb = max(record.peak_bytes, peak.bytes) / MB
-    ax.text(record.held_bytes / MB, above, f"  held {in_mb(record.held_bytes)}", va="center", color=TEXT_COLOUR)
-    ax.text(right_mb, below, f"  peak {in_mb(record.peak_bytes)}", va="center", color=PEAK_COLOUR)
-    return {kind for kind in PEAK_COLOURS if held.get(kind) or parts[kind]}
+    ax.text(record.held_bytes / MB, above, f"  held {in_mb(record.held_bytes)}", va="center", color=TEXT_COLOR)
+    ax.text(right_mb, below, f"  peak {in_mb(record.peak_bytes)}", va="center", color=PEAK_COLOR)
+    return {kind for kind in PEAK_COLORS if held.get(kind) or parts[kind]}
 
 
 def _draw_parts(ax: Axes, middle: float, parts: Mapping[str, int], highest_bytes: int) -> None:
@@ -79,41 +79,41 @@ def _draw_parts(ax: Axes, middle: float, parts: Mapping[str, int], highest_bytes
         if size:
             ax.barh(middle, size / MB, left=left / MB, height=THIN, **_look(kind))
         if size > ROOM * highest_bytes:
-            behind = {"facecolor": PEAK_COLOURS[kind], "edgecolor": "none", "pad": 1}
+            behind = {"facecolor": PEAK_COLORS[kind], "edgecolor": "none", "pad": 1}
             place = {"ha": "center", "va": "center", "fontsize": 8, "bbox": behind}
-            ax.text((left + size / 2) / MB, middle, in_mb(size), color=ink_on(PEAK_COLOURS[kind]), **place)
+            ax.text((left + size / 2) / MB, middle, in_mb(size), color=ink_on(PEAK_COLORS[kind]), **place)
         left += size
 
 
 def keys(kinds: Collection[str]) -> list[Patch]:
     """Return one patch per kind, for a legend, in the order of the bars."""
-    return [Patch(label=kind, **_look(kind)) for kind in PEAK_COLOURS if kind in kinds]
+    return [Patch(label=kind, **_look(kind)) for kind in PEAK_COLORS if kind in kinds]
 
 
 def _look(kind: str) -> dict:
     hatch = {"hatch": HATCH, "edgecolor": "white"} if kind == WHOLE_GRADIENTS else {}
-    return {"facecolor": PEAK_COLOURS[kind], "linewidth": 0, **hatch}
+    return {"facecolor": PEAK_COLORS[kind], "linewidth": 0, **hatch}
 
 
 def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
     """Draw for each row the bytes at the peak (light), and in front of them those held (solid), with their number."""
-    places, colours = range(len(rows)), [STRATEGY_COLOURS[row.strategy] for row in rows]
+    places, colors = range(len(rows)), [STRATEGY_COLORS[row.strategy] for row in rows]
     highest_bytes = max(row.peak_bytes for row in rows)
-    ax.barh(places, [row.peak_bytes / MB for row in rows], color=colours, alpha=0.35, height=0.7)
-    ax.barh(places, [row.held_bytes / MB for row in rows], color=colours, height=0.7)
-    for place, (row, colour) in enumerate(zip(rows, colours, strict=True)):
+    ax.barh(places, [row.peak_bytes / MB for row in rows], color=colors, alpha=0.35, height=0.7)
+    ax.barh(places, [row.held_bytes / MB for row in rows], color=colors, height=0.7)
+    for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
         if row.held_bytes > ROOM * highest_bytes:
             text = f"{in_mb(row.held_bytes)} "
-            ax.text(row.held_bytes / MB, place, text, ha="right", va="center", fontsize=8, color=ink_on(colour))
+            ax.text(row.held_bytes / MB, place, text, ha="right", va="center", fontsize=8, color=ink_on(color))
     ax.invert_yaxis()
 
 
 def draw_times(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
     """Draw the step time of each row, with its number."""
     times_ms = [1e3 * row.step_s for row in rows]
-    ax.barh(range(len(rows)), times_ms, color=[STRATEGY_COLOURS[row.strategy] for row in rows], height=0.7)
+    ax.barh(range(len(rows)), times_ms, color=[STRATEGY_COLORS[row.strategy] for row in rows], height=0.7)
     for place, time_ms in enumerate(times_ms):
-        ax.text(time_ms, place, f"  {time_ms:,.0f}", va="center", fontsize=8, color=TEXT_COLOUR)
+        ax.text(time_ms, place, f"  {time_ms:,.0f}", va="center", fontsize=8, color=TEXT_COLOR)
     ax.set_yticks([])
     ax.invert_yaxis()
     ax.set(xlabel="step time, median (ms)", xlim=(0, 1.2 * max(times_ms)))

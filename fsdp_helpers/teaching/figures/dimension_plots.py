@@ -8,20 +8,20 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
+from fsdp_helpers.palette import FRAME_COLOR, TEXT_COLOR
 from fsdp_helpers.planning.dimensions import PipelineWork, idle_share
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.style import (
-    OP_COLOURS,
-    SERIES_COLOURS,
-    STATE_COLOURS,
+    OP_COLORS,
+    SERIES_COLORS,
+    STATE_COLORS,
     figure_style,
     ink_on,
     swatches,
 )
 
-WORK_COLOURS = {"F": STATE_COLOURS["parameters"], "B": STATE_COLOURS["gradients"]}
+WORK_COLORS = {"F": STATE_COLORS["parameters"], "B": STATE_COLORS["gradients"]}
 
 
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
@@ -35,7 +35,7 @@ def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
             for rank in range(4):
                 row, column = divmod(rank, 2)
                 lines = f"rank {rank}\n{has[rows][row]}\n{has[columns][column]}"
-                ax.add_patch(plt.Rectangle((column, row), 0.94, 0.9, facecolor=STATE_COLOURS["optimiser"]))
+                ax.add_patch(plt.Rectangle((column, row), 0.94, 0.9, facecolor=STATE_COLORS["optimizer"]))
                 ax.text(column + 0.47, row + 0.45, lines, ha="center", va="center", fontsize=7.5, color="black")
             ax.set_title(f"{rows} × {columns}")
             ax.set_xlabel(f"{columns} →")
@@ -60,8 +60,8 @@ def draw_causal_work(splits: Mapping[str, Sequence[int]]) -> tuple[Figure, Seque
             length, pairs = len(owners), causal_pairs(owners)
             owner_of_row = np.repeat(np.asarray(owners, float)[:, None], length, axis=1)
             seen = np.where(np.tri(length, dtype=bool), owner_of_row, np.nan)
-            colours = ListedColormap(SERIES_COLOURS[1 : 1 + len(pairs)])
-            ax.imshow(seen, cmap=colours, vmin=0, vmax=len(pairs) - 1, interpolation="nearest")
+            colors = ListedColormap(SERIES_COLORS[1 : 1 + len(pairs)])
+            ax.imshow(seen, cmap=colors, vmin=0, vmax=len(pairs) - 1, interpolation="nearest")
             counted = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(pairs))
             ax.set_title(f"{name}\n{counted} scores", fontsize=9)
             ax.set(xlabel="key (token)", ylabel="query (token)")
@@ -87,12 +87,12 @@ def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> 
         for ax, (name, stages) in zip(axes[:, 0], schedules.items(), strict=True):
             end, idle = max(work.end for stage in stages for work in stage), idle_share(stages)
             for row, stage in enumerate(stages):
-                ax.barh(row, end, height=0.8, color="none", edgecolor=FRAME_COLOUR, linewidth=0.8)
+                ax.barh(row, end, height=0.8, color="none", edgecolor=FRAME_COLOR, linewidth=0.8)
                 for work in stage:
-                    colour = WORK_COLOURS[work.kind]
-                    ax.barh(row, work.end - work.start, left=work.start, height=0.8, color=colour, edgecolor="white")
+                    color = WORK_COLORS[work.kind]
+                    ax.barh(row, work.end - work.start, left=work.start, height=0.8, color=color, edgecolor="white")
                     place = (work.start + work.end) / 2, row
-                    ax.text(*place, f"{work.kind}{work.number}", ha="center", va="center", color=ink_on(colour))
+                    ax.text(*place, f"{work.kind}{work.number}", ha="center", va="center", color=ink_on(color))
             ax.set_yticks(range(len(stages)), [f"stage {row}" for row in range(len(stages))])
             ax.set(ylim=(len(stages) - 0.5, -0.5))
             ax.set_title(f"{name}: {idle:.0%} of the step is bubble (empty)")
@@ -111,12 +111,12 @@ def draw_sent(runs: Mapping[str, Mapping[str, int]]) -> tuple[Figure, Axes]:
         for row, sent in enumerate(runs.values()):
             left = 0.0
             for op, sent_bytes in sent.items():
-                ax.barh(row, sent_bytes / MB, left=left, height=0.62, color=OP_COLOURS[op], linewidth=0)
+                ax.barh(row, sent_bytes / MB, left=left, height=0.62, color=OP_COLORS[op], linewidth=0)
                 left += sent_bytes / MB
-            ax.text(left, row, f" {in_mb(sum(sent.values()))}", va="center", color=TEXT_COLOUR)
+            ax.text(left, row, f" {in_mb(sum(sent.values()))}", va="center", color=TEXT_COLOR)
         ax.set_yticks(range(len(runs)), list(runs))
         ax.set(xlabel="sent by rank 0 in a step (MB)", ylim=(len(runs) - 0.5, -0.5))
-        ax.legend(handles=swatches({op: OP_COLOURS[op] for op in ops}), loc="lower right")
+        ax.legend(handles=swatches({op: OP_COLORS[op] for op in ops}), loc="lower right")
     told = [f"{name}: {', '.join(f'{op} {in_mb(size)} MB' for op, size in sent.items())}." for name, sent in runs.items()]
     put_in_words(fig, " ".join(["Bytes that rank 0 sends in a step.", *told]))
     return fig, ax

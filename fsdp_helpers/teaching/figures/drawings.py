@@ -1,4 +1,4 @@
-"""Diagrams: the bytes of a step, the units of a model, the slices of a checkpoint. Nothing here is measured.
+"""Diagrams: the bytes of a step, the units of a model, the shards of a checkpoint. Nothing here is measured.
 
 Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
 """
@@ -12,16 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import nn
 
-from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
+from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.stages import OWN, SLICE, WHOLE, Stage
+from fsdp_helpers.teaching.figures.stages import OWN, SHARD, WHOLE, Stage
 from fsdp_helpers.teaching.figures.style import (
     HATCH,
-    OP_COLOURS,
-    SERIES_COLOURS,
-    STATE_COLOURS,
+    OP_COLORS,
+    SERIES_COLORS,
+    STATE_COLORS,
     figure_style,
     height_of,
     ink_on,
@@ -29,15 +28,16 @@ from fsdp_helpers.teaching.figures.style import (
 )
 from fsdp_helpers.teaching.figures.words import (
     cut_in_words,
-    slices_in_words,
+    shards_in_words,
     step_in_words,
     streams_in_words,
     units_in_words,
 )
+from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
-ROOT_COLOUR = "#e5e7eb"
-UNIT_COLOURS = (STATE_COLOURS["parameters"], STATE_COLOURS["gradients"])
-ROWS = ("parameters", "gradients", "optimiser")
+ROOT_COLOR = "#e5e7eb"
+UNIT_COLORS = (STATE_COLORS["parameters"], STATE_COLORS["gradients"])
+ROWS = ("parameters", "gradients", "optimizer")
 KEY = (
     "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
 )
@@ -56,8 +56,8 @@ def draw_step(stages: Sequence[Stage], num_ranks: int = 2) -> tuple[Figure, Axes
         for rank in range(num_ranks):
             ax.text(-0.35, rank + 0.42, f"rank {rank}", ha="right", va="center", weight="bold")
             for row, name in enumerate(ROWS):
-                ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", fontsize=8, color=TEXT_COLOUR)
-        ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=8, color=TEXT_COLOUR)
+                ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", fontsize=8, color=TEXT_COLOR)
+        ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=8, color=TEXT_COLOR)
         ax.set(xlim=(-0.62, len(stages) - 0.25), ylim=(num_ranks + 0.25, -0.28))
         ax.axis("off")
     put_in_words(fig, step_in_words(stages, num_ranks))
@@ -69,15 +69,13 @@ def _draw_rank(ax: Axes, column: int, rank: int, stage: Stage, num_ranks: int) -
         has = getattr(stage, name)
         for part in range(num_ranks):
             left, width = column + 0.72 * part / num_ranks, 0.72 / num_ranks
-            filled = has in (WHOLE, OWN) or (has == SLICE and part == rank)
-            box = Rectangle((left, rank + _top_of(row)), width, 0.2, facecolor=STATE_COLOURS[name], linewidth=0)
+            filled = has in (WHOLE, OWN) or (has == SHARD and part == rank)
+            box = Rectangle((left, rank + _top_of(row)), width, 0.2, facecolor=STATE_COLORS[name], linewidth=0)
             if has == OWN:
                 box.set(hatch=HATCH, edgecolor="white")
             if filled:
                 ax.add_patch(box)
-            frame = Rectangle(
-                (left, rank + _top_of(row)), width, 0.2, fill=False, edgecolor=FRAME_COLOUR, linewidth=0.8
-            )
+            frame = Rectangle((left, rank + _top_of(row)), width, 0.2, fill=False, edgecolor=FRAME_COLOR, linewidth=0.8)
             ax.add_patch(frame)
 
 
@@ -86,8 +84,8 @@ def _top_of(row: int) -> float:
 
 
 def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
-    ax.annotate("", (left + 0.22, middle), (left, middle), arrowprops={"arrowstyle": "-|>", "color": TEXT_COLOUR})
-    ax.text(left + 0.11, middle - 0.05, label, ha="center", va="bottom", fontsize=8, color=TEXT_COLOUR)
+    ax.annotate("", (left + 0.22, middle), (left, middle), arrowprops={"arrowstyle": "-|>", "color": TEXT_COLOR})
+    ax.text(left + 0.11, middle - 0.05, label, ha="center", va="bottom", fontsize=8, color=TEXT_COLOR)
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
@@ -111,7 +109,7 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
             label = "parameters, gathered ahead" if ahead else "parameters"
             _draw_stretch(ax, row, backward - ahead, backward + 1, label)
             _draw_stretch(ax, row, backward, backward + 1, "gradients", gradients=True)
-        ax.axvline(turn, color=TEXT_COLOUR, linestyle=":", linewidth=1)
+        ax.axvline(turn, color=TEXT_COLOR, linestyle=":", linewidth=1)
         for middle, label in ((turn / 2, "forward"), ((turn + end) / 2, "backward")):
             ax.text(middle, -0.62, label, ha="center", va="bottom", weight="bold")
         ax.set_yticks(range(len(units)), [f"{root} (root)", *below])
@@ -124,9 +122,9 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
 
 
 def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, gradients: bool = False) -> None:
-    colour = STATE_COLOURS["gradients" if gradients else "parameters"]
+    color = STATE_COLORS["gradients" if gradients else "parameters"]
     lane = row + 0.17 if gradients else row - 0.17
-    ax.barh(lane, end - start, left=start, height=0.32, color=colour, edgecolor="white")
+    ax.barh(lane, end - start, left=start, height=0.32, color=color, edgecolor="white")
     ax.text(
         (start + end) / 2, lane, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white"
     )
@@ -134,16 +132,16 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
 
 def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
     """Draw the two queues of a GPU for each choice, one below the other; `given` says what it was computed from."""
-    colours = {"forward": FRAME_COLOUR, "backward": TEXT_COLOUR, **OP_COLOURS}
+    colors = {"forward": FRAME_COLOR, "backward": TEXT_COLOR, **OP_COLORS}
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.9 * len(choices)), layout="constrained")
         names = []
         for name, spans in choices.items():
             for queue in (ARITHMETIC, COMMUNICATION):
                 for span in (span for span in spans if span.queue == queue):
-                    _draw_span(ax, len(names), span, colours[span.what])
+                    _draw_span(ax, len(names), span, colors[span.what])
                 names.append(f"{name}: {queue}")
-        handles = swatches({span.what: colours[span.what] for spans in choices.values() for span in spans})
+        handles = swatches({span.what: colors[span.what] for spans in choices.values() for span in spans})
         fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="numbers are units")
         ax.set_yticks(range(len(names)), names)
         ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=f"time (ms), not measured: computed from {given}")
@@ -151,27 +149,27 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
     return fig, ax
 
 
-def _draw_span(ax: Axes, row: int, span: Span, colour: str) -> None:
+def _draw_span(ax: Axes, row: int, span: Span, color: str) -> None:
     width_ms, left_ms = 1e3 * (span.end_s - span.start_s), 1e3 * span.start_s
     ax.barh(
-        row, width_ms, left=left_ms, height=height_of(span.what, 0.7), color=colour, edgecolor="white", linewidth=0.5
+        row, width_ms, left=left_ms, height=height_of(span.what, 0.7), color=color, edgecolor="white", linewidth=0.5
     )
     middle_ms = left_ms + width_ms / 2
     ax.text(middle_ms, row, str(span.unit), ha="center", va="center_baseline", fontsize=7, color="white")
 
 
 def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """Draw the modules with parameters, a column per choice: named units in two blues in turn, the root in grey."""
+    """Draw the modules with parameters, a column per choice: named units in two blues in turn, the root in gray."""
     leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     named = dict.fromkeys(unit for units in choices.values() for unit in units)
-    colours = {"root": ROOT_COLOUR} | dict(zip(named, cycle(UNIT_COLOURS), strict=False))
+    colors = {"root": ROOT_COLOR} | dict(zip(named, cycle(UNIT_COLORS), strict=False))
     with figure_style():
         fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
         for column, units in enumerate(choices.values()):
             for row, leaf in enumerate(leaves):
                 owner = _owner(leaf, units)
-                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colours[owner], linewidth=0))
-                ax.text(column, row, owner, ha="center", va="center", color=ink_on(colours[owner]))
+                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colors[owner], linewidth=0))
+                ax.text(column, row, owner, ha="center", va="center", color=ink_on(colors[owner]))
         sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
         labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
         ax.set_yticks(range(len(leaves)), labels, family="monospace")
@@ -204,21 +202,21 @@ def _owner(leaf: str, units: Sequence[str]) -> str:
     return max(around, key=len, default="root")
 
 
-def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
-    """Draw which rank wrote which slice: one row per tensor, from its first value to its last, one bar per slice.
+def draw_shards(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
+    """Draw which rank wrote which shard: one row per tensor, from its first value to its last, one bar per shard.
 
     A row's height grows with the tensor's bytes, from a least height at which its name can be read.
     """
-    ranks = sorted({part.rank for entry in entries for part in entry.slices})
-    colours = dict(zip(ranks, cycle(SERIES_COLOURS[1:]), strict=False))
+    ranks = sorted({part.rank for entry in entries for part in entry.shards})
+    colors = dict(zip(ranks, cycle(SERIES_COLORS[1:]), strict=False))
     heights = _row_heights(entries)
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 1 + 0.24 * sum(heights)), layout="constrained")
         middles = []
         for entry, height in zip(entries, heights, strict=True):
             middles.append(sum(heights[: len(middles)]) + height / 2)
-            for part in entry.slices:
-                _draw_slice(ax, entry, part, (middles[-1], 0.9 * height), colours[part.rank])
+            for part in entry.shards:
+                _draw_shard(ax, entry, part, (middles[-1], 0.9 * height), colors[part.rank])
         ax.set_yticks(middles, [f"{entry.name}  {list(entry.shape)}  {entry.num_bytes:,} B" for entry in entries])
         ax.tick_params(axis="y", length=0)
         ax.set(
@@ -226,9 +224,9 @@ def draw_slices(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
             ylim=(sum(heights), 0),
             xlabel="along the first dimension (fraction of the tensor); numbers are rows",
         )
-        handles = [Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks]
+        handles = [Patch(color=colors[rank], label=f"rank {rank}") for rank in ranks]
         fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
-    put_in_words(fig, slices_in_words(entries))
+    put_in_words(fig, shards_in_words(entries))
     return fig, ax
 
 
@@ -238,12 +236,12 @@ def _row_heights(entries: Sequence[TensorEntry]) -> list[float]:
     return [1 + 4 * entry.num_bytes / largest for entry in entries]
 
 
-def _draw_slice(ax: Axes, entry: TensorEntry, part: SliceEntry, row: tuple[float, float], colour: str) -> None:
+def _draw_shard(ax: Axes, entry: TensorEntry, part: ShardEntry, row: tuple[float, float], color: str) -> None:
     """One bar in `row`, its middle and height; it says the rank and, of a tensor with rows, how many they are."""
     num_rows, all_rows = (part.sizes[0], entry.shape[0]) if entry.shape else (1, 1)
     width, left = num_rows / all_rows, (part.offsets[0] if part.offsets else 0) / all_rows
     middle, height = row
-    ax.barh(middle, width, left=left, color=colour, edgecolor="white", height=height)
+    ax.barh(middle, width, left=left, color=color, edgecolor="white", height=height)
     text = f"rank {part.rank}: {num_rows:,}" if entry.shape else f"rank {part.rank}"
     text = text if width > 0.12 else f"{num_rows:,}"
-    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7, color=ink_on(colour))
+    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7, color=ink_on(color))

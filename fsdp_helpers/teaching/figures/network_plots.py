@@ -8,13 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.findings import slowed_by, titled
 from fsdp_helpers.teaching.figures.plot_words import bandwidths_in_words, sentences
-from fsdp_helpers.teaching.figures.style import STRATEGY_COLOURS, figure_style
+from fsdp_helpers.teaching.figures.style import STRATEGY_COLORS, figure_style
+from fsdp_helpers.training.palette import TEXT_COLOR
 
 MBIT = 1e6
 BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f} % lower rates"
@@ -31,13 +31,13 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
     between = np.geomspace(min(bandwidths), max(bandwidths))
     network_s = 8 * limited[0]["sent_bytes"] / (between * MBIT)
     shortest_s, longest_s = zip(*(step_range_s(unlimited_s, one_s) for one_s in network_s), strict=True)
-    colour = STRATEGY_COLOURS["ddp"]
+    color = STRATEGY_COLORS["ddp"]
     with figure_style():
         fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-        ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color=TEXT_COLOUR, label="measured")
-        ax.fill_between(between, milli(shortest_s), milli(longest_s), color=colour, alpha=0.15, label=BAND)
-        ax.plot(between, milli(network_s), "--", color=colour, label="sent bytes / bandwidth")
-        ax.axhline(1000 * unlimited_s, linestyle=":", color=TEXT_COLOUR, label="measured, unlimited")
+        ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color=TEXT_COLOR, label="measured")
+        ax.fill_between(between, milli(shortest_s), milli(longest_s), color=color, alpha=0.15, label=BAND)
+        ax.plot(between, milli(network_s), "--", color=color, label="sent bytes / bandwidth")
+        ax.axhline(1000 * unlimited_s, linestyle=":", color=TEXT_COLOR, label="measured, unlimited")
         ax.set(xscale="log", yscale="log", xlabel="bandwidth (Mbit/s)", ylabel="step time (ms)")
         ax.set_xticks(bandwidths, [f"{bandwidth:,.0f}" for bandwidth in bandwidths])
         ax.set_xticks([], minor=True)

@@ -7,13 +7,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fsdp_helpers.measuring.errors import ErrorRow
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, smallest_that_fits, titled
 from fsdp_helpers.teaching.figures.plot_words import errors_in_words, fits_in_words, sentences, waterfall_in_words
-from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLOURS, SERIES_COLOURS, figure_style
+from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLORS, SERIES_COLORS, figure_style
+from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 NEAR = 0.01  # of the measured peak
 MODEL_SHIFT = 0.2  # between the marks of two models
@@ -38,16 +38,16 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
     below = [0.0] * len(plans)
     for category in CATEGORIES.values():
         sizes = [plan.by_category()[category] / GB for plan in plans]
-        look = {"color": PEAK_COLOURS[category]}
+        look = {"color": PEAK_COLORS[category]}
         ax.bar(places, sizes, bottom=below, width=0.7, label=category, linewidth=0, **look)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
     outside = [plan.cluster.allowance_bytes / GB for plan in plans]
-    ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="none", edgecolor=FRAME_COLOUR)
+    ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="none", edgecolor=FRAME_COLOR)
     memory = plans[0].cluster.device_memory_bytes / GB
     ax.axhline(memory, color="#b91c1c", linestyle="--", label=f"{memory:.0f} GB")
     for place, plan in enumerate(plans):
         top = plan.needed_bytes / GB
-        ax.text(place, top, f"{top:,.0f}", ha="center", va="bottom", color=TEXT_COLOUR)
+        ax.text(place, top, f"{top:,.0f}", ha="center", va="bottom", color=TEXT_COLOR)
     ax.set_xticks(places, [f"{plan.cluster.world_size:,}" for plan in plans])
     highest = max(memory, max(plan.needed_bytes for plan in plans) / GB)
     ax.set(xlabel="ranks, each with the same batch", ylabel="on one rank (GB)", ylim=(0, 1.1 * highest))
@@ -61,8 +61,8 @@ def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figur
         for ax, (name, rows) in zip(axes[0], plans.items(), strict=True):
             for down, row in enumerate(rows):
                 for across, plan in enumerate(row):
-                    colour = FITS if plan.fits else FITS_NOT
-                    ax.add_patch(plt.Rectangle((across - 0.5, down - 0.5), 1, 1, color=colour, linewidth=0))
+                    color = FITS if plan.fits else FITS_NOT
+                    ax.add_patch(plt.Rectangle((across - 0.5, down - 0.5), 1, 1, color=color, linewidth=0))
                     text = f"{plan.needed_bytes / GB:,.0f}" + ("" if plan.fits else " ✗")
                     ax.text(across, down, text, ha="center", va="center", fontsize=8, color="black")
             ax.set_xticks(range(len(rows[0])), [f"{plan.cluster.world_size:,}" for plan in rows[0]])
@@ -88,15 +88,15 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
                     continue
                 beside = MODEL_SHIFT * (shift - (len(models) - 1) / 2)
                 places = [variants.index(row.variant) + beside + (0.0 if real else 0.08) for row in chosen]
-                colour = SERIES_COLOURS[1:][shift]
-                look = {"facecolor": colour if real else "none", "edgecolor": colour, "marker": marker}
+                color = SERIES_COLORS[1:][shift]
+                look = {"facecolor": color if real else "none", "edgecolor": color, "marker": marker}
                 label = f"{model}, {'real ranks' if real else 'a rank of N'}"
                 ax.scatter(places, [100 * row.error for row in chosen], s=22, label=label, **look)
-        ax.axhspan(-100 * NEAR, 100 * NEAR, color=FRAME_COLOUR, alpha=0.2, zorder=0)
-        ax.axhline(0, color=FRAME_COLOUR, linewidth=0.8, zorder=0)
+        ax.axhspan(-100 * NEAR, 100 * NEAR, color=FRAME_COLOR, alpha=0.2, zorder=0)
+        ax.axhline(0, color=FRAME_COLOR, linewidth=0.8, zorder=0)
         ax.set_xticks(range(len(variants)), [variant.replace(" ", "\n") for variant in variants])
         finding = errors_within([row.error for row in rows], NEAR)
-        ax.set(ylabel="predicted / measured - 1 (%)", title=f"{finding}; grey: {100 * NEAR:.0f} %")
+        ax.set(ylabel="predicted / measured - 1 (%)", title=f"{finding}; gray: {100 * NEAR:.0f} %")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     put_in_words(fig, sentences(finding, errors_in_words(rows)))
     return fig, ax

@@ -10,7 +10,6 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from fsdp_helpers.measuring.copies import OffloadCopy
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
@@ -39,7 +38,7 @@ from fsdp_helpers.teaching.figures.plot_words import (
     sentences,
     traffic_in_words,
 )
-from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOUR, STRATEGY_COLOURS, figure_style
+from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
 from fsdp_helpers.teaching.figures.timelines import (
     draw_collectives,
     draw_copies,
@@ -47,6 +46,7 @@ from fsdp_helpers.teaching.figures.timelines import (
     draw_notes,
     unit_copies,
 )
+from fsdp_helpers.training.palette import TEXT_COLOR
 
 HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
@@ -76,7 +76,7 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
         for ax, image, label, digit in zip(axes[0], images, right, shown, strict=True):
             ax.imshow(image[0].cpu().numpy(), cmap="gray_r")
             ax.axis("off")
-            wrong = {} if digit == label else {"color": PEAK_COLOUR, "weight": "bold"}
+            wrong = {} if digit == label else {"color": PEAK_COLOR, "weight": "bold"}
             ax.set_title(f"{digit} ≠ {label}" if wrong else digit, loc="center", **wrong)
     put_in_words(fig, digits_in_words(right, shown))
     return fig, axes[0]
@@ -107,7 +107,7 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
         "all-gather: parameters are whole": gather.end_s,
         "forward has kept its activations": forward.end_s,
         "backward has made whole gradients": reduce.start_s,
-        "reduce-scatter: slices of the mean": reduce.end_s,
+        "reduce-scatter: shards of the mean": reduce.end_s,
     }
 
 
@@ -171,7 +171,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
         for place, (name, by_ranks) in enumerate(peaks.items()):
             sizes = [size / num_params for size in by_ranks.values()]
             style = "--" if strategies[place] in strategies[:place] else "-"
-            look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLOURS[strategies[place]]}
+            look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLORS[strategies[place]]}
             ax.plot(list(by_ranks), sizes, style, label=name, **look)
             ends.append((max(by_ranks), sizes[-1], name))
         last = max(x for x, _, _ in ends)
@@ -206,10 +206,10 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
         for place, rung in enumerate(rungs):
             predicted = rung.predicted_bytes / MB
             label = "predicted" if place == 0 else None
-            memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color=TEXT_COLOUR, linewidth=2, label=label)
+            memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color=TEXT_COLOR, linewidth=2, label=label)
             change = f" ({(peaks[place] - peaks[place - 1]) / MB:+,.1f})" if place else ""
             right = max(peaks[place] / MB, predicted)
-            memory_ax.text(right, place, f"  {in_mb(peaks[place])}{change}", va="center", color=TEXT_COLOUR)
+            memory_ax.text(right, place, f"  {in_mb(peaks[place])}{change}", va="center", color=TEXT_COLOR)
         draw_times(time_ax, rungs)
         memory_ax.set_yticks(range(len(rungs)), [rung.name for rung in rungs])
         memory_ax.set(title=foot_of_the_ladder(rungs), xlabel=HELD_IN_PEAK, xlim=(0, 1.25 * max(peaks) / MB))
@@ -228,7 +228,7 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
             draw_held_in_peak(memory_ax, chosen)
             for place, row in enumerate(chosen):
                 text = f"  {in_mb(row.peak_bytes)}"
-                memory_ax.text(row.peak_bytes / MB, place, text, va="center", fontsize=8, color=TEXT_COLOUR)
+                memory_ax.text(row.peak_bytes / MB, place, text, va="center", fontsize=8, color=TEXT_COLOR)
             draw_times(time_ax, chosen)
             memory_ax.set_yticks(range(len(chosen)), [row.label for row in chosen])
             memory_ax.set(title=least_of_the_comparison(chosen), xlabel=HELD_IN_PEAK)

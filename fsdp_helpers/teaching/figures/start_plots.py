@@ -6,10 +6,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.plot_words import orders_in_words
-from fsdp_helpers.teaching.figures.style import OP_COLOURS, figure_style
+from fsdp_helpers.teaching.figures.style import OP_COLORS, figure_style
+from fsdp_helpers.training.palette import TEXT_COLOR
 
 
 def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
@@ -19,8 +19,8 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
         for row, order in enumerate(orders.values()):
             for place, entry in enumerate(order):
                 gathers = entry.startswith("gather")
-                colour = OP_COLOURS["all_gather"] if gathers else TEXT_COLOUR
-                ax.barh(row, 0.9, left=place, height=0.6, color=colour)
+                color = OP_COLORS["all_gather"] if gathers else TEXT_COLOR
+                ax.barh(row, 0.9, left=place, height=0.6, color=color)
                 ax.text(place + 0.45, row, entry, ha="center", va="center", color="white")
         ax.set_yticks(range(len(orders)), list(orders))
         ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; numbers are blocks")

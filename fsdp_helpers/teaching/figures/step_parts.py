@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_helpers.measuring.unit_trace import RankUnits, UnitTrace
-from fsdp_helpers.palette import FRAME_COLOUR
 from fsdp_helpers.records import Collective
-from fsdp_helpers.teaching.figures.style import STATE_COLOURS
+from fsdp_helpers.teaching.figures.style import STATE_COLORS
+from fsdp_helpers.training.palette import FRAME_COLOR
 
 LEFT, RIGHT, GAP = 140, 950, 4  # of the picture's width of 960; between two units
 ROW, ROW_GAP = 22, 5  # Adam's two moments take two rows
-TOPS = {"optimiser": (82, 276), "gradients": (131, 249), "parameters": (158, 222)}  # of rank 0, of rank 1
+TOPS = {"optimizer": (82, 276), "gradients": (131, 249), "parameters": (158, 222)}  # of rank 0, of rank 1
 HATCH = "url(#hatch)"
 MANY = 8  # gradients of a unit that are drawn one by one; more come in that many groups
 OTHER = {0: 1, 1: 0}
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A unit's place from left to right, with its halves: the slices of rank 0 and of rank 1."""
+    """A unit's place from left to right, with its halves: the shards of rank 0 and of rank 1."""
 
     left: float
     width: float
@@ -98,39 +98,39 @@ def parts(step: UnitTrace) -> Iterator[Part]:
 
 
 def _frames(place: Place, rank: int) -> Iterator[Part]:
-    look = f' stroke="{FRAME_COLOUR}" stroke-width="0.8" fill-opacity="0.08"'
+    look = f' stroke="{FRAME_COLOR}" stroke-width="0.8" fill-opacity="0.08"'
     for name, tops in TOPS.items():
-        yield Part(shape=place.box(tops[rank], _height(name), FRAME_COLOUR, look))
+        yield Part(shape=place.box(tops[rank], _height(name), FRAME_COLOR, look))
 
 
 def _height(name: str) -> float:
-    return 2 * ROW if name == "optimiser" else ROW
+    return 2 * ROW if name == "optimizer" else ROW
 
 
 def _kept(place: Place, rank: int) -> Iterator[Part]:
-    """Yield the slices of parameters and optimiser state, which never leave."""
-    for name in ("parameters", "optimiser"):
-        yield Part(shape=place.half(rank).box(TOPS[name][rank], _height(name), STATE_COLOURS[name]))
+    """Yield the shards of parameters and optimizer state, which never leave."""
+    for name in ("parameters", "optimizer"):
+        yield Part(shape=place.half(rank).box(TOPS[name][rank], _height(name), STATE_COLORS[name]))
 
 
 def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the other rank's parameter slice: it comes with each all-gather, and goes when the unit is freed."""
+    """Yield the other rank's parameter shard: it comes with each all-gather, and goes when the unit is freed."""
     top, its_top = TOPS["parameters"][rank], TOPS["parameters"][OTHER[rank]]
     keys: list[Key] = []
     for number, stay in enumerate(seen.stays[unit]):
         theirs = step.ranks[OTHER[rank]].stays[unit][number].gather
         begins_s = max(stay.gather.start_s, theirs.start_s)  # nothing flows before both are there
         keys += _blink(begins_s, its_top - top, stay.gather.end_s, 0, stay.freed_s)
-    shape = place.half(OTHER[rank]).box(top, ROW, STATE_COLOURS["parameters"], ' fill-opacity="0.85"')
+    shape = place.half(OTHER[rank]).box(top, ROW, STATE_COLORS["parameters"], ' fill-opacity="0.85"')
     yield Part(shape=shape, keys=tuple(keys))
 
 
 def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the slice of the mean until zero_grad, whole gradients tensor by tensor, and their halves on the way."""
+    """Yield the shard of the mean until zero_grad, whole gradients tensor by tensor, and their halves on the way."""
     top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
     reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
     begins_s = max(reduce.start_s, theirs.start_s)
-    mean = place.half(rank).box(top, ROW, STATE_COLOURS["gradients"])
+    mean = place.half(rank).box(top, ROW, STATE_COLORS["gradients"])
     yield Part(
         shape=mean,
         keys=(

@@ -1,6 +1,6 @@
-"""The look of all figures: one colour per strategy through the series, one per kind of state.
+"""The look of all figures: one color per strategy through the series, one per kind of state.
 
-A colour never stands alone: a label, a hatch, a line's pattern or a fixed order repeats what it says.
+A color never stands alone: a label, a hatch, a line's pattern or a fixed order repeats what it says.
 """
 
 import sys
@@ -15,25 +15,25 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fsdp_helpers.palette import BLUE, TEXT_STYLE
 from fsdp_helpers.planning.plan import CATEGORIES
 from fsdp_helpers.teaching.figures.descriptions import describe
+from fsdp_helpers.training.palette import BLUE, TEXT_STYLE
 
-# After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any colour vision.
+# After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any color vision.
 ORANGE, GREEN, VERMILION, PURPLE = "#e69f00", "#009e73", "#d55e00", "#cc79a7"
-STATE_COLOURS = {"parameters": BLUE, "gradients": "#56b4e9", "optimiser": "#c6e2f5"}
+STATE_COLORS = {"parameters": BLUE, "gradients": "#56b4e9", "optimizer": "#c6e2f5"}
 # What a rank has within a step: its state, and what is there for a while.
 WHOLE_GRADIENTS = "whole gradients"
-PEAK_COLOURS = {
-    CATEGORIES["parameters"]: STATE_COLOURS["parameters"],
-    CATEGORIES["gradients"]: STATE_COLOURS["gradients"],
-    CATEGORIES["optimizer"]: STATE_COLOURS["optimiser"],
-    WHOLE_GRADIENTS: STATE_COLOURS["gradients"],
+PEAK_COLORS = {
+    CATEGORIES["parameters"]: STATE_COLORS["parameters"],
+    CATEGORIES["gradients"]: STATE_COLORS["gradients"],
+    CATEGORIES["optimizer"]: STATE_COLORS["optimizer"],
+    WHOLE_GRADIENTS: STATE_COLORS["gradients"],
     CATEGORIES["gathered"]: "#d97706",
     CATEGORIES["activations"]: "#059669",
     CATEGORIES["buffers"]: "#9ca3af",
 }
-STRATEGY_COLOURS = {
+STRATEGY_COLORS = {
     "local": "#6b7280",
     "ddp": BLUE,
     "fsdp": ORANGE,
@@ -41,10 +41,10 @@ STRATEGY_COLOURS = {
     "fsdp-offload": PURPLE,
 }
 # For runs, ranks and units, in this order: everything except strategies.
-SERIES_COLOURS = ("#6b7280", BLUE, ORANGE, VERMILION, GREEN, PURPLE)
-PHASE_COLOURS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # sheer: the page shows through
+SERIES_COLORS = ("#6b7280", BLUE, ORANGE, VERMILION, GREEN, PURPLE)
+PHASE_COLORS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # sheer: the page shows through
 # Darker, since numbers are written on them in white.
-OP_COLOURS = {
+OP_COLORS = {
     "all_gather": "#00735c",
     "reduce_scatter": "#b34700",
     "all_reduce": BLUE,
@@ -54,14 +54,14 @@ OP_COLOURS = {
 }
 REDUCING = ("reduce_scatter", "all_reduce")
 HATCH = "////"  # one meaning in every figure: gradients of a rank's own images, not yet averaged
-PEAK_COLOUR = "#c2500a"
+PEAK_COLOR = "#c2500a"
 LINE_PATTERNS = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 IN_WORDS = "font-size:0.85em;opacity:0.8;max-width:60em"
 FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"  # of what is drawn as SVG
 STYLE = {
     **TEXT_STYLE,
-    "axes.prop_cycle": cycler(color=SERIES_COLOURS),
+    "axes.prop_cycle": cycler(color=SERIES_COLORS),
     "figure.dpi": 110,
     "font.size": 9,
     "axes.spines.top": False,
@@ -72,9 +72,9 @@ STYLE = {
 }
 
 
-def ink_on(colour: str) -> str:
-    """Return black or white, whichever is easier to read on a colour."""
-    red, green, blue = (value**2.2 for value in to_rgb(colour))
+def ink_on(color: str) -> str:
+    """Return black or white, whichever is easier to read on a color."""
+    red, green, blue = (value**2.2 for value in to_rgb(color))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue  # as in WCAG 2.2
     return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
 
@@ -84,12 +84,10 @@ def height_of(op: str, row: float) -> float:
     return 0.55 * row if op in REDUCING else row
 
 
-def swatches(colours: Mapping[str, str]) -> list[Line2D]:
+def swatches(colors: Mapping[str, str]) -> list[Line2D]:
     """Return one swatch per name for a legend, as high as the bars of that collective."""
     look = {"linestyle": "-", "solid_capstyle": "butt"}
-    return [
-        Line2D([], [], color=colour, linewidth=height_of(op, 8), label=op, **look) for op, colour in colours.items()
-    ]
+    return [Line2D([], [], color=color, linewidth=height_of(op, 8), label=op, **look) for op, color in colors.items()]
 
 
 def figure_style() -> AbstractContextManager:

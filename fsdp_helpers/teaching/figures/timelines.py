@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
-from fsdp_helpers.palette import FRAME_COLOUR, TEXT_COLOUR
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
-from fsdp_helpers.teaching.figures.style import OP_COLOURS, PHASE_COLOURS, height_of, swatches
+from fsdp_helpers.teaching.figures.style import OP_COLORS, PHASE_COLORS, height_of, swatches
+from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 NARROW = 0.05  # of the time line: a bar this narrow has no room for its number
 
@@ -18,14 +18,14 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
     times_ms = [1e3 * time_s for time_s in (*curve.times_s, curve.end_s)]
     sizes_mb = [size / MB for size in (*curve.allocated_bytes, curve.allocated_bytes[-1])]
     for phase in curve.phases:
-        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
+        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLORS[phase.name], linewidth=0)
         middle_ms = 500 * (phase.start_s + phase.end_s)
-        ax.text(middle_ms, 0.02, phase.name, transform=ax.get_xaxis_transform(), ha="center", color=TEXT_COLOUR)
-    ax.step(times_ms, sizes_mb, where="post", color=TEXT_COLOUR, linewidth=1.2)
+        ax.text(middle_ms, 0.02, phase.name, transform=ax.get_xaxis_transform(), ha="center", color=TEXT_COLOR)
+    ax.step(times_ms, sizes_mb, where="post", color=TEXT_COLOR, linewidth=1.2)
     peak_mb = curve.peak_bytes / MB
-    ax.axhline(peak_mb, color=FRAME_COLOUR, linestyle=":", linewidth=1)
+    ax.axhline(peak_mb, color=FRAME_COLOR, linestyle=":", linewidth=1)
     place = {"transform": ax.get_yaxis_transform(), "va": "center"}
-    ax.text(1, peak_mb, f" peak {in_mb(curve.peak_bytes)} MB", color=TEXT_COLOUR, **place)
+    ax.text(1, peak_mb, f" peak {in_mb(curve.peak_bytes)} MB", color=TEXT_COLOR, **place)
     ax.set(xlabel="time in the step (ms)", ylabel="allocated (MB)", ylim=(0, 1.15 * peak_mb))
 
 
@@ -36,8 +36,8 @@ def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None
         place = max(0, bisect_right(curve.times_s, time_s) - 1)
         height_mb = (1.12 + 0.12 * above) * peak_mb
         line = [curve.allocated_bytes[place] / MB, height_mb]
-        ax.plot([1e3 * time_s] * 2, line, color=TEXT_COLOUR, linewidth=0.8, marker="o", markevery=[0], markersize=3)
-        ax.text(1e3 * time_s, height_mb, f" {text}", va="center", fontsize=8, color=TEXT_COLOUR)
+        ax.plot([1e3 * time_s] * 2, line, color=TEXT_COLOR, linewidth=0.8, marker="o", markevery=[0], markersize=3)
+        ax.text(1e3 * time_s, height_mb, f" {text}", va="center", fontsize=8, color=TEXT_COLOR)
     if notes:
         ax.set(ylim=(0, (1.12 + 0.12 * len(notes)) * peak_mb))
 
@@ -49,10 +49,10 @@ def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
     for rank, trace in enumerate(traces):
         for phase in trace.curve.phases:
             width_ms = 1e3 * (phase.end_s - phase.start_s)
-            ax.barh(rank, width_ms, left=1e3 * phase.start_s, color=PHASE_COLOURS[phase.name], height=0.9)
+            ax.barh(rank, width_ms, left=1e3 * phase.start_s, color=PHASE_COLORS[phase.name], height=0.9)
             if rank == 0:
                 middle_ms = 1e3 * phase.start_s + width_ms / 2
-                ax.text(middle_ms, -0.5, phase.name, ha="center", va="bottom", fontsize=8, color=TEXT_COLOUR)
+                ax.text(middle_ms, -0.5, phase.name, ha="center", va="bottom", fontsize=8, color=TEXT_COLOR)
         _draw_row(ax, rank, trace.collectives, length_ms)
     _name_operations(ax, [seen for trace in traces for seen in trace.collectives])
     ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
@@ -63,15 +63,15 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
     """Draw collectives as bars on the first line; below them each unit's copies, to the device and to the host."""
     lines = ("collectives", TO_DEVICE, TO_HOST)
     for phase in trace.curve.phases:
-        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLOURS[phase.name], linewidth=0)
-        ax.text(500 * (phase.start_s + phase.end_s), -0.55, phase.name, ha="center", va="bottom", color=TEXT_COLOUR)
+        ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLORS[phase.name], linewidth=0)
+        ax.text(500 * (phase.start_s + phase.end_s), -0.55, phase.name, ha="center", va="bottom", color=TEXT_COLOR)
     length_s = max([phase.end_s for phase in trace.curve.phases] + [seen.end_s for seen in trace.collectives])
     for seen in trace.collectives:
         width_s = max(seen.end_s - seen.start_s, 0.004 * length_s)  # visible, however short
         ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, **_look(seen.op))
     for unit, way, start_s in unit_copies(copies, units):
         line, time_ms = lines.index(way), 1e3 * (start_s - trace.began_s)
-        ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color=TEXT_COLOUR, markersize=5)
+        ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color=TEXT_COLOR, markersize=5)
         ax.text(time_ms, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top", fontsize=8)
     _name_operations(ax, trace.collectives)
     ax.set_yticks(range(len(lines)), lines)
@@ -105,20 +105,20 @@ def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms:
             narrow.append(seen.sent_bytes)
     if narrow:
         text = f" {len(narrow)} narrow bar{'s' * (len(narrow) > 1)}: {in_mb(sum(narrow))}"
-        ax.text(length_ms, rank, text, va="center", fontsize=8, color=TEXT_COLOUR)
+        ax.text(length_ms, rank, text, va="center", fontsize=8, color=TEXT_COLOR)
 
 
 def _look(op: str) -> dict:
-    return {"color": _colour(op), "height": height_of(op, 0.6), "linewidth": 0}
+    return {"color": _color(op), "height": height_of(op, 0.6), "linewidth": 0}
 
 
-def _colour(op: str) -> str:
-    return OP_COLOURS.get(op, TEXT_COLOUR)
+def _color(op: str) -> str:
+    return OP_COLORS.get(op, TEXT_COLOR)
 
 
 def _name_operations(ax: Axes, collectives: Sequence[Collective]) -> None:
-    """Put the operations' colours and heights above the axes on the right, beside the title."""
-    colours = {seen.op: _colour(seen.op) for seen in collectives}
+    """Put the operations' colors and heights above the axes on the right, beside the title."""
+    colors = {seen.op: _color(seen.op) for seen in collectives}
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-    if colours:
-        ax.legend(handles=swatches(colours), ncols=len(colours), **place)
+    if colors:
+        ax.legend(handles=swatches(colors), ncols=len(colors), **place)

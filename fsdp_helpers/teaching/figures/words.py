@@ -6,14 +6,14 @@ from fsdp_helpers.checkpointing.index import TensorEntry
 from fsdp_helpers.measuring.unit_trace import UnitTrace
 from fsdp_helpers.planning.streams import Span
 from fsdp_helpers.quantities import in_mb
-from fsdp_helpers.teaching.figures.stages import NOTHING, OWN, SLICE, WHOLE, Stage
+from fsdp_helpers.teaching.figures.stages import NOTHING, OWN, SHARD, WHOLE, Stage
 
 PHRASES = {
     WHOLE: "every rank has all {name}",
     OWN: "every rank has all {name}, of its own images only",
     NOTHING: "there are no {name}",
 }
-STATE_NAMES = {"parameters": "parameters", "gradients": "gradients", "optimiser": "optimiser state"}
+STATE_NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 
 
 def step_in_words(stages: Sequence[Stage], num_ranks: int) -> str:
@@ -31,11 +31,11 @@ def _stage_in_words(number: int, stage: Stage, num_ranks: int) -> str:
 
 def _state_in_words(kind: str, has: str, num_ranks: int) -> str:
     name = STATE_NAMES[kind]
-    if has != SLICE:
+    if has != SHARD:
         return PHRASES[has].format(name=name)
     if num_ranks == 2:
         return f"rank 0 has the left half of the {name}, rank 1 the right half"
-    return f"each of {num_ranks} ranks has its own slice of the {name}, and no other"
+    return f"each of {num_ranks} ranks has its own shard of the {name}, and no other"
 
 
 def step_of_units_in_words(step: UnitTrace) -> str:
@@ -94,13 +94,13 @@ def streams_in_words(choices: Mapping[str, Sequence[Span]], given: str) -> str:
     return " ".join(told)
 
 
-def slices_in_words(entries: Sequence[TensorEntry]) -> str:
+def shards_in_words(entries: Sequence[TensorEntry]) -> str:
     """Say for each tensor which rank wrote how many of its rows, from first to last."""
     return " ".join(f"{entry.name}: {_listed(list(_written(entry)))}." for entry in entries)
 
 
 def _written(entry: TensorEntry) -> Iterator[str]:
-    for part in entry.slices:
+    for part in entry.shards:
         if entry.shape:
             yield f"rank {part.rank} wrote {part.sizes[0]:,} row{'s' * (part.sizes[0] != 1)}"
         else:

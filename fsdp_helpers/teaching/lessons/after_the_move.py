@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.teaching.lessons.failures.entry import link_to
+from fsdp_helpers.teaching.failures.entry import link_to
 from fsdp_helpers.teaching.lessons.from_ddp import build_model, make_optimizer, shard
 
 SMALL_UNIT = 10_000  # parameters: fewer are not worth a collective
@@ -54,14 +54,14 @@ LEFTOVERS = [
     (
         "weights that DDP broadcasts at the start",
         "one seed, or `broadcast_from_rank0=True`",
-        "slices of different models",
+        "shards of different models",
     ),
     ("`register_comm_hook(fp16_compress_hook)`", "`MixedPrecisionPolicy(reduce_dtype=...)`", "AttributeError"),
     ("`if rank == 0: evaluate(model)`", "every rank evaluates its part", "a hang, or a crash in gloo"),
     (
         "`if rank == 0: torch.save(model.state_dict())`",
         "`dcp.save`, or gather on all and write on one",
-        "one rank's slices",
+        "one rank's shards",
     ),
     ("`Join([model])`", "the same number of batches on every rank", "AttributeError"),
 ]
@@ -81,8 +81,8 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     in_optimizer = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in own for parameter in in_optimizer)
     whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
-    if strangers > len(whole):  # a root that is not resharded hides its slices, so it has as many of either
-        findings.append(f"{strangers} of the optimiser's parameters are not the model's: build it after fully_shard")
+    if strangers > len(whole):  # a root that is not resharded hides its shards, so it has as many of either
+        findings.append(f"{strangers} of the optimizer's parameters are not the model's: build it after fully_shard")
     if whole:
         findings.append(f"{len(whole)} parameters are whole, {whole[0]} among them: ignored, or reshard() is missing")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -122,7 +122,7 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
         fully_shard(model, mesh=mesh)
     else:
         shard(model, mesh)
-    if case != "optimiser built before":
+    if case != "optimizer built before":
         optimizer = make_optimizer(model)
 
     images = torch.zeros(2, 1, 28, 28, device=rank_device())
@@ -142,8 +142,8 @@ SYMPTOMS = [
     ("nothing: all is well", "no fault", "", ()),
     (
         "the loss stands still",
-        "optimiser built before",
-        "build the optimiser after `fully_shard`",
+        "optimizer built before",
+        "build the optimizer after `fully_shard`",
         ("wrong-optimizer-first",),
     ),
     (

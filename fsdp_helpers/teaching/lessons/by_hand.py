@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import CollectiveCount
@@ -54,9 +54,9 @@ def all_reduce_in_two_halves(rank: int, world_size: int) -> tuple[bool, tuple[Co
 
 
 class FlatUnit:
-    """FSDP's core idea: the parameters of a module as one flat tensor; each rank keeps a slice of it.
+    """FSDP's core idea: the parameters of a module as one flat tensor; each rank keeps a shard of it.
 
-    With P parameters and N ranks a slice has ceil(P / N) values; the last one is padded with zeros.
+    With P parameters and N ranks a shard has ceil(P / N) values; the last one is padded with zeros.
     """
 
     def __init__(self, module: nn.Module, rank: int, world_size: int) -> None:
@@ -70,7 +70,7 @@ class FlatUnit:
         self.free()
 
     def gather(self) -> None:
-        """All-gather the slices of all ranks into the whole tensor, and make the module's parameters views of it."""
+        """All-gather the shards of all ranks into the whole tensor, and make the module's parameters views of it."""
         whole = self.shard.new_empty(sum(self.sizes) + self.padding)
         dist.all_gather_into_tensor(whole, self.shard.data)
         views = whole[: sum(self.sizes)].split(self.sizes)
@@ -78,14 +78,14 @@ class FlatUnit:
             parameter.data = view.view(shape)
 
     def reduce_gradients(self) -> None:
-        """Reduce-scatter the whole gradients: summed over the ranks, so that each rank gets a slice of the mean."""
+        """Reduce-scatter the whole gradients: summed over the ranks, so that each rank gets a shard of the mean."""
         whole = self._flatten([parameter.grad for parameter in self.parameters])
         self.shard.grad = torch.empty_like(self.shard)
         dist.reduce_scatter_tensor(self.shard.grad, whole)
         self.shard.grad /= self.world_size
 
     def free(self) -> None:
-        """Keep the slice only."""
+        """Keep the shard only."""
         for parameter in self.parameters:
             parameter.data = self.shard.new_empty(0)
             parameter.grad = None
@@ -96,13 +96,13 @@ class FlatUnit:
 
 
 def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
-    """Train sharded, with one unit: gather, forward, backward, reduce-scatter, free, step on the slice."""
+    """Train sharded, with one unit: gather, forward, backward, reduce-scatter, free, step on the shard."""
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
     model = build_model(config.model, dropout=config.dropout).to(rank_device())
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
-    unit = FlatUnit(model, rank, world_size)  # from here on a rank keeps its slice
+    unit = FlatUnit(model, rank, world_size)  # from here on a rank keeps its shard
     optimizer = torch.optim.Adam([unit.shard], lr=config.learning_rate, fused=True)
     torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
 

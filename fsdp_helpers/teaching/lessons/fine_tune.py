@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import checkpoint_name, find_newest
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
-from fsdp_helpers.llama import Llama
+from fsdp_helpers.models.llama import Llama
+from fsdp_helpers.models.shapes import llama_from_config
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.shapes import llama_from_config
 from fsdp_helpers.teaching.lessons.language import backward_by_tokens, rank_parts
 from fsdp_helpers.teaching.lessons.language_memory import chunked_loss
 from fsdp_helpers.teaching.lessons.starts import fill_buffers

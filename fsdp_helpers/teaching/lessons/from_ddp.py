@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from fsdp_helpers.data import load_data
+from fsdp_helpers.data.images import load_data
+from fsdp_helpers.models.shapes import VIT_SHAPES
+from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.shapes import VIT_SHAPES
-from fsdp_helpers.vit import ViT
 
 TRAIN_IMAGES = 384  # eight steps to an epoch, so that a run of twenty steps ends within its third
 TEST_IMAGES = 120
@@ -98,7 +98,7 @@ def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> I
 
 @torch.no_grad()
 def update_average(average: nn.Module, model: nn.Module) -> None:
-    """Move the running average (EMA) of the weights a little towards the model's."""
+    """Move the running average (EMA) of the weights a little toward the model's."""
     for mean, own in zip(average.parameters(), model.parameters(), strict=True):
         mean.lerp_(own, 1 - KEPT)
 
@@ -236,7 +236,7 @@ def evaluate_on_all_ranks(average: nn.Module) -> float:
 
 
 def load_from_ddp(path: str, model: nn.Module, average: nn.Module, optimizer: AdamW) -> int:
-    """Read DDP's checkpoint on rank 0 and hand each rank its slices; return the number of steps that are done."""
+    """Read DDP's checkpoint on rank 0 and hand each rank its shards; return the number of steps that are done."""
     weights, adam, averages, step = {}, {}, {}, [0]
     if dist.get_rank() == 0:
         checkpoint = torch.load(path, mmap=True, weights_only=True)

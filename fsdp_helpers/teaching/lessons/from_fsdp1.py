@@ -1,4 +1,4 @@
-"""Old FSDP1 checkpoints, in slices and in one file, with Adam's state: written by FSDP1, read by FSDP2. For notebook 14."""
+"""Old FSDP1 checkpoints, in shards and in one file, with Adam's state: written by FSDP1, read by FSDP2. For notebook 14."""
 
 import warnings
 from pathlib import Path
@@ -22,15 +22,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 
+from fsdp_helpers.models.vit import Block
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.teaching.lessons.from_ddp import build_model, load_steps, make_optimizer, mean_over_ranks, shard
-from fsdp_helpers.vit import Block
 
 MOVED_AT, LAST_STEP = 10, 16  # steps
 
 
 def train_fsdp1(rank: int, world_size: int, folder: str) -> list[float]:
-    """Train under FSDP1 and save after step MOVED_AT, in slices and in one file; return the losses of all steps."""
+    """Train under FSDP1 and save after step MOVED_AT, in shards and in one file; return the losses of all steps."""
     warnings.simplefilter("ignore")  # each of these calls is deprecated, which is why the job moves
     model = FSDP(
         build_model(seed=0),
@@ -40,13 +40,13 @@ def train_fsdp1(rank: int, world_size: int, folder: str) -> list[float]:
     )
     optimizer = make_optimizer(model)
     losses = take_steps(model, optimizer, rank, world_size, 0, MOVED_AT)
-    save_in_slices(f"{folder}/slices", model, optimizer)
+    save_in_shards(f"{folder}/shards", model, optimizer)
     save_in_one_file(f"{folder}/one_file.pt", model, optimizer)
     return losses + take_steps(model, optimizer, rank, world_size, MOVED_AT, LAST_STEP)
 
 
-def save_in_slices(folder: str, model: FSDP, optimizer: AdamW) -> None:
-    """Let every rank write its own slices: a "sharded" checkpoint."""
+def save_in_shards(folder: str, model: FSDP, optimizer: AdamW) -> None:
+    """Let every rank write its own shards: a "sharded" checkpoint."""
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
         dcp.save(state, checkpoint_id=folder)
@@ -72,34 +72,34 @@ def count_twins(path: str) -> tuple[int, int]:
 
 
 def write_one_file(folder: str) -> str:
-    """Make one file of the slices, laid out as FSDP1's own; return its path. One process does it."""
-    path = str(Path(folder) / "from_slices.pt")
+    """Make one file of the shards, laid out as FSDP1's own; return its path. One process does it."""
+    path = str(Path(folder) / "from_shards.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it loads without a process group
-        dcp_to_torch_save(f"{folder}/slices", path)
+        dcp_to_torch_save(f"{folder}/shards", path)
     return path
 
 
 def go_on_with_fsdp2(rank: int, world_size: int, checkpoint: str) -> list[float]:
-    """Return the losses after MOVED_AT, under FSDP2, from a folder with FSDP1's slices or from its one file."""
-    warnings.simplefilter("ignore")  # slices of FSDP1 are ShardedTensors, which are deprecated
+    """Return the losses after MOVED_AT, under FSDP2, from a folder with FSDP1's shards or from its one file."""
+    warnings.simplefilter("ignore")  # shards of FSDP1 are ShardedTensors, which are deprecated
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = shard(build_model(seed=1), mesh)
     optimizer = make_optimizer(model)
-    read = read_slices if Path(checkpoint).is_dir() else read_one_file
+    read = read_shards if Path(checkpoint).is_dir() else read_one_file
     read(checkpoint, model, optimizer)
     return take_steps(model, optimizer, rank, world_size, MOVED_AT, LAST_STEP)
 
 
-def read_slices(folder: str, model: nn.Module, optimizer: AdamW) -> None:
+def read_shards(folder: str, model: nn.Module, optimizer: AdamW) -> None:
     """Read this rank's rows of every tensor, whichever ranks wrote them."""
-    weights, adam = get_state_dict(model, optimizer)  # this rank's slices, to be read into
+    weights, adam = get_state_dict(model, optimizer)  # this rank's shards, to be read into
     dcp.load({"model": weights, "optimizer": adam}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=adam)
 
 
 def read_one_file(path: str, model: nn.Module, optimizer: AdamW) -> None:
-    """Read the file on rank 0 and hand each rank its slices. FSDP1 saves Adam's state by name: nothing is renamed."""
+    """Read the file on rank 0 and hand each rank its shards. FSDP1 saves Adam's state by name: nothing is renamed."""
     state = {"model": {}, "optimizer": {}}
     if dist.get_rank() == 0:
         state = torch.load(path, mmap=True, weights_only=True)
@@ -109,12 +109,12 @@ def read_one_file(path: str, model: nn.Module, optimizer: AdamW) -> None:
 
 
 def compare_moments(rank: int, world_size: int, folder: str, one_file: str) -> dict[str, tuple[int, float]]:
-    """Compare what FSDP2's Adam has after reading the slices with the one file: by moment, tensors and difference."""
+    """Compare what FSDP2's Adam has after reading the shards with the one file: by moment, tensors and difference."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = shard(build_model(seed=1), mesh)
     optimizer = make_optimizer(model)
-    read_slices(f"{folder}/slices", model, optimizer)
+    read_shards(f"{folder}/shards", model, optimizer)
     options = StateDictOptions(full_state_dict=True)
     mine = get_state_dict(model, optimizer, options=options)[1]["state"]
     theirs = torch.load(one_file, weights_only=True)["optimizer"]["state"]

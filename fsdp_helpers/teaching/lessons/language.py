@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config
-from fsdp_helpers.llama import IGNORED, Llama, Loss, generate
+from fsdp_helpers.models.llama import IGNORED, Llama, Loss, generate
+from fsdp_helpers.models.shapes import llama_from_config
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.shapes import llama_from_config
 from fsdp_helpers.teaching.lessons.starts import fill_buffers
 
 Batch = tuple[Tensor, Tensor]  # token numbers and targets, (N, length) each

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config
-from fsdp_helpers.llama import Llama, summed_loss
 from fsdp_helpers.measuring.memory import state_bytes, trace_memory
+from fsdp_helpers.models.llama import Llama, summed_loss
+from fsdp_helpers.models.shapes import LlamaShape, llama_from_config
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve, StateBytes
-from fsdp_helpers.shapes import LlamaShape, llama_from_config
 from fsdp_helpers.teaching.lessons.language import (
     backward_by_tokens,
     mean_loss,

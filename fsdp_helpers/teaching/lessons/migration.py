@@ -12,10 +12,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.models.vit import Block
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.training.worker import first_batches
-from fsdp_helpers.vit import Block
 
 Parts = list[tuple[Tensor, Tensor]]
 loss_of = nn.CrossEntropyLoss()
@@ -96,10 +96,10 @@ ARGUMENTS = [
     ("process_group", "`mesh`", "`init_device_mesh`; also says on which device"),
     ("device_mesh", "`mesh`", "one dimension, or two for hybrid sharding"),
     ("sharding_strategy=FULL_SHARD", "`reshard_after_forward=True`", "the root is kept, unless you say True"),
-    ("sharding_strategy=SHARD_GRAD_OP", "`reshard_after_forward=False`", "a number N keeps one slice in N"),
-    ("sharding_strategy=HYBRID_SHARD", "a mesh of two dimensions", "copies first, slices second"),
+    ("sharding_strategy=SHARD_GRAD_OP", "`reshard_after_forward=False`", "a number N keeps one shard in N"),
+    ("sharding_strategy=HYBRID_SHARD", "a mesh of two dimensions", "copies first, shards second"),
     ("sharding_strategy=NO_SHARD", "`DistributedDataParallel`", ""),
-    ("cpu_offload", "`offload_policy=CPUOffloadPolicy()`", "the optimiser then steps on the host"),
+    ("cpu_offload", "`offload_policy=CPUOffloadPolicy()`", "the optimizer then steps on the host"),
     ("auto_wrap_policy", "a loop over the units", "inner ones first, the root last"),
     ("backward_prefetch", "built in", "otherwise `set_modules_to_backward_prefetch`"),
     ("forward_prefetch", "`set_modules_to_forward_prefetch`", "on each unit"),
@@ -116,6 +116,6 @@ METHODS = [
     ("with model.no_sync()", "`set_requires_gradient_sync(False)`", "until it is set to True again"),
     ("model.clip_grad_norm_(m)", "`nn.utils.clip_grad_norm_`", "returns a DTensor: call `full_tensor()`"),
     ("summon_full_params(model)", "`unshard()`, or `full_tensor()`", "one parameter at a time needs less"),
-    ("state_dict_type(...)", "`get_model_state_dict(model, ...)`", "`state_dict()` alone returns the slices"),
+    ("state_dict_type(...)", "`get_model_state_dict(model, ...)`", "`state_dict()` alone returns the shards"),
     ("optim_state_dict(...)", "`get_optimizer_state_dict(...)`", "the same names as the model's"),
 ]

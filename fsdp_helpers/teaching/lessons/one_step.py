@@ -15,12 +15,12 @@ from torch.profiler import record_function
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.measuring.unit_trace import RankUnits, UnitHooks, UnitTrace, read_unit_trace, unit_trace
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.shapes import ViTShape
 from fsdp_helpers.training.worker import first_batches, versions
-from fsdp_helpers.vit import ViT
 
 KEPT_TRACE, KEPT_PICTURE = Path("reference", "step-trace.json"), Path("images", "step.svg")
 TRIES = 3

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import clip_gradients
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
@@ -39,7 +39,7 @@ def show_all_reduce(rank: int, world_size: int) -> tuple[list[float], list[float
     """Return what this rank puts into an all-reduce, and what it gets back."""
     values = torch.tensor([1.0, 10.0, 100.0], device=rank_device()) * (rank + 1)
     before = values.tolist()
-    dist.all_reduce(values, op=dist.ReduceOp.SUM)  # in place, and the same on every rank afterwards
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)  # in place, and the same on every rank afterward
     return before, values.tolist()
 
 
@@ -78,7 +78,7 @@ def nest_by_hand(rank: int, world_size: int) -> str:
 
 
 def norms_of_a_gradient(rank: int, world_size: int, config: TrainConfig) -> tuple[float, float]:
-    """Return the norm of this rank's slice of the first step's gradient, and the norm that clipping works with."""
+    """Return the norm of this rank's shard of the first step's gradient, and the norm that clipping works with."""
     images, labels = first_batches(rank, world_size, config)[0]
     torch.manual_seed(config.seed)
     model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
@@ -98,7 +98,7 @@ def train_your_own(rank: int, world_size: int) -> list[float]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # after sharding: it must see the slices
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # after sharding: it must see the shards
 
     losses = []
     for _ in range(2):  # the second step is a steady one
@@ -114,11 +114,11 @@ def train_your_own(rank: int, world_size: int) -> list[float]:
 
 
 def losses_when_built(rank: int, world_size: int, when: str) -> list[float]:
-    """Return four losses of one linear layer, whose optimiser is built "before" or "after" `fully_shard`."""
+    """Return four losses of one linear layer, whose optimizer is built "before" or "after" `fully_shard`."""
     torch.manual_seed(0)
     model = nn.Linear(8, 1).to(rank_device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # it holds the whole parameters ...
-    fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))  # ... now slices
+    fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))  # ... now shards
     if when == "after":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -19,14 +19,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.vit import Block, ViT
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.shapes import ViTShape
 from fsdp_helpers.sharding.strategies import unit_names
 from fsdp_helpers.teaching.lessons.starts import shard_blocks
 from fsdp_helpers.training.worker import first_batches
-from fsdp_helpers.vit import Block, ViT
 
 LEARNING_RATE = 0.01  # of SGD, which sees whether a gradient is right; Adam would hide a wrong factor
 
@@ -184,7 +184,7 @@ def clip_by_mesh(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def clip_in_two_dimensions(rank: int, world_size: int, config: TrainConfig, max_norm: float) -> dict[str, str]:
-    """Clip the gradient of one batch in two ways; return the norms that they report, and the norm afterwards."""
+    """Clip the gradient of one batch in two ways; return the norms that they report, and the norm afterward."""
     # A norm over both dimensions takes two reductions; torch would say so. They are of a single number.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = init_device_mesh(rank_device().type, (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
@@ -197,5 +197,5 @@ def clip_in_two_dimensions(rank: int, world_size: int, config: TrainConfig, max_
     except (RuntimeError, ValueError) as error:
         found["clip_grad_norm_"] = str(error).partition(",")[0]
     found["clip_by_mesh"] = f"{clip_by_mesh(model, max_norm):.6f}"
-    found["afterwards"] = f"{clip_by_mesh(model, max_norm):.6f}"
+    found["afterward"] = f"{clip_by_mesh(model, max_norm):.6f}"
     return found

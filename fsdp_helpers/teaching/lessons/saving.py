@@ -22,9 +22,9 @@ from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import UNFINISHED, checkpoint_name
 from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import Dataset
+from fsdp_helpers.data.images import Dataset
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve, RunRecord, SavingRecord
@@ -84,13 +84,13 @@ def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> 
     dist.barrier()
 
 
-def save_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do what is at the heart of `save`: every rank writes its slices, under the names of the plain model."""
+def save_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Do what is at the heart of `save`: every rank writes its shards, under the names of the plain model."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # moments, and settings such as the learning rate
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
 
-def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Do what is at the heart of `load`: every rank reads what it keeps now, from whichever files have it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
     state = {"model": model_state, "optimizer": optimizer_state}
@@ -99,7 +99,7 @@ def load_slices(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
 
 
 class AppState(Stateful):
-    """Model and optimiser as one entry of a checkpoint: DCP calls these methods itself."""
+    """Model and optimizer as one entry of a checkpoint: DCP calls these methods itself."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -139,7 +139,7 @@ def save_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.o
 
 
 def load_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load with `dcp.load`, which fills what is in the dict; for a new optimiser there is nothing in it yet."""
+    """Load with `dcp.load`, which fills what is in the dict; for a new optimizer there is nothing in it yet."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
@@ -149,13 +149,13 @@ def load_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.o
 def resume_through(
     rank: int, world_size: int, config: TrainConfig, way: str, folder: str
 ) -> tuple[int, int, list[float]]:
-    """Train half of the steps, save, start again, load and go on, with the lines of "slices" or of "plain" above.
+    """Train half of the steps, save, start again, load and go on, with the lines of "shards" or of "plain" above.
 
-    Returns for how many parameters the optimiser had a state before the load and after it, and the losses.
+    Returns for how many parameters the optimizer had a state before the load and after it, and the losses.
     """
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
-    save_it, load_it = (save_slices, load_slices) if way == "slices" else (save_plainly, load_plainly)
+    save_it, load_it = (save_shards, load_shards) if way == "shards" else (save_plainly, load_plainly)
     built = _build(config, seed=config.seed)
     losses = _train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
     model, optimizer, schedule = built
@@ -173,7 +173,7 @@ def resume_through(
 def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:
     """Train half of the steps, save, start again and load: what if one thing does not come back?
 
-    `lost` is "nothing", "optimiser", "schedule" or "data position".
+    `lost` is "nothing", "optimizer", "schedule" or "data position".
     """
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
@@ -183,8 +183,8 @@ def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, f
 
     model, optimizer, schedule = _build(config, seed=config.seed + 1)  # a new process knows nothing of the old one
     extra = load(folder, model, optimizer)
-    if lost == "optimiser":
-        optimizer, schedule = _optimise(model, config)
+    if lost == "optimizer":
+        optimizer, schedule = _optimize(model, config)
         optimizer.param_groups[0]["lr"] = extra["schedule"]["_last_lr"][0]
     if lost == "schedule":
         optimizer.param_groups[0]["lr"] = config.learning_rate
@@ -207,7 +207,7 @@ def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: i
 
 
 def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and an optimiser with a state worth saving."""
+    """Return a model and an optimizer with a state worth saving."""
     dataset = load_rank_data(config, rank_device())
     model, optimizer, schedule = _build(config, seed=config.seed)
     _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)
@@ -218,10 +218,10 @@ def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple
 def _build(config: TrainConfig, seed: int) -> Built:
     torch.manual_seed(seed)
     model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
-    return model, *_optimise(model, config)
+    return model, *_optimize(model, config)
 
 
-def _optimise(
+def _optimize(
     model: nn.Module, config: TrainConfig
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.measuring.memory import state_bytes
+from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.vit import Block, ViT
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import CollectiveCount, StateBytes
-from fsdp_helpers.shapes import ViTShape
 from fsdp_helpers.teaching.lessons.starts import shard_blocks
-from fsdp_helpers.vit import Block, ViT
 
 STEPS = 4
 
@@ -56,7 +56,7 @@ def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
-    """Return losses, the optimiser's number of parameters, and the largest difference between the two ends afterwards.
+    """Return losses, the optimizer's number of parameters, and the largest difference between the two ends afterward.
 
     `cut` is that of `cut_tied`, or "not sharded".
     """
@@ -145,7 +145,7 @@ def train_ignoring(rank: int, world_size: int, shape: ViTShape, averaged: bool) 
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.positions})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # slices and a whole tensor, one by one
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # shards and a whole tensor, one by one
     torch.manual_seed(rank)  # every rank sees images of its own
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -18,10 +18,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.vit import Block, ViT
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve
-from fsdp_helpers.shapes import ViTShape
-from fsdp_helpers.vit import Block, ViT
 
 SEED = 0
 Build = Callable[[], nn.Module]
@@ -56,7 +56,7 @@ def start_whole(build: Build, mesh: DeviceMesh) -> nn.Module:
 
 
 def start_on_meta(build: Build, mesh: DeviceMesh) -> nn.Module:
-    """Start with shapes, then allocate this rank's slices. Their content is garbage, in buffers too."""
+    """Start with shapes, then allocate this rank's shards. Their content is garbage, in buffers too."""
     with torch.device("meta"):
         model = build()
     return shard_blocks(model, mesh).to_empty(device=rank_device())
@@ -69,8 +69,8 @@ def fill_buffers(model: nn.Module) -> None:
             module.fill_buffers()
 
 
-def draw_own_slices(build: Build, mesh: DeviceMesh) -> nn.Module:
-    """Let every rank draw the values of its own slices."""
+def draw_own_shards(build: Build, mesh: DeviceMesh) -> nn.Module:
+    """Let every rank draw the values of its own shards."""
     model = start_on_meta(build, mesh)
     torch.manual_seed(SEED + dist.get_rank())  # with one seed for all, every rank would draw the same rows
     warnings.filterwarnings(
@@ -178,7 +178,7 @@ def start_fsdp1(build: Build, mesh: DeviceMesh) -> nn.Module:
 
 WAYS: dict[str, Callable[..., nn.Module]] = {
     "whole, then sharded": start_whole,
-    "on meta, own slices drawn": draw_own_slices,
+    "on meta, own shards drawn": draw_own_shards,
     "on meta, layer by layer": draw_layer_by_layer,
     "on meta, sent by rank 0": take_from_rank_0,
     "on meta, FSDP1 unit by unit": start_fsdp1,
@@ -192,7 +192,7 @@ class StartRecord:
     """One start of one model on one rank."""
 
     curve: MemoryCurve  # bytes allocated while it starts
-    slices_bytes: int  # of the parameters that the rank keeps
+    shards_bytes: int  # of the parameters that the rank keeps
     num_tensors: int
     num_equal: int  # of those, equal to a plain start in every bit
     buffers_right: bool
@@ -215,7 +215,7 @@ def measure_start(rank: int, world_size: int, way: str, shape: ViTShape, *path: 
     (buffer,) = model.buffers()
     return StartRecord(
         curve=curve,
-        slices_bytes=curve.held_bytes - buffer.nbytes,
+        shards_bytes=curve.held_bytes - buffer.nbytes,
         num_tensors=len(equal),
         num_equal=sum(equal),
         buffers_right=torch.equal(buffer.cpu(), plain.positions),

@@ -81,11 +81,11 @@ KNOBS = [
         "`initial_load_path`",
     ),
     (
-        "`dcp.save` of slices, or one whole file",
+        "`dcp.save` of shards, or one whole file",
         "`fsdp_state_dict_type`",
         "`state_dict_type`; one whole file by default",
-        "`save_distributed_checkpoint`; slices by default",
-        "`[checkpoint]`; slices",
+        "`save_distributed_checkpoint`; shards by default",
+        "`[checkpoint]`; shards",
     ),
     (
         "`set_requires_gradient_sync(False)`",

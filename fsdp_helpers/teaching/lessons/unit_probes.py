@@ -14,7 +14,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.copies import OffloadCopy, trace_copies
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import StepTrace
 from fsdp_helpers.sharding.strategies import apply_fsdp_offload
@@ -32,7 +32,7 @@ def transformer_in_units(root: bool | None = None, blocks: bool | int = True) ->
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return a rank's slice of a sharded tensor, or all of a plain one."""
+    """Return a rank's shard of a sharded tensor, or all of a plain one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -81,7 +81,7 @@ def doubled_after_evaluation(rank: int, world_size: int, reshard_first: bool) ->
 def copies_apart(rank: int, world_size: int, seed_per_rank: bool) -> dict[str, float]:
     """Start two hybrid copies from meta; return the largest difference between them, before and after 5 steps."""
     warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws its own values
-    mesh = init_device_mesh(rank_device().type, (2, world_size // 2), mesh_dim_names=("copies", "slices"))
+    mesh = init_device_mesh(rank_device().type, (2, world_size // 2), mesh_dim_names=("copies", "shards"))
     with torch.device("meta"):
         layer = nn.Linear(8, 8)
     model = fully_shard(layer, mesh=mesh).to_empty(device=rank_device())

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
-from fsdp_helpers.models import build_model
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.teaching.lessons.by_hand import FlatUnit
@@ -20,7 +20,7 @@ from fsdp_helpers.training.worker import first_batches
 
 
 class HookedUnit:
-    """A unit that gathers itself before its module computes, and frees itself afterwards.
+    """A unit that gathers itself before its module computes, and frees itself afterward.
 
     The parameters are views of one flat tensor, `whole`, for as long as they live. To free them is to empty its
     *storage*: autograd keeps the views that backward needs, but no bytes. To gather them is to fill it again.
@@ -50,7 +50,7 @@ class HookedUnit:
         self.gathering.wait()
 
     def free(self) -> None:
-        """Keep the slice only, whoever still holds the parameters."""
+        """Keep the shard only, whoever still holds the parameters."""
         self.whole.untyped_storage().resize_(0)
         self.gathering, self.num_missing = None, len(self.parameters)
 
@@ -61,7 +61,7 @@ class HookedUnit:
             self.free()
 
     def reduce_gradients(self) -> None:
-        """Reduce-scatter the gradients: each rank gets its slice of the mean, and the whole gradients are freed."""
+        """Reduce-scatter the gradients: each rank gets its shard of the mean, and the whole gradients are freed."""
         whole = self._flatten([parameter.grad for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.grad = None
@@ -75,7 +75,7 @@ class HookedUnit:
 
 
 def shard_by_hand(model: nn.Module, rank: int, world_size: int) -> list[nn.Parameter]:
-    """Make each of `model.blocks` a unit, and a root of the rest; return what the optimiser steps, the slices."""
+    """Make each of `model.blocks` a unit, and a root of the rest; return what the optimizer steps, the shards."""
     in_blocks = set(model.blocks.parameters())
     root = HookedUnit([p for p in model.parameters() if p not in in_blocks], rank, world_size)
     model.register_forward_pre_hook(lambda *_: root.gather())  # and stays whole until its last gradient has arrived
@@ -131,4 +131,4 @@ def bytes_after_forward(rank: int, world_size: int, empties_storage: bool) -> di
             pass
         del outputs
     (at_mark, _) = trace.between_marks("between forward and backward")[0]
-    return {"slice": unit.shard.nbytes, "allocated": at_mark}
+    return {"shard": unit.shard.nbytes, "allocated": at_mark}

@@ -10,9 +10,9 @@ from pathlib import Path
 from IPython.display import Markdown, display
 
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.teaching.lessons.failures import gallery, tools
-from fsdp_helpers.teaching.lessons.failures.entry import SYMPTOMS, Failure, Numbers
-from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY, Seen
+from fsdp_helpers.teaching.failures import gallery, tools
+from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers
+from fsdp_helpers.teaching.failures.gallery import GALLERY, Seen
 from fsdp_helpers.teaching.page import show
 
 MOST_OF_ERROR = 600  # characters
@@ -31,9 +31,9 @@ def index() -> Markdown:
 def card(name: str) -> bool:
     """Run a failure and its fix, and show the card; return whether both came out as the card says."""
     failure = gallery.find(name)
-    broken, mended = gallery.run_broken(failure), gallery.run_mended(failure)
-    draw(failure, broken, mended)
-    return gallery.comes_out_as_said(failure, broken) and gallery.is_mended(failure, mended)
+    broken, fixed = gallery.run_broken(failure), gallery.run_fixed(failure)
+    draw(failure, broken, fixed)
+    return gallery.comes_out_as_said(failure, broken) and gallery.is_fixed(failure, fixed)
 
 
 def kept_card(name: str) -> None:
@@ -41,7 +41,7 @@ def kept_card(name: str) -> None:
     failure = gallery.find(name)
     record = json.loads(KEPT.read_text())[name]
     display(Markdown("*From a kept run of this failure's test, not run in this notebook.*"))
-    draw(failure, seen_from(record["broken"]), seen_from(record["mended"]))
+    draw(failure, seen_from(record["broken"]), seen_from(record["fixed"]))
 
 
 def seen_from(record: dict) -> Seen:
@@ -49,7 +49,7 @@ def seen_from(record: dict) -> Seen:
     return Seen(**record | {"numbers": tuple(record["numbers"])})
 
 
-def draw(failure: Failure, broken: Seen, mended: Seen) -> None:
+def draw(failure: Failure, broken: Seen, fixed: Seen) -> None:
     """Show the five parts of a card, and the code that they are about."""
     display(show.source(failure.broken))
     display(
@@ -57,8 +57,8 @@ def draw(failure: Failure, broken: Seen, mended: Seen) -> None:
             f"**What you see**\n\n```text\n{as_text(broken)}\n```\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}"
         )
     )
-    display(show.difference(failure.broken, failure.mended))
-    display(Markdown(f"**The proof**\n\n{proof(mended, failure.right())}"))
+    display(show.difference(failure.broken, failure.fixed))
+    display(Markdown(f"**The proof**\n\n{proof(fixed, failure.right())}"))
 
 
 def reasons(failure: Failure) -> str:
@@ -79,12 +79,12 @@ def in_words(numbers: Numbers) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
 
 
-def proof(mended: Seen, right: Numbers) -> str:
-    """Return the table that compares the mended run with the right numbers."""
-    if not mended.numbers:
-        return f"```text\n{as_text(mended)}\n```"
+def proof(fixed: Seen, right: Numbers) -> str:
+    """Return the table that compares the fixed run with the right numbers."""
+    if not fixed.numbers:
+        return f"```text\n{as_text(fixed)}\n```"
     lines = ["| | " + " | ".join(right) + " |", "| :-- |" + " --: |" * len(right)]
-    rows = [(f"mended, rank {rank}", numbers) for rank, numbers in enumerate(mended.numbers)] + [("right", right)]
+    rows = [(f"fixed, rank {rank}", numbers) for rank, numbers in enumerate(fixed.numbers)] + [("right", right)]
     lines += [f"| {what} | " + " | ".join(f"{numbers[name]:.6g}" for name in right) + " |" for what, numbers in rows]
     return "\n".join(lines)
 
@@ -95,7 +95,7 @@ def keep(names: Iterable[str], path: Path = KEPT) -> None:
     for failure in map(gallery.find, names):
         kept[failure.name] = {
             "broken": asdict(gallery.run_broken(failure)),
-            "mended": asdict(gallery.run_mended(failure)),
+            "fixed": asdict(gallery.run_fixed(failure)),
         }
     path.write_text(json.dumps(kept, indent=1) + "\n")
 

@@ -8,9 +8,9 @@ from pygments import lex
 from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, String, _TokenType
 
-# Plain colours, legible on white and on black: JupyterLab drops the theme's own, `var(--jp-...)`, from the outputs of a
+# Plain colors, legible on white and on black: JupyterLab drops the theme's own, `var(--jp-...)`, from the outputs of a
 # notebook that was not run on this machine.
-COLOURS = {
+COLORS = {
     Comment: "#5f7f7f",
     String: "#c2410c",
     Number: "#15803d",
@@ -42,7 +42,7 @@ class Listing:
         caption = escape(self.caption)
         return (
             f'<div style="{FRAME}"><div style="{CAPTION}">{caption}</div>'
-            f'<pre style="{CODE}" tabindex="0" aria-label="{caption}">{coloured(self.code, self.language)}</pre></div>'
+            f'<pre style="{CODE}" tabindex="0" aria-label="{caption}">{colored(self.code, self.language)}</pre></div>'
         )
 
     def __repr__(self) -> str:
@@ -64,20 +64,20 @@ class SideBySide:
         return "\n\n".join(map(repr, self.listings))
 
 
-def coloured(code: str, language: str) -> str:
-    """Return `code` as HTML, with neighbours of one colour together."""
-    tokens = ((_colour(kind), text) for kind, text in lex(code, get_lexer_by_name(language, stripnl=False)))
+def colored(code: str, language: str) -> str:
+    """Return `code` as HTML, with neighbors of one color together."""
+    tokens = ((_color(kind), text) for kind, text in lex(code, get_lexer_by_name(language, stripnl=False)))
     return "".join(_parts(tokens)).rstrip("\n")
 
 
 def _parts(tokens: Iterator[tuple[str | None, str]]) -> Iterator[str]:
-    for colour, group in groupby(tokens, key=lambda token: token[0]):
+    for color, group in groupby(tokens, key=lambda token: token[0]):
         text = escape("".join(text for _, text in group), quote=False)
-        yield text if colour is None else f'<span style="color:{colour}">{text}</span>'
+        yield text if color is None else f'<span style="color:{color}">{text}</span>'
 
 
-def _colour(kind: _TokenType) -> str | None:
-    """Return the colour of this kind of token, or of the next more general kind that has one."""
-    while kind is not None and kind not in COLOURS:
+def _color(kind: _TokenType) -> str | None:
+    """Return the color of this kind of token, or of the next more general kind that has one."""
+    while kind is not None and kind not in COLORS:
         kind = kind.parent
-    return COLOURS.get(kind)
+    return COLORS.get(kind)

@@ -33,10 +33,10 @@ class PlanPicture:
         return f"{self.verdict}. {self.details}"
 
     def _repr_html_(self) -> str:
-        mark, colour = ("✓", GREEN) if self.fits else ("✗", RED)
+        mark, color = ("✓", GREEN) if self.fits else ("✗", RED)
         data = b64encode(self.svg.encode()).decode()
         return (
-            f'<div style="{VERDICT}{colour}" role="status">{mark} {escape(self.verdict)}</div>'
+            f'<div style="{VERDICT}{color}" role="status">{mark} {escape(self.verdict)}</div>'
             f"<div>{escape(self.details)}</div>"
             f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(self.words)}" '
             f'style="width:100%;max-width:{WIDTH}px">'

@@ -9,8 +9,8 @@ from leftovers import PROJECT
 
 from fsdp_helpers.teaching.exercises import auto_wrap, fsdp, on_ranks
 from fsdp_helpers.teaching.exercises.answers import NotYet, exercise, expect
-from fsdp_helpers.teaching.lessons.failures.entry import CHAPTER, SYMPTOMS
-from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY
+from fsdp_helpers.teaching.failures.entry import CHAPTER, SYMPTOMS
+from fsdp_helpers.teaching.failures.gallery import GALLERY
 
 EXERCISES = sorted((PROJECT / "fsdp_helpers/teaching/exercises").glob("*.py"))
 NAME = re.compile(rf'"((?:{"|".join(SYMPTOMS)})-[a-z0-9-]+)"')

@@ -5,8 +5,8 @@ import pytest
 from fsdp_helpers.teaching.exercises import diagnosis
 from fsdp_helpers.teaching.exercises.answers import NotYet
 from fsdp_helpers.teaching.exercises.diagnosis import admit, cause_of, check_diagnosis
-from fsdp_helpers.teaching.lessons.failures import gallery
-from fsdp_helpers.teaching.lessons.failures.gallery import RUN, Seen
+from fsdp_helpers.teaching.failures import gallery
+from fsdp_helpers.teaching.failures.gallery import RUN, Seen
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class TestUnit(BuildTestsOnRanks):
     name = "my_unit"
     checker = staticmethod(fsdp.check_unit)
     worker = staticmethod(fsdp.train_readers_unit)
-    alone = (UNPADDED,)  # gloo aborts a rank on slices that differ in length
+    alone = (UNPADDED,)  # gloo aborts a rank on shards that differ in length
     starter = "on 2 ranks, my_unit.py fails: TypeError: a Unit needs `shard`"
     wrong = [
         ([("        self.shard.grad /= self.world_size\n", "")], "one process.*wrong-summed-loss"),
@@ -54,10 +54,10 @@ class TestUnit(BuildTestsOnRanks):
             "on 3 ranks.*instead of .* in step 2",
         ),
         ([("parameter.data = torch.empty(0)", "pass")], "bytes are held after __init__"),
-        ([("        self.free()\n\n", "\n")], "bytes are held after __init__, more than a slice needs"),
+        ([("        self.free()\n\n", "\n")], "bytes are held after __init__, more than a shard needs"),
         (
             [("            parameter.grad = None\n", "            pass\n")],
-            "bytes are held between steps, more than four slices need",
+            "bytes are held between steps, more than four shards need",
         ),
         # only rank 0 frees
         (

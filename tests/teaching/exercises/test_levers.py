@@ -42,7 +42,7 @@ TOGETHER = """    losses = [loss_of(model, *part) / len(parts) for part in parts
     losses[-1].backward()
 """
 BY_SQUARES = """    squares = sum(parameter.grad.to_local().square().sum() for parameter in model.parameters())
-    dist.all_reduce(squares)  # slices are parts of one gradient: their squares add up
+    dist.all_reduce(squares)  # shards are parts of one gradient: their squares add up
     return squares.sqrt()
 """
 CLIPPED = "    return torch.nn.utils.clip_grad_norm_(model.parameters(), {})\n"

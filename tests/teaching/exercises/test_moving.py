@@ -15,7 +15,7 @@ class TestMove(BuildTestsOnRanks):
     file = "."
     starter = "on 2 ranks, rank 0: 10 parameters are whole, module.embed.weight among them"
     wrong = [
-        # 1: the optimiser has the parameters that sharding replaced
+        # 1: the optimizer has the parameters that sharding replaced
         (
             [
                 ("    for block", "    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)\n    for block"),
@@ -57,6 +57,6 @@ class TestMove(BuildTestsOnRanks):
             LEFT_ALONE,
         ),
         # 6
-        ([("get_model_state_dict(model, options=options)", "model.state_dict()")], "in the file is a slice"),
+        ([("get_model_state_dict(model, options=options)", "model.state_dict()")], "in the file is a shard"),
         ([("        fully_shard(block, mesh=mesh)\n", "        pass\n")], "the units are root; one per block"),
     ]

@@ -66,7 +66,7 @@ def test_wrong_counts(answer):
     [
         None,
         lambda layers, device_bytes: ...,
-        lambda layers, device_bytes: math.ceil(4 * sum(layers) / device_bytes),  # the slices alone
+        lambda layers, device_bytes: math.ceil(4 * sum(layers) / device_bytes),  # the shards alone
         lambda layers, device_bytes: fewest_ranks(layers, device_bytes) or 10**6,  # where no number does
         lambda layers, device_bytes: (fewest_ranks(layers, device_bytes) or 0) + 1,
         lambda layers, device_bytes: fewest_ranks([*layers, 0], device_bytes + max(layers)),

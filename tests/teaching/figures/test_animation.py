@@ -12,7 +12,7 @@ from fsdp_helpers.measuring.unit_trace import read_unit_trace
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.teaching.figures import animation
 from fsdp_helpers.teaching.figures.step_parts import HATCH, LEFT, RIGHT, TOPS, Key, Part, places
-from fsdp_helpers.teaching.figures.style import OP_COLOURS, STATE_COLOURS
+from fsdp_helpers.teaching.figures.style import OP_COLORS, STATE_COLORS
 from fsdp_helpers.teaching.lessons.one_step import KEPT_PICTURE, KEPT_TRACE
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -42,8 +42,8 @@ def test_its_bytes_and_times_are_those_of_the_trace(step, kept):
     for size, name in ((curve.peak_bytes, "peak"), (curve.held_bytes, "held")):
         assert f"{name} {size / MB:.1f}" in texts(kept)
     assert f"{1e3 * step.length_s:.0f} ms" in texts(kept)
-    high = {OP_COLOURS["all_gather"]: animation.LANE}
-    low = {OP_COLOURS["reduce_scatter"]: 0.55 * animation.LANE}
+    high = {OP_COLORS["all_gather"]: animation.LANE}
+    low = {OP_COLORS["reduce_scatter"]: 0.55 * animation.LANE}
     ends = [(top, top + animation.LANE) for top in animation.LANES]
     bars = [rect for rect in ElementTree.fromstring(kept).iter(f"{SVG}rect") if rect.get("fill") in high | low]
     drawn = [
@@ -81,7 +81,7 @@ def parameters(svg: str, rank: int) -> float:
         float(rect.get("width"))
         for group in [ElementTree.fromstring(svg), *ElementTree.fromstring(svg).iter(f"{SVG}g")]
         for rect in group.findall(f"{SVG}rect")
-        if rect.get("fill") == STATE_COLOURS["parameters"] and float(rect.get("y")) == TOPS["parameters"][rank]
+        if rect.get("fill") == STATE_COLORS["parameters"] and float(rect.get("y")) == TOPS["parameters"][rank]
         if group.get("transform") is None
     )
 

@@ -7,29 +7,29 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from torch import nn
 
-from fsdp_helpers.checkpointing.index import SliceEntry, TensorEntry
-from fsdp_helpers.models import build_model
+from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings, stages
 from fsdp_helpers.teaching.figures.descriptions import describe
-from fsdp_helpers.teaching.figures.style import SERIES_COLOURS, STATE_COLOURS
+from fsdp_helpers.teaching.figures.style import SERIES_COLORS, STATE_COLORS
 
 
 def entry(name: str, *sizes: int) -> TensorEntry:
     """A tensor of so many rows a rank, each row with 4 values."""
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    slices = tuple(
-        SliceEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
+    shards = tuple(
+        ShardEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
         for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
     )
-    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), slices=slices)
+    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), shards=shards)
 
 
 ONE_NUMBER = TensorEntry(
     name="step",
     dtype=torch.float32,
     shape=(),
-    slices=(SliceEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
+    shards=(ShardEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
 )
 CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
 SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
@@ -38,7 +38,7 @@ DRAWINGS = {
     "draw_step": (stages.FSDP_STEP,),
     "draw_units": (["net", "first", "second"],),
     "draw_cut": (build_model("shallow"), CHOICES),
-    "draw_slices": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
+    "draw_shards": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
 }
 
 
@@ -63,29 +63,29 @@ def test_every_drawing_is_in_the_table():
 
 
 def filled(ax: Axes, kind: str) -> int:
-    """How many slices of one kind of state are filled in a drawing."""
-    return sum(to_hex(box.get_facecolor()) == STATE_COLOURS[kind] and box.get_fill() for box in ax.patches)
+    """How many shards of one kind of state are filled in a drawing."""
+    return sum(to_hex(box.get_facecolor()) == STATE_COLORS[kind] and box.get_fill() for box in ax.patches)
 
 
 def test_a_step_of_fsdp_fills_what_each_rank_has():
     ax = drawings.draw_step(stages.FSDP_STEP, num_ranks=2)[1]
-    # Two ranks, two slices each: parameters are a slice, whole, whole, a slice
+    # Two ranks, two shards each: parameters are a shard, whole, whole, a shard
     assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
     assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
-    assert filled(ax, "optimiser") == 2 * (1 + 1 + 1 + 1)
+    assert filled(ax, "optimizer") == 2 * (1 + 1 + 1 + 1)
     assert sum(bool(box.get_hatch()) for box in ax.patches) == 2 * 2  # before the reduce-scatter, each rank its own
 
 
 def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
     ax = drawings.draw_step(stages.DDP_STEP, num_ranks=3)[1]
-    assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimiser")] == [36, 27, 36]
+    assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimizer")] == [36, 27, 36]
 
 
 def stretches(ax: Axes, kind: str) -> dict[int, list[tuple[float, float]]]:
     """From when to when one kind of state is whole, for each row of the drawing of units."""
     found = {}
     for bar in ax.patches:
-        if to_hex(bar.get_facecolor()) == STATE_COLOURS[kind]:
+        if to_hex(bar.get_facecolor()) == STATE_COLORS[kind]:
             row = round(bar.get_y() + bar.get_height() / 2)
             found.setdefault(row, []).append((bar.get_x(), bar.get_x() + bar.get_width()))
     return found
@@ -115,8 +115,8 @@ def test_streams_are_drawn_where_they_were_computed():
     assert "not measured: computed from 2 ms of forward" in ax.get_xlabel()
 
 
-def test_slices_lie_where_their_rows_are():
-    ax = drawings.draw_slices([entry("weight", 3, 3, 2)])[1]
+def test_shards_lie_where_their_rows_are():
+    ax = drawings.draw_shards([entry("weight", 3, 3, 2)])[1]
     # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
     assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
     assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
@@ -125,7 +125,7 @@ def test_slices_lie_where_their_rows_are():
 
 
 def test_rows_of_a_checkpoint_weigh_what_their_tensors_weigh():
-    ax = drawings.draw_slices([entry("large", 8), entry("half", 4), ONE_NUMBER])[1]
+    ax = drawings.draw_shards([entry("large", 8), entry("half", 4), ONE_NUMBER])[1]
     # 8 x 4 x 4 = 128 bytes, 64 and 4: rows of 1 + 4, 1 + 4 / 2 and 1 + 4 / 32, nine tenths of them filled
     assert [bar.get_height() for bar in ax.patches] == pytest.approx([0.9 * 5, 0.9 * 3, 0.9 * 1.125])
     assert [bar.get_y() for bar in ax.patches] == pytest.approx([0.25, 5.15, 8.05625])
@@ -136,22 +136,22 @@ def test_rows_of_a_checkpoint_weigh_what_their_tensors_weigh():
     ]
 
 
-def test_a_slice_without_room_names_its_rows_alone():
-    ax = drawings.draw_slices([entry("weight", 19, 1)])[1]
+def test_a_shard_without_room_names_its_rows_alone():
+    ax = drawings.draw_shards([entry("weight", 19, 1)])[1]
     assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
 
 
-def test_a_unit_has_the_same_colour_in_every_column_and_neighbours_differ():
+def test_a_unit_has_the_same_color_in_every_column_and_neighbors_differ():
     ax = drawings.draw_cut(build_model("shallow"), {"two": ["fc1", "fc2"], "one": ["fc2"]})[1]
-    colours = [to_hex(cell.get_facecolor()) for cell in ax.patches]
-    root, first, second = drawings.ROOT_COLOUR, *drawings.UNIT_COLOURS
+    colors = [to_hex(cell.get_facecolor()) for cell in ax.patches]
+    root, first, second = drawings.ROOT_COLOR, *drawings.UNIT_COLORS
     # features.0, features.2, fc1, fc2 in each of the two columns
-    assert colours == [root, root, first, second, root, root, root, second]
+    assert colors == [root, root, first, second, root, root, root, second]
 
 
-def test_slices_have_the_colours_of_the_series():
-    ax = drawings.draw_slices([entry("weight", 3, 3, 2)])[1]
-    assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == list(SERIES_COLOURS[1:4])
+def test_shards_have_the_colors_of_the_series():
+    ax = drawings.draw_shards([entry("weight", 3, 3, 2)])[1]
+    assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == list(SERIES_COLORS[1:4])
 
 
 def test_the_innermost_unit_owns_a_layer():
@@ -173,12 +173,12 @@ def test_a_step_in_words():
     text = describe(drawings.draw_step(stages.FSDP_STEP)[0])
     assert text.startswith(
         "Stage 1, between steps: rank 0 has the left half of the parameters, rank 1 the right half; rank 0 has the "
-        "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimiser state, rank 1 "
+        "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimizer state, rank 1 "
         "the right half. Next: all-gather. Stage 2, forward: every rank has all parameters; there "
         "are no gradients; "
     )
     assert "Next: reduce-scatter. Stage 4" in text
-    assert "each of 3 ranks has its own slice of the parameters" in describe(
+    assert "each of 3 ranks has its own shard of the parameters" in describe(
         drawings.draw_step(stages.FSDP_STEP, num_ranks=3)[0]
     )
 
@@ -204,6 +204,6 @@ def test_streams_in_words():
     assert "early: the step takes 14.0 ms, in which the arithmetic works for 12.0 ms and waits for 2.0 ms." in text
 
 
-def test_slices_in_words():
-    text = describe(drawings.draw_slices([entry("weight", 3, 1)])[0])
+def test_shards_in_words():
+    text = describe(drawings.draw_shards([entry("weight", 3, 1)])[0])
     assert text == "weight: rank 0 wrote 3 rows and rank 1 wrote 1 row."

@@ -71,7 +71,7 @@ def test_losses_that_are_no_numbers_are_not_the_same():
     assert findings.same_losses([(2.0, 1.0), (2.0, float("nan"))]) == ""
 
 
-def test_what_fits_is_marked_by_more_than_a_colour():
+def test_what_fits_is_marked_by_more_than_a_color():
     rows = [[planned(8, memory), planned(64, memory)] for memory in (1e9, 10e9)]
     fig, axes = plans.plot_what_fits({"one": rows, "another": rows})
     texts = [text.get_text() for text in axes[0].texts]
@@ -99,7 +99,7 @@ def test_errors_are_drawn_in_percent():
     assert drawn == [-1, 0, 1]
     assert [text.get_text() for text in ax.get_xticklabels()] == ["DDP", "bf16"]
     # 1 % off twice, exact once
-    assert ax.get_title("left") == "3 of 3 peaks within 1 %; the worst is 1.0 % off; grey: 1 %"
+    assert ax.get_title("left") == "3 of 3 peaks within 1 %; the worst is 1.0 % off; gray: 1 %"
     assert describe(fig) == (
         "3 of 3 peaks within 1 %; the worst is 1.0 % off. "
         "DDP: 2 predictions, -1.00 % to +1.00 %. bf16: 1 prediction, +0.00 % to +0.00 %."

@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from runs import tiny_record
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
-from fsdp_helpers.palette import TEXT_COLOUR
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.records import (
     Collective,
@@ -34,12 +33,13 @@ from fsdp_helpers.records import (
 from fsdp_helpers.teaching.figures import plots
 from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
 from fsdp_helpers.teaching.figures.style import (
-    OP_COLOURS,
-    PEAK_COLOURS,
-    SERIES_COLOURS,
-    STRATEGY_COLOURS,
+    OP_COLORS,
+    PEAK_COLORS,
+    SERIES_COLORS,
+    STRATEGY_COLORS,
     described_png,
 )
+from fsdp_helpers.training.palette import TEXT_COLOR
 
 MB = 10**6
 COUNTS = ("epoch", "step", "rank", "FSDP units")  # what is counted has no unit
@@ -55,10 +55,10 @@ def run_of(*ranks: RankRecord) -> RunRecord:
 
 
 def peak_of(**sizes: int) -> Peak:
-    """A predicted peak of 8 MB in slices of parameters and gradients, and of `sizes` in MB, by kind."""
-    slices = [Term(kind=kind, name="slices", values=MB, ranks=1) for kind in ("parameters", "gradients")]
+    """A predicted peak of 8 MB in shards of parameters and gradients, and of `sizes` in MB, by kind."""
+    shards = [Term(kind=kind, name="shards", values=MB, ranks=1) for kind in ("parameters", "gradients")]
     others = [Term(kind=kind, name="whole", values=size * MB, value_bytes=1) for kind, size in sizes.items()]
-    return Peak(when="backward", terms=(*slices, *others))
+    return Peak(when="backward", terms=(*shards, *others))
 
 
 def step_trace(*phases: str) -> StepTrace:
@@ -151,7 +151,7 @@ def test_bars_are_as_long_as_the_bytes():
     peak = peak_of(optimizer=8, gathered=4, gradients=6, activations=10)
     ax = plots.plot_held_and_peak({"fsdp": run_of(rank_record())}, {"fsdp": peak})[1]
     # Between steps: 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is buffers.
-    # At the peak: 4 + 4 MB of slices, 6 MB of whole gradients, 8 of moments, 4 gathered, 10 of activations: 36 MB.
+    # At the peak: 4 + 4 MB of shards, 6 MB of whole gradients, 8 of moments, 4 gathered, 10 of activations: 36 MB.
     assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [
         *((0, 4), (4, 4), (8, 8), (16, 1)),
         *((0, 4), (4, 4), (8, 8), (16, 6), (22, 4), (26, 10)),
@@ -181,13 +181,13 @@ def test_ranks_that_are_alike_share_a_row():
     assert rows == ["one", "two,\neach of 2 ranks", "three, rank 0", "three, rank 1"]
 
 
-def test_a_variant_of_a_strategy_has_its_colour_and_a_broken_line():
+def test_a_variant_of_a_strategy_has_its_color_and_a_broken_line():
     ax = plots.plot_peak_by_ranks(*FIGURES["plot_peak_by_ranks"])[1]
     assert [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines] == [
         ([1, 2], [15, 12.5]),  # 30 MB for two million parameters: 15 bytes each
         ([1, 2], [15, 10]),
     ]
-    assert {line.get_color() for line in ax.lines} == {STRATEGY_COLOURS["ddp"]}
+    assert {line.get_color() for line in ax.lines} == {STRATEGY_COLORS["ddp"]}
     assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
 
 
@@ -234,7 +234,7 @@ def test_bars_without_room_for_a_number_are_added_up():
         assert texts(ax).count(note) == 2  # one for each rank
 
 
-def test_collectives_differ_in_height_not_in_colour_alone():
+def test_collectives_differ_in_height_not_in_color_alone():
     ax = plots.plot_collectives([step_trace()], "One step")[1]
     gather, reduce, other = (bar.get_height() for bar in ax.patches)
     assert gather == other > 1.5 * reduce
@@ -244,7 +244,7 @@ def test_collectives_differ_in_height_not_in_colour_alone():
     assert gather == other > 1.5 * reduce
 
 
-HATCHED = {"plot_held_and_peak": PEAK_COLOURS["whole gradients"]}
+HATCHED = {"plot_held_and_peak": PEAK_COLORS["whole gradients"]}
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -263,7 +263,7 @@ def test_traffic_and_memory_lie_on_one_time_line():
     # A step of 300 ms; at 0.1 s, or 100 ms, memory rises to 40 MB and the reduce-scatter begins
     assert memory.get_xlim() == pytest.approx((0, 300))
     assert list(memory.lines[0].get_xdata()) == pytest.approx([0, 100, 200, 300])
-    reduces = [bar for bar in traffic.patches if to_hex(bar.get_facecolor()) == OP_COLOURS["reduce_scatter"]]
+    reduces = [bar for bar in traffic.patches if to_hex(bar.get_facecolor()) == OP_COLORS["reduce_scatter"]]
     assert [bar.get_x() for bar in reduces] == [100, 100]
 
 
@@ -273,7 +273,7 @@ def test_runs_that_coincide_can_all_be_seen():
     assert [line.get_linewidth() for line in lines] == [5.5, 3.5, 1.5]  # thin on thick ...
     assert [line.get_linestyle() for line in lines] == ["-", "--", "-."]  # ... with gaps that show what lies below
     assert [line.get_alpha() for line in lines] == [0.6, 1, 1]
-    assert [line.get_color() for line in lines] == list(SERIES_COLOURS[:3])
+    assert [line.get_color() for line in lines] == list(SERIES_COLORS[:3])
 
 
 def test_steps_are_whole_numbers():
@@ -324,7 +324,7 @@ def test_notes_stand_above_the_curve_at_their_moments():
 
 def test_the_comparison_draws_held_in_front_of_peak():
     (memory_ax, time_ax), _ = plots.plot_comparison(ROWS)[1]
-    # The two rows of "shallow": peak 20 MB in the light colour, then held 9 MB in the solid one; 5 MB moved are no bar
+    # The two rows of "shallow": peak 20 MB in the light color, then held 9 MB in the solid one; 5 MB moved are no bar
     assert [(bar.get_width(), bar.get_alpha()) for bar in memory_ax.patches] == [(20, 0.35)] * 2 + [(9, None)] * 2
     assert [bar.get_width() for bar in time_ax.patches] == [10, 10]
     assert [tick.get_text() for tick in memory_ax.get_yticklabels()] == ["ddp", "fsdp (fsdp1)"]
@@ -341,13 +341,13 @@ def test_figures_let_the_page_show_through_and_are_legible_on_white_and_on_black
     with plt.style.context("dark_background"):
         fig, ax = plots.plot_memory_curve(step_trace().curve, "One step")
     assert fig.get_facecolor()[3] == ax.get_facecolor()[3] == 0
-    assert ax.xaxis.label.get_color() == ax.title.get_color() == TEXT_COLOUR
+    assert ax.xaxis.label.get_color() == ax.title.get_color() == TEXT_COLOR
     picture, _ = described_png(fig)
     corner = plt.imread(io.BytesIO(base64.b64decode(picture)))[0, 0]
     assert corner[3] == 0
     # Contrast as in WCAG 2.2: (lighter + 0.05) / (darker + 0.05), in relative luminance
-    grey = ((int(TEXT_COLOUR[1:3], 16) / 255 + 0.055) / 1.055) ** 2.4
-    assert 1.05 / (grey + 0.05) >= 4.5 and (grey + 0.05) / 0.05 >= 4.5
+    gray = ((int(TEXT_COLOR[1:3], 16) / 255 + 0.055) / 1.055) ** 2.4
+    assert 1.05 / (gray + 0.05) >= 4.5 and (gray + 0.05) / 0.05 >= 4.5
 
 
 def title_of(name: str, *arguments: object) -> list[str]:
@@ -454,9 +454,9 @@ SAID = {
     "forward, 40.0 MB in backward, 16.0 MB in step.",
     # 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is something else; then the parts of the peak
     "plot_held_and_peak": "fsdp: 100 % of what ddp holds, 75 % of its peak. ddp, each of 2 ranks: held 17.0 MB (parameters "
-    "4.0, gradients 4.0, optimiser state 8.0, communication buffers 1.0); peak 40.0 MB (parameters 4.0, gradients 4.0, "
-    "optimiser state 16.0, communication buffers 16.0). fsdp: held 17.0 MB (parameters 4.0, gradients 4.0, optimiser "
-    "state 8.0, communication buffers 1.0); peak 30.0 MB (parameters 4.0, gradients 4.0, optimiser state 8.0, gathered "
+    "4.0, gradients 4.0, optimizer state 8.0, communication buffers 1.0); peak 40.0 MB (parameters 4.0, gradients 4.0, "
+    "optimizer state 16.0, communication buffers 16.0). fsdp: held 17.0 MB (parameters 4.0, gradients 4.0, optimizer "
+    "state 8.0, communication buffers 1.0); peak 30.0 MB (parameters 4.0, gradients 4.0, optimizer state 8.0, gathered "
     "units 4.0, activations 10.0).",
     "plot_collectives": "One step. In 3 collectives each rank sends 6.00 MB. Rank 0: in forward 1 all_gather; in backward 1 "
     "reduce_scatter; in step 1 all_to_all. Rank 1: in forward 1 all_gather; in backward 1 reduce_scatter; in step 1 "

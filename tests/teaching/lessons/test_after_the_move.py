@@ -8,12 +8,12 @@ import pytest
 from leftovers import PROJECT
 
 from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.teaching.failures.gallery import GALLERY
 from fsdp_helpers.teaching.lessons import after_the_move
-from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY
 
 SAYS = {
     "no fault": None,
-    "optimiser built before": "55 of the optimiser's parameters are not the model's",
+    "optimizer built before": "55 of the optimizer's parameters are not the model's",
     "one unit": "one unit: all of the model",
     # 4 blocks of 8 layers, and 15 of the 28 units are norms or projections of fewer than 10,000 parameters
     "every layer a unit": "15 of 28 units have less than 10,000 parameters",

@@ -33,13 +33,13 @@ def test_by_hand_equals_the_real_ones(world_size, digits_dir):
     for _, trace in fsdp_by_hand:
         counts = {seen.op: (seen.count, seen.bytes) for seen in count_collectives(trace.collectives)}
         assert counts == {"all_gather": (1, whole_bytes), "reduce_scatter": (1, whole_bytes)}
-        # parameters, gradients and two moments of a slice, and a few bytes for losses and a step counter
+        # parameters, gradients and two moments of a shard, and a few bytes for losses and a step counter
         assert trace.curve.held_bytes == pytest.approx(4 * whole_bytes / world_size, abs=1_000)
         assert trace.curve.peak_bytes > trace.curve.held_bytes + whole_bytes
 
 
 def test_a_flat_unit_pads_with_zeros():
-    # 2 x 3 weights and 3 biases are 9 values; 4 ranks need 12: slices of 3, the last of them all padding
+    # 2 x 3 weights and 3 biases are 9 values; 4 ranks need 12: shards of 3, the last of them all padding
     def module():
         layer = nn.Linear(2, 3)
         layer.weight.data = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -85,7 +85,7 @@ def test_nested_by_hand():
 @pytest.mark.parametrize(
     "strategy, api, kind, local_shape",
     [
-        # FSDP1: one flat tensor cut in the middle; rank 0's slice ends inside fc1's weight. FSDP2: 128 rows / 2
+        # FSDP1: one flat tensor cut in the middle; rank 0's shard ends inside fc1's weight. FSDP2: 128 rows / 2
         ("fsdp", "fsdp2", "DTensor", [64, 9216]),
         ("ddp", "fsdp2", "Parameter", [128, 9216]),
     ],
@@ -109,7 +109,7 @@ def test_any_module_can_be_traced():
 
 
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
-def test_norms_of_slices_make_the_norm_of_the_whole(api, digits_dir):
+def test_norms_of_shards_make_the_norm_of_the_whole(api, digits_dir):
     config = TrainConfig(dropout=False, **settings(digits_dir))
     ((own, whole),) = launch(probes.norms_of_a_gradient, config, world_size=1, device="cpu")
     assert own == pytest.approx(whole, rel=1e-5)  # one process has all of it

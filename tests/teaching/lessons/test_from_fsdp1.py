@@ -18,8 +18,8 @@ def test_both_kinds_of_checkpoint_go_on(digits_dir, monkeypatch, tmp_path):
     assert from_fsdp1.count_twins(one_file) == (0, 55)
     damaged = 55 if torch.__version__ >= "2.15" else 0  # of the file that FSDP1 wrote itself, as 14 says
     assert from_fsdp1.count_twins(str(tmp_path / "one_file.pt")) == (damaged, 55)
-    slices = run(from_fsdp1.go_on_with_fsdp2, str(tmp_path / "slices"), world_size=3)
-    assert slices == pytest.approx(right, abs=1e-5)
+    shards = run(from_fsdp1.go_on_with_fsdp2, str(tmp_path / "shards"), world_size=3)
+    assert shards == pytest.approx(right, abs=1e-5)
     assert run(from_fsdp1.go_on_with_fsdp2, one_file) == pytest.approx(right, abs=1e-5)
     compared = run(from_fsdp1.compare_moments, str(tmp_path), one_file)
     assert compared == {"exp_avg": (55, 0.0), "exp_avg_sq": (55, 0.0), "step": (55, 0.0)}

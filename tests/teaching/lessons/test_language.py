@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from fsdp_helpers.checkpointing.hugging_face import save_hugging_face
-from fsdp_helpers.llama import IGNORED, Llama
+from fsdp_helpers.data.text import docstring_documents
+from fsdp_helpers.models.llama import IGNORED, Llama
+from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama
 from fsdp_helpers.ranks.launching.launch import RankError, launch
-from fsdp_helpers.shapes import BYTE_LLAMA, config_of_llama
 from fsdp_helpers.teaching.lessons import language, language_memory
 from fsdp_helpers.teaching.lessons.fine_tune import Documents, FineTune, fine_tune, learning_rate_at
-from fsdp_helpers.text import docstring_documents
 
 SHAPE = replace(BYTE_LLAMA, width=32, depth=2, mlp_width=64)
 LENGTHS = (32, 28, 8, 4)

@@ -8,8 +8,8 @@ import torch
 from clipping_workers import clip_by_the_package
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.shapes import VIT_SHAPES
 from fsdp_helpers.teaching.lessons import real_model
 from fsdp_helpers.teaching.lessons.probes import norms_of_a_gradient
 
@@ -77,9 +77,9 @@ def test_clipping_in_two_dimensions_finds_the_norm_of_one_process(config, capfd)
     for found in on_ranks(real_model.clip_in_two_dimensions, config, 0.1, world_size=4):
         assert found["clip_grad_norm_"] == "All operands in aten.stack.default must have the same mesh"
         assert float(found["clip_by_mesh"]) == pytest.approx(one, rel=1e-5)
-        assert float(found["afterwards"]) == pytest.approx(0.1, rel=1e-4)
-    for norm, afterwards in on_ranks(clip_by_the_package, config, 0.1, world_size=4):
+        assert float(found["afterward"]) == pytest.approx(0.1, rel=1e-4)
+    for norm, afterward in on_ranks(clip_by_the_package, config, 0.1, world_size=4):
         assert norm == pytest.approx(one, rel=1e-5)
-        assert afterwards == pytest.approx(0.1, rel=1e-4)
+        assert afterward == pytest.approx(0.1, rel=1e-4)
     said = capfd.readouterr().err
     assert "Warning" not in said and "suboptimal" not in said

@@ -32,7 +32,7 @@ def on_two_ranks(calls: dict) -> dict:
     return dict(zip(calls, zip(*found, strict=True), strict=True))
 
 
-LOST = ("nothing", "optimiser", "schedule", "data position")
+LOST = ("nothing", "optimizer", "schedule", "data position")
 WAYS = [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp2")]
 
 
@@ -49,7 +49,7 @@ def found(config, tmp_path_factory) -> dict:
         for way in WAYS
     }
     calls |= {lost: (lessons.resume_without, config, lost, str(folder / lost)) for lost in LOST}
-    calls |= {way: (lessons.resume_through, config, way, str(folder / way)) for way in ("slices", "plain")}
+    calls |= {way: (lessons.resume_through, config, way, str(folder / way)) for way in ("shards", "plain")}
     calls["undisturbed"] = (workers.train_with_schedule, config)
     return on_two_ranks(calls)
 
@@ -105,14 +105,14 @@ def test_nothing_lost_is_nothing_lost(found):
     assert found["nothing"] == found["undisturbed"]
 
 
-def test_plain_state_dicts_lose_the_optimiser_silently(found):
-    """8 parameters have moments; a new optimiser's dict has no place for them, and nothing complains."""
-    slices, plain = found["slices"][0], found["plain"][0]
-    assert slices[:2] == (8, 8)
+def test_plain_state_dicts_lose_the_optimizer_silently(found):
+    """8 parameters have moments; a new optimizer's dict has no place for them, and nothing complains."""
+    shards, plain = found["shards"][0], found["plain"][0]
+    assert shards[:2] == (8, 8)
     assert plain[:2] == (8, 0)
-    assert slices[2] == found["undisturbed"][0]
-    assert plain[2][:4] == slices[2][:4]  # the parameters are there: the first loss is right
-    assert plain[2][4:] != slices[2][4:]
+    assert shards[2] == found["undisturbed"][0]
+    assert plain[2][:4] == shards[2][:4]  # the parameters are there: the first loss is right
+    assert plain[2][4:] != shards[2][4:]
 
 
 def test_killed_while_writing(config, tmp_path):

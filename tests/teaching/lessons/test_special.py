@@ -7,8 +7,8 @@ import pytest
 import torch
 from workers_for_tests import call_each
 
+from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.ranks.launching.launch import RankError, launch
-from fsdp_helpers.shapes import VIT_SHAPES
 from fsdp_helpers.teaching.lessons import special
 
 SHAPE = VIT_SHAPES["vit-mnist"]

@@ -1,13 +1,13 @@
-"""Each way to start a model gives each rank its slices, in as much memory as is said."""
+"""Each way to start a model gives each rank its shards, in as much memory as is said."""
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdp_helpers.models import count_params
+from fsdp_helpers.models.series import count_params
+from fsdp_helpers.models.shapes import ViTShape
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.shapes import ViTShape
 from fsdp_helpers.teaching.lessons import starts
 
 SHAPE = ViTShape(image_size=28, channels=1, patch_size=4, width=96, depth=3, num_heads=4, mlp_width=384, num_classes=10)
@@ -26,7 +26,7 @@ def sizes() -> dict[str, int]:
     layers = [sum(own.numel() for own in layer.parameters(recurse=False)) for layer in model.modules()]
     return {
         "model": 4 * count_params(model),
-        "slices": 2 * count_params(model),
+        "shards": 2 * count_params(model),
         "buffer": model.positions.nbytes,
         "block": 4 * count_params(model.blocks[0]),
         "layer": 4 * max(layers),
@@ -36,7 +36,7 @@ def sizes() -> dict[str, int]:
 
 def test_whole_and_then_sharded(sizes):
     for record in started("whole, then sharded"):
-        # the whole model, and the first block's slices, before that block is let go
+        # the whole model, and the first block's shards, before that block is let go
         assert record.curve.peak_bytes == sizes["model"] + sizes["buffer"] + sizes["block"] // 2
         assert record.num_equal == record.num_tensors == NUM_TENSORS
         assert record.buffers_right
@@ -45,15 +45,15 @@ def test_whole_and_then_sharded(sizes):
 def test_layer_by_layer_is_a_plain_start_that_is_never_whole(sizes):
     for record in started("on meta, layer by layer"):
         copied = sizes["tensor"] // 2
-        assert record.curve.peak_bytes == sizes["slices"] + sizes["buffer"] + sizes["layer"] + copied
-        assert record.slices_bytes == sizes["slices"]
+        assert record.curve.peak_bytes == sizes["shards"] + sizes["buffer"] + sizes["layer"] + copied
+        assert record.shards_bytes == sizes["shards"]
         assert record.num_equal == record.num_tensors == NUM_TENSORS
         assert record.buffers_right
 
 
-def test_own_slices_are_drawn_in_place(sizes, capfd):
-    for record in started("on meta, own slices drawn"):
-        assert record.curve.peak_bytes < 1.2 * sizes["slices"] + sizes["buffer"]
+def test_own_shards_are_drawn_in_place(sizes, capfd):
+    for record in started("on meta, own shards drawn"):
+        assert record.curve.peak_bytes < 1.2 * sizes["shards"] + sizes["buffer"]
         # Constants are equal: weight and bias of seven norms
         assert record.num_equal == 2 * 7
         assert record.buffers_right
@@ -62,15 +62,15 @@ def test_own_slices_are_drawn_in_place(sizes, capfd):
 
 def test_rank_0_has_it_all_and_the_others_a_tensor(sizes):
     first, second = started("on meta, sent by rank 0")
-    assert first.curve.peak_bytes > sizes["model"] + sizes["slices"]
-    assert second.curve.peak_bytes < sizes["slices"] + sizes["buffer"] + 1.1 * sizes["tensor"]
+    assert first.curve.peak_bytes > sizes["model"] + sizes["shards"]
+    assert second.curve.peak_bytes < sizes["shards"] + sizes["buffer"] + 1.1 * sizes["tensor"]
     assert first.num_equal == second.num_equal == NUM_TENSORS
     assert first.buffers_right and second.buffers_right
 
 
 def test_fsdp1_unit_by_unit(sizes):
     for record in started("on meta, FSDP1 unit by unit"):
-        assert record.curve.peak_bytes < sizes["slices"] + sizes["buffer"] + 2 * sizes["block"]
+        assert record.curve.peak_bytes < sizes["shards"] + sizes["buffer"] + 2 * sizes["block"]
         assert record.buffers_right
 
 

@@ -5,7 +5,7 @@ from workers_for_tests import call_each
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
-from fsdp_helpers.models import VisionTransformer
+from fsdp_helpers.models.series import VisionTransformer
 from fsdp_helpers.planning.traffic import padded_params, step_copied_bytes
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
@@ -66,7 +66,7 @@ def test_the_copies_of_a_step_with_offload(digits_dir):
     predicted = step_copied_bytes([padded_params("fsdp2", group, 2) for group in (root, *inside)], 2)
     assert predicted == tuple(sum(copy.bytes for copy in copies if copy.way == way) for way in (TO_DEVICE, TO_HOST))
     assert not any(copy.was_made for copy in copies)  # host and device are one memory here
-    # Each gather is preceded by its unit's slices, each reduce-scatter followed by its gradients.
+    # Each gather is preceded by its unit's shards, each reduce-scatter followed by its gradients.
     ways = {
         way: [unit for unit, found, _ in unit_copies(copies, units) if found == way] for way in (TO_DEVICE, TO_HOST)
     }

@@ -1,11 +1,11 @@
-"""FSDP by hand with several units is FSDP2: the same losses, the same collectives in the same order, slices held."""
+"""FSDP by hand with several units is FSDP2: the same losses, the same collectives in the same order, shards held."""
 
 import pytest
 import workers_for_tests as workers
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import traced
-from fsdp_helpers.models import build_model, count_params
+from fsdp_helpers.models.series import build_model, count_params
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons import units_by_hand
 
@@ -27,7 +27,7 @@ def test_units_by_hand_are_those_of_fully_shard(world_size):
     ops = [seen.op for seen in trace.collectives]
     assert ops == [seen.op for seen in torch_trace.collectives]
     assert (ops.count("all_gather"), ops.count("reduce_scatter")) == (9, 5)
-    # Between steps a rank holds slices: 16 bytes per parameter, divided by the ranks, and a unit's padding
+    # Between steps a rank holds shards: 16 bytes per parameter, divided by the ranks, and a unit's padding
     state = 16 * count_params(build_model("vit")) / world_size
     assert 1 <= trace.curve.held_bytes / state < 1.001
 
@@ -43,5 +43,5 @@ def test_only_an_empty_storage_frees_what_autograd_holds():
     # activations and the output, 4,096 bytes each, and the input
     whole, activations = 3 * 4 * 1024**2, 4 * 4096
     for kept, freed in on_ranks(2, [(units_by_hand.bytes_after_forward, emptied) for emptied in (False, True)]):
-        assert kept == {"slice": whole // 2, "allocated": whole // 2 + whole + activations}
-        assert freed == {"slice": whole // 2, "allocated": whole // 2 + activations}
+        assert kept == {"shard": whole // 2, "allocated": whole // 2 + whole + activations}
+        assert freed == {"shard": whole // 2, "allocated": whole // 2 + activations}

@@ -6,9 +6,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from fsdp_helpers.teaching.lessons.failures import gallery
-from fsdp_helpers.teaching.lessons.failures.entry import Failure
-from fsdp_helpers.teaching.lessons.failures.gallery import GALLERY, RUN, Seen
+from fsdp_helpers.teaching.failures import gallery
+from fsdp_helpers.teaching.failures.entry import Failure
+from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
 from fsdp_helpers.teaching.page import cards
 
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
@@ -40,7 +40,7 @@ def test_every_failure_has_its_card_in_the_notebook():
 def test_a_kept_run_shows_what_its_test_asks_for(name):
     failure, record = gallery.find(name), KEPT[name]
     assert gallery.shows_symptom(failure, cards.seen_from(record["broken"]))
-    assert gallery.is_mended(failure, cards.seen_from(record["mended"]))
+    assert gallery.is_fixed(failure, cards.seen_from(record["fixed"]))
 
 
 def test_each_symptom_was_there_within_15_seconds():
@@ -63,16 +63,16 @@ def shown(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "broken, mended, verdict",
+    "broken, fixed, verdict",
     [
         (Seen(numbers=({"images evaluated": 6},)), Seen(numbers=({"images evaluated": 5},)), True),
         (Seen(numbers=({"images evaluated": 5},)), Seen(numbers=({"images evaluated": 5},)), False),
         (Seen(numbers=({"images evaluated": 6},)), Seen(error="rank 0 of 2 failed"), False),
     ],
 )
-def test_a_card_has_five_parts_and_says_whether_it_holds(broken, mended, verdict, shown, monkeypatch):
+def test_a_card_has_five_parts_and_says_whether_it_holds(broken, fixed, verdict, shown, monkeypatch):
     monkeypatch.setattr(gallery, "run_broken", lambda failure: broken)
-    monkeypatch.setattr(gallery, "run_mended", lambda failure: mended)
+    monkeypatch.setattr(gallery, "run_fixed", lambda failure: fixed)
     assert cards.card("wrong-sampler-padding") is verdict
     text = "\n".join(shown)
     for part in ("**What you see**", "**Why.**", "**How to tell.**", "**The fix.**", "**The proof**"):

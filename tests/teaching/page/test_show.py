@@ -8,8 +8,8 @@ import launch_workers as workers
 import pytest
 import torch
 
-from fsdp_helpers import models
 from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers.models import series as models
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.ranks import group
 from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
@@ -71,7 +71,7 @@ LISTINGS = [
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
     (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
     (state.save_full, state.gather_on_rank_0),
-    (saving.save_slices, saving.load_slices),
+    (saving.save_shards, saving.load_shards),
     (saving.save_plainly, saving.load_plainly),
     (folder.commit, folder.sync_folder),
     (models.ShallowNet, models.DeepNet),
@@ -167,9 +167,9 @@ def test_predictions():
 
 
 def test_the_terms_of_a_peak_add_up():
-    slices = Term(kind="parameters", name="slices", values=200, ranks=2)  # 4 x 200 / 2 = 400 bytes
+    shards = Term(kind="parameters", name="shards", values=200, ranks=2)  # 4 x 200 / 2 = 400 bytes
     unit = Term(kind="gathered", name="fc1", values=25)
-    peak = Peak(when="backward", terms=(slices, unit))
+    peak = Peak(when="backward", terms=(shards, unit))
     lines = show.peak_terms(peak, 510).data.splitlines()
     assert lines[0] == "| at the peak: backward | formula | bytes |"
     assert lines[-2:] == ["| **sum** |  | **500** |", "| measured | ratio 1.0200 | 510 |"]

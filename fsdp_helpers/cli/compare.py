@@ -1,0 +1,84 @@
+"""`python -m fsdp_helpers compare`: every strategy on both APIs, in one table."""
+
+import argparse
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from fsdp_helpers.cli.files import check_output_path, print_data_source, write_json
+from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
+
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
+TWICE = 220  # pixels per inch, for sharp screens
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `compare` to its parser."""
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=IMAGE_MODELS,
+        default=["shallow", "deep"],
+        help="models to run (default: shallow deep)",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", default=2, help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="as for train (default: auto)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", default=8, help="steps per run, 4 or more (default: 8)")
+    parser.add_argument("--global-batch-size", type=int, metavar="N", default=64, help="images per step (default: 64)")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder with MNIST, as for train")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the table to FILE: .png, .svg or .pdf")
+    parser.set_defaults(run=compare_command)
+
+
+def compare_command(options: argparse.Namespace) -> None:
+    """Run every strategy and print, write or draw the table, as the options say."""
+    import torch
+
+    from fsdp_helpers.data.images import num_train_images
+    from fsdp_helpers.ranks.group import choose_device, device_name
+    from fsdp_helpers.ranks.progress import ProgressBar
+    from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
+    from fsdp_helpers.training.run import prepare_run_data
+    from fsdp_helpers.training.watch import STEADY_STEP
+    from fsdp_helpers.training.worker import time_stamp, versions
+
+    if options.steps <= STEADY_STEP:
+        raise ValueError(
+            f"--steps {options.steps}: the first {STEADY_STEP} are not timed, give {STEADY_STEP + 1} or more"
+        )
+    for path in (options.json, options.figure):
+        check_output_path(path)
+    if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
+        raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
+    base = TrainConfig(
+        epochs=options.steps,  # as many as it takes: one epoch may have a single step
+        max_steps=options.steps,
+        global_batch_size=options.global_batch_size,
+        test_images=1,
+        data_dir=options.data_dir,
+    )
+    replace(base, strategy="ddp").check_world_size(options.world_size)
+    device = choose_device(options.device, options.world_size)
+    source = prepare_run_data(base)
+    print_data_source(source, base)
+    images = min(options.steps * options.global_batch_size, num_train_images(source))
+    configs = comparison_configs(options.models, replace(base, train_images=images), device)
+    bar = ProgressBar()
+    rows = compare(configs, world_size=options.world_size, device=device, on_done=bar.update)
+    bar.close()
+    print(plain_table(rows))
+    if options.json:
+        content = {
+            "device": device,
+            "device_name": device_name(torch.device(device)),
+            "finished": time_stamp(),
+            "versions": versions(),
+            "rows": [asdict(row) for row in rows],
+        }
+        write_json(content, options.json)
+    if options.figure:
+        from fsdp_helpers.teaching.figures.plots import plot_comparison
+
+        plot_comparison(rows)[0].savefig(options.figure, dpi=TWICE)

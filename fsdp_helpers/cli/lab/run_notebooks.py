@@ -1,0 +1,54 @@
+"""Execute notebooks from top to bottom and keep their outputs, one after another: `make run NOTEBOOKS="03 09"`.
+
+The file is written only if the run reaches the end.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+FOLDER = Path(__file__).resolve().parents[3] / "notebooks"
+CELL_S = 180  # for one cell, on a busy machine
+
+
+def chosen(names: list[str]) -> list[Path]:
+    """Return the notebooks whose names begin with one of `names`, or all; each of `names` must match."""
+    paths = sorted(FOLDER.glob("*.ipynb"))
+    for name in names:
+        if not any(path.name.startswith(name) for path in paths):
+            raise SystemExit(f"there is no notebook {name!r}; there are {', '.join(path.stem for path in paths)}")
+    return [path for path in paths if not names or path.name.startswith(tuple(names))]
+
+
+def run(path: Path) -> None:
+    """Execute a notebook in its folder and write it back."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when each cell ran, which changes with every run
+    NotebookClient(
+        notebook, timeout=CELL_S, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    nbformat.write(notebook, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
+    for path in chosen(parser.parse_args().names):
+        start_s = time.monotonic()
+        try:
+            run(path)
+        except (CellExecutionError, CellTimeoutError) as error:
+            print(f"{path.name} is left as it was: {error}", file=sys.stderr)
+            return 1
+        print(f"{path.name}  {time.monotonic() - start_s:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Copies of the notebooks to work in: running a copy and solving its exercises changes no file of the project.
+
+python -m fsdp_helpers.cli.lab.working_copies work              # copies what is not there yet
+python -m fsdp_helpers.cli.lab.working_copies work --reset 3    # takes 03 anew; what was there stays beside it
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+ORIGINALS = Path(__file__).resolve().parents[3] / "notebooks"
+IF_IT_IS_OPEN = (
+    "if it is open in JupyterLab: File, Reload Notebook from Disk; if JupyterLab says that it has changed on disk, choose "
+    "Revert"
+)
+# What working in the originals may have left.
+LEFT_OUT = shutil.ignore_patterns("my_*.py", "job.sbatch", ".*", "__pycache__")
+
+
+def copy_missing(work: Path) -> list[Path]:
+    """Copy the notebooks, and the files that they read, into `work`; return the files that were not there yet."""
+    copied = []
+
+    def copy(original: str, to: str) -> None:
+        if not Path(to).exists():
+            copied.append(Path(shutil.copy2(original, to)))
+
+    shutil.copytree(ORIGINALS, work, copy_function=copy, ignore=LEFT_OUT, dirs_exist_ok=True)
+    return copied
+
+
+def reset(work: Path, number: str) -> Path:
+    """Restore the notebook of this number; keep the old copy as `..._before.ipynb`. Return the notebook's path."""
+    found = sorted(ORIGINALS.glob(f"{number.zfill(2)}_*.ipynb")) if number else []
+    if not found:
+        raise SystemExit(f"there is no notebook {number!r}; give its number, such as 3")
+    copy = work / found[0].name
+    if copy.exists():
+        copy.replace(free_name(copy))
+    shutil.copy2(found[0], copy)
+    return copy
+
+
+def free_name(copy: Path) -> Path:
+    """Return 03_fsdp_before.ipynb or, if that is taken, 03_fsdp_before_2.ipynb, and so on."""
+    names = (copy.with_stem(f"{copy.stem}_before{f'_{number}' * (number > 1)}") for number in range(1, 10_000))
+    return next(name for name in names if not name.exists())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Copies of the notebooks to work in.")
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--reset", metavar="NN")
+    options = parser.parse_args()
+    num_copied = len(copy_missing(options.work))
+    print(f"{options.work}: {num_copied} new file(s); all others are as they were")
+    if options.reset is not None:
+        print(f"{reset(options.work, options.reset)} is as it was at first")
+        print(IF_IT_IS_OPEN)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Commands of the command line that take more than a few lines."""

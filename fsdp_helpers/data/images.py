@@ -1,0 +1,186 @@
+"""MNIST if it is available, else the bundled digits; one tensor, cut into rank batches."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_helpers.data.mnist import FAILED_DOWNLOAD, download_mnist, mnist_is_there, one_process_at_a_time
+
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, on a scale from 0 to 1
+NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
+
+HOW_TO_GET_MNIST = (
+    "To use MNIST, put its four .gz files into the folder MNIST/raw of {folder}, or connect to the network and run "
+    "again. The next download is tried an hour after the one that failed; to try at once, delete "
+    f"{{folder}}/{FAILED_DOWNLOAD}."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Images (N, 1, 28, 28), float32 and normalized, and their labels (N,), int64, on one device."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> "Split":
+        return Split(images=self.images.to(device), labels=self.labels.to(device))
+
+    @property
+    def num_bytes(self) -> int:  # 00 shows it
+        return self.images.nbytes + self.labels.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Training and test images of a run, and their source."""
+
+    source: str  # "mnist" or "digits"
+    train: Split
+    test: Split
+
+
+def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
+    """Return `data_dir`, else the variable FSDP_DATA_DIR, else data/ at the project's root."""
+    chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
+    return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
+
+
+def offline() -> bool:
+    """Return True if FSDP_OFFLINE asks for the bundled digits: nothing is downloaded, and MNIST is ignored."""
+    return os.environ.get("FSDP_OFFLINE", "") not in ("", "0")
+
+
+def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
+    """Make sure that workers find their data; return the source, "mnist" or "digits".
+
+    One process calls this before the workers start: MNIST is downloaded at most once, even if two notebooks start
+    together, and its checksums are computed only here. A failed download is not tried again for an hour.
+    Raises DataError for a damaged file, a damaged download, or a folder that cannot be written.
+    """
+    if offline():
+        return "digits"
+    folder = find_data_dir(data_dir)
+    if mnist_is_there(folder, checksums=True):
+        return "mnist"
+    with one_process_at_a_time(folder):
+        if mnist_is_there(folder, checksums=True) or download_mnist(folder):
+            return "mnist"
+    return "digits"
+
+
+def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
+    """Say which data are in use and, for the digits, how to get MNIST."""
+    if source.startswith("text "):
+        return f"Data: a {source} (the beginning of its SHA-256), as bytes."
+    if source == "mnist":
+        return "Data: MNIST, 60,000 training and 10,000 test images."
+    if offline():
+        return "Data: scikit-learn's 1,797 bundled digits, because FSDP_OFFLINE is set. To use MNIST, unset it."
+    remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name)
+    return f"Data: scikit-learn's 1,797 bundled digits, because MNIST could not be downloaded. {remedy}"
+
+
+def source_at_hand(data_dir: str | os.PathLike | None = None) -> str:
+    """Return the source that the folder holds now, "mnist" or "digits"; nothing is downloaded."""
+    return "mnist" if not offline() and mnist_is_there(find_data_dir(data_dir)) else "digits"
+
+
+def num_train_images(source: str | None = None) -> int:
+    """Return how many training images `source` holds, or else the data at hand."""
+    return 60_000 if (source or source_at_hand()) == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
+
+
+def num_test_images(source: str | None = None) -> int:
+    """Return how many test images `source` holds, or else the data at hand."""
+    return 10_000 if (source or source_at_hand()) == "mnist" else NUM_DIGITS_FOR_TEST
+
+
+def load_data(
+    data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
+) -> Dataset:
+    """Load MNIST if the data folder holds it, else the bundled digits; all images, or the first N of each part.
+
+    It only reads, so any number of ranks may call it at the same time. It checks the sizes of the files; `prepare_data`
+    has checked their contents.
+    """
+    folder = find_data_dir(data_dir)
+    source = source_at_hand(data_dir)
+    train, test = _read_mnist(folder) if source == "mnist" else _read_digits()
+    return Dataset(source=source, train=_split(*train, train_images), test=_split(*test, test_images))
+
+
+def epoch_order(num_images: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of the images in one epoch, shape (num_images,), whatever the number of ranks."""
+    return np.random.default_rng([seed, epoch]).permutation(num_images)
+
+
+def rank_batches(
+    split: Split, *, rank: int, world_size: int, global_batch_size: int, seed: int, epoch: int, first_step: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's part of every global batch: images (B / world_size, 1, 28, 28), labels (B / world_size,).
+
+    Together, in rank order, the ranks' parts of a step are the batch that one process would draw. An incomplete last
+    batch is dropped. `first_step` skips the steps that a resumed run has already taken.
+    """
+    order = epoch_order(len(split), seed=seed, epoch=epoch)
+    images_per_rank = global_batch_size // world_size
+    for step in range(first_step, len(split) // global_batch_size):
+        start = step * global_batch_size + rank * images_per_rank
+        chosen = torch.from_numpy(order[start : start + images_per_rank]).to(split.images.device)
+        yield split.images[chosen], split.labels[chosen]
+
+
+def evaluation_batches(
+    split: Split, *, rank: int, world_size: int, batch_size: int = 1000
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's share of the test images, each image on exactly one rank.
+
+    Every rank gets the same number of batches, some possibly empty: a sharded model gathers its parameters in
+    each forward, so a rank that stopped early would leave the others waiting.
+    """
+    for start in range(0, len(split), batch_size):
+        batch = slice(start, start + batch_size)
+        images = split.images[batch].tensor_split(world_size)[rank]
+        yield images, split.labels[batch].tensor_split(world_size)[rank]
+
+
+def normalize(pixels: Tensor) -> Tensor:
+    """Turn pixels (N, 28, 28) from 0 to 255 into model input (N, 1, 28, 28): (x / 255 - 0.1307) / 0.3081."""
+    return ((pixels.float() / 255 - PIXEL_MEAN) / PIXEL_STD).unsqueeze(1)
+
+
+def _split(pixels: Tensor, labels: Tensor, count: int | None) -> Split:
+    return Split(images=normalize(pixels[:count]), labels=labels[:count].clone())
+
+
+def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Return pixels (N, 28, 28) and labels (N,) for training and for testing."""
+    from torchvision.datasets import MNIST
+
+    parts = [MNIST(folder, train=train) for train in (True, False)]
+    return [(part.data, part.targets) for part in parts]
+
+
+def _read_digits() -> list[tuple[Tensor, Tensor]]:
+    """Return pixels (N, 28, 28) and labels (N,) for training and testing, from 8 x 8 pixels with values 0 to 16.
+
+    The file is read as `sklearn.datasets.load_digits` reads it, which would first import all of scikit-learn and SciPy.
+    """
+    package = Path(find_spec("sklearn").origin).parent
+    rows = torch.from_numpy(np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=","))  # (1797, 65)
+    small = rows[:, :-1].float().reshape(-1, 1, 8, 8) * (255 / 16)
+    pixels = F.interpolate(small, size=(28, 28), mode="bilinear").squeeze(1)
+    labels = rows[:, -1].long()
+    cut = len(labels) - NUM_DIGITS_FOR_TEST
+    return [(pixels[:cut], labels[:cut]), (pixels[cut:], labels[cut:])]

@@ -1,0 +1,1 @@
+"""The models of the series, the shapes they are built from, and a Llama."""

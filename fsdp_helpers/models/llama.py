@@ -1,0 +1,185 @@
+"""A Llama of any `LlamaShape`, with the parameter names of Hugging Face's, so that its files fit without a map.
+
+Touvron et al. 2023, arXiv:2302.13971; grouped keys and values: Ainslie et al. 2023, arXiv:2305.13245.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_helpers.models.shapes import LlamaShape, RopeScaling
+
+INITIAL_STD = 0.02  # of a new model's tables and matrices
+IGNORED = -100  # a target that counts for no loss: padding
+Loss = Callable[[Tensor, nn.Module, Tensor], Tensor]  # of hidden states, the head, and targets
+
+
+class Rotary(nn.Module):
+    """Rotary positions: turns pairs of values by an angle that grows with position (Su et al. 2021, arXiv:2104.09864).
+
+    The frequencies are a buffer that is in no file: `fill_buffers` computes them after a start on the meta device.
+    """
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.base, self.scaling = shape.rope_base, shape.rope_scaling
+        self.register_buffer("inv_freq", torch.empty(shape.head_width // 2), persistent=False)
+        self.fill_buffers()
+
+    def fill_buffers(self) -> None:
+        exponents = torch.arange(len(self.inv_freq), device=self.inv_freq.device) / len(self.inv_freq)
+        frequencies = 1 / self.base**exponents
+        self.inv_freq.copy_(scale_frequencies(frequencies, self.scaling) if self.scaling else frequencies)
+
+    def forward(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, (length, head_width) each, computed in fp32."""
+        positions = torch.arange(length, device=self.inv_freq.device)
+        angles = torch.outer(positions, self.inv_freq.float()).repeat(1, 2)  # (length, head_width)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return the frequencies of Llama 3.1 for longer contexts: those below a few turns in its first context fall."""
+    turns = frequencies * scaling.original_context / (2 * math.pi)  # within the context it first learned from
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat([-second, first], dim=-1) * sines
+
+
+class Attention(nn.Module):
+    """Every token looks at those before it; several query heads share one head of keys and values."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.head_width = shape.head_width
+        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.k_proj = nn.Linear(shape.width, shape.kv_width, bias=False)
+        self.v_proj = nn.Linear(shape.width, shape.kv_width, bias=False)
+        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, tokens: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        projected = (self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens))
+        # (N, length, width) -> (N, heads, length, head_width)
+        queries, keys, values = (one.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for one in projected)
+        queries, keys = rotate(queries, *angles), rotate(keys, *angles)
+        seen = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return self.o_proj(seen.transpose(1, 2).flatten(2))  # (N, length, width)
+
+
+class MLP(nn.Module):
+    """SwiGLU: one projection decides how much of the other passes (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
+        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(tokens)) * self.up_proj(tokens))
+
+
+class Layer(nn.Module):
+    """Attention and a hidden layer, each behind a norm and each added to what came in."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.width, eps=shape.norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=shape.norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, tokens: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        tokens = tokens + self.self_attn(self.input_layernorm(tokens), angles, mask)
+        return tokens + self.mlp(self.post_attention_layernorm(tokens))
+
+
+class Decoder(nn.Module):
+    """Everything except the head: token numbers (N, length) -> (N, length, width)."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.depth))
+        self.norm = nn.RMSNorm(shape.width, eps=shape.norm_eps)
+        self.rotary_emb = Rotary(shape)
+
+    def forward(self, numbers: Tensor, mask: Tensor | None) -> Tensor:
+        tokens = self.embed_tokens(numbers)
+        angles = self.rotary_emb(numbers.shape[1], tokens.dtype)
+        for layer in self.layers:
+            tokens = layer(tokens, angles, mask)
+        return self.norm(tokens)
+
+
+class Llama(nn.Module):
+    """Token numbers (N, length) -> logits (N, length, vocabulary) or, given targets, the sum of their losses.
+
+    The loss is computed inside forward, where FSDP has gathered the head, so `loss` may go through it in chunks.
+    `documents` (N, length) says which document a token belongs to, if several are packed into one sequence: a token
+    then looks at its own document only.
+    """
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.reset_matrices()
+
+    def reset_matrices(self) -> None:
+        """Draw new values for tables and matrices; a norm's scale stays 1."""
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=INITIAL_STD)
+
+    def forward(
+        self,
+        numbers: Tensor,
+        targets: Tensor | None = None,
+        loss: Loss | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        hidden = self.model(numbers, None if documents is None else same_document(documents))
+        if targets is None:
+            return self.lm_head(hidden)
+        return (loss or summed_loss)(hidden, self.lm_head, targets)
+
+
+def same_document(documents: Tensor) -> Tensor:
+    """Return which tokens each token may see, (N, 1, length, length): those before it in its own document."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril().unsqueeze(1)
+
+
+def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+    """Return the sum of the tokens' losses, in fp32. A sum can be added up over chunks, micro-batches and ranks."""
+    logits = head(hidden).float().flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: str, num_bytes: int, *, context: int, seed: int = 0, temperature: float = 0.8
+) -> str:
+    """Let a model of bytes continue `prompt`. Under FSDP every rank calls this, since each forward gathers."""
+    device = next(model.parameters()).device
+    random = torch.Generator().manual_seed(seed)  # on the CPU: the same draws on every rank and device
+    numbers = list(prompt.encode())
+    for _ in range(num_bytes):
+        logits = model(torch.tensor([numbers[-context:]], device=device))[0, -1].float().cpu()
+        chances = torch.softmax(logits / temperature, dim=-1)
+        numbers.append(torch.multinomial(chances, 1, generator=random).item())
+    return bytes(numbers).decode(errors="replace")

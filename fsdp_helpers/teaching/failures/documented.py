@@ -1,0 +1,104 @@
+"""Failures that need a GPU or a cluster, from documentation and reports; none of them was run here."""
+
+from fsdp_helpers.teaching.failures.entry import Failure
+
+DOCUMENTED = (
+    Failure(
+        name="hang-nccl-watchdog",
+        title="Watchdog caught collective operation timeout",
+        why="NCCL's calls return at once, so no line of yours seems to wait. After ten minutes a watchdog thread on each "
+        "*healthy* rank ends its process. The rank at fault says nothing.",
+        tell="Look at the rank that has no such message. The flight recorder's dump (`TORCH_FR_BUFFER_SIZE`, "
+        "`TORCH_FR_DUMP_TEMP_FILE`) has the last collectives of each rank.",
+        fix="Find the first collective in which the ranks differ, as [hang-order](#hang-order) does.",
+        source="PyTorch documentation, *Flight Recorder*; pytorch#38174",
+    ),
+    Failure(
+        name="hang-wrong-interface",
+        title="Ranks on two machines never meet",
+        why="A machine has several network interfaces, and gloo or NCCL picked one that does not reach the other machine, such "
+        "as Docker's or a management network. A firewall that blocks the ports looks the same.",
+        tell="On one machine everything works. `NCCL_DEBUG=INFO` prints the interface that NCCL picked.",
+        fix="Name the right interface in `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`; see [10](10_many_machines.ipynb).",
+        source="NVIDIA, *NCCL environment variables*; ml-engineering, network debugging",
+    ),
+    Failure(
+        name="crash-duplicate-gpu",
+        title="Duplicate GPU detected, or out of memory on GPU 0 alone",
+        why="Without `torch.cuda.set_device(local_rank)` every rank uses GPU 0, and NCCL refuses two ranks on one device.",
+        tell="`nvidia-smi` lists all processes on GPU 0.",
+        fix="Set the device before anything touches CUDA, or pass `device_id=` to `init_process_group`.",
+        source="pytorch#133761; awsome-distributed-ai#1041",
+    ),
+    Failure(
+        name="crash-cuda-fork",
+        title="Cannot re-initialize CUDA in forked subprocess",
+        why="After a process has used CUDA, a child that it forks cannot. In a notebook, one `.cuda()` in any cell is enough.",
+        tell="The same cell works in a fresh kernel.",
+        fix="Start ranks with `spawn` or `forkserver`, as `launch` does, and keep the kernel off the GPU.",
+        source="accelerate#940, #182",
+    ),
+    Failure(
+        name="crash-shared-memory",
+        title="DataLoader worker is killed by signal: Bus error",
+        why="Worker processes pass batches through `/dev/shm`, and Docker gives a container 64 MB of it.",
+        tell="`df -h /dev/shm` shows its size; `python -m fsdp_helpers doctor` says how much is free.",
+        fix="Start the container with `--shm-size=1g` or `--ipc=host`.",
+        source="PyTorch README, *Docker image*",
+    ),
+    Failure(
+        name="memory-nvidia-smi",
+        title="nvidia-smi shows twice what you computed",
+        why="It shows what the process has reserved, plus the CUDA context and NCCL's buffers; your tensors take less. It "
+        "also shows a single moment, which is rarely a step's peak.",
+        tell="Compare `memory_allocated`, `memory_reserved`, and `max_memory_allocated` over a whole step.",
+        fix="Plan with the peak of allocated bytes, and leave room for the rest. See [04](04_fsdp_auto_wrap.ipynb).",
+        source="fairscale#1050; ml-engineering, *GPU memory*",
+    ),
+    Failure(
+        name="memory-fragmented",
+        title="Out of memory, although gigabytes are reserved and free",
+        why="Sizes vary from step to step, so the memory that the allocator has reserved falls into pieces, each too small for a "
+        "unit's buffer.",
+        tell="The message says how much is *reserved by PyTorch but unallocated*: gigabytes.",
+        fix="Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, as the message suggests, and keep all batches the same shape.",
+        source="PyTorch documentation, *CUDA memory management*",
+    ),
+    Failure(
+        name="memory-gpu-nearby",
+        title="Ranks on the CPU take memory of a GPU",
+        why="If PyTorch can see a GPU, it looks at it even when all tensors are on the CPU: in `fully_shard` without a mesh, in "
+        "the group of a mesh, and in every step of an optimizer. The first look makes a CUDA context in that rank.",
+        tell="`nvidia-smi` lists the CPU ranks, each with a few hundred MB.",
+        fix="Pass a mesh on the CPU, and start CPU ranks with an empty `CUDA_VISIBLE_DEVICES`, as `launch` does. It has to be "
+        "empty before PyTorch looks.",
+        source="this series' tests beside an imagined GPU, `tests/imagined_gpu/test_ranks.py`",
+    ),
+    Failure(
+        name="slow-threads",
+        title="Ranks on one machine take turns instead of working side by side",
+        why="Each process starts one thread per core, so N ranks have N times as many threads as the machine has cores. "
+        "torchrun therefore sets one thread per rank, which may be too few.",
+        tell="Multiply `torch.get_num_threads()` by the number of ranks on this machine, and compare with its cores.",
+        fix="Call `torch.set_num_threads(cores // ranks)`, as `launch` does, or set `OMP_NUM_THREADS`.",
+        source="PyTorch documentation, *torchrun*; measured in this series' `share_cores`",
+    ),
+    Failure(
+        name="slow-item-every-step",
+        title="GPUs idle between steps",
+        why="`loss.item()` and `print(loss)` wait until the GPU has finished. Only then does the CPU prepare the next "
+        "step, and its first gathers start late as well.",
+        tell="A profile shows a gap after each step, while the CPU waits in `cudaStreamSynchronize`.",
+        fix="Keep the running sum on the GPU, and log it every N steps.",
+        source="PyTorch *Performance Tuning Guide*",
+    ),
+    Failure(
+        name="save-two-writers",
+        title="Two runs write into the same folder",
+        why="torchrun was killed with SIGKILL, and its ranks kept running as orphans. The next run writes to the same folder.",
+        tell="`python -m fsdp_helpers doctor` lists such ranks; `ps -ef` shows them with parent 1.",
+        fix="Ask Linux to end each rank with its agent (`prctl`), and lock the folder, as `train` does. "
+        "[10](10_many_machines.ipynb) lists all the ways in which a job can end.",
+        source="chapter 10's tests",
+    ),
+)

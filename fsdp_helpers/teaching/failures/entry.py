@@ -1,0 +1,66 @@
+"""One entry of the gallery: what breaks, what it looks like, why, and what fixes it. No torch import."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+SYMPTOMS = {
+    "hang": "it hangs",
+    "crash": "it crashes",
+    "memory": "it runs out of memory",
+    "wrong": "it trains, but wrongly",
+    "slow": "it is slow",
+    "save": "it saves, but does not come back",
+}
+CHAPTER = "11_when_it_breaks.ipynb"
+Numbers = Mapping[str, float]
+RankFunction = Callable[[int, int], Numbers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A failure by its name, which begins with its symptom and is its anchor on the page.
+
+    `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers without any
+    rank, or is None for a failure that is not run here. A broken run ends in an error that says `says`, or gives numbers
+    that are not the right ones. A fixed run gives the right ones, up to a relative `tolerance`.
+    """
+
+    name: str
+    title: str
+    why: str
+    tell: str
+    fix: str
+    broken: RankFunction | None = None
+    fixed: RankFunction | None = None
+    right: Callable[[], Numbers] | None = None
+    says: str = ""  # a regular expression
+    tolerance: float = 1e-5
+    group_timeout_s: float | None = None  # of the broken run's collectives
+    stall_s: float = 2.0  # a broken run whose ranks have not moved for this long is taken to wait forever
+    source: str = ""  # of a failure that is not run here
+    not_in: str = ""  # the last PyTorch known not to show the symptom, as "2.11"
+
+    def __post_init__(self) -> None:
+        if self.symptom not in SYMPTOMS:
+            raise ValueError(f"{self.name!r} begins with none of the symptoms {', '.join(SYMPTOMS)}")
+
+    @property
+    def symptom(self) -> str:
+        return self.name.partition("-")[0]
+
+    @property
+    def is_run(self) -> bool:
+        return self.broken is not None
+
+
+def link_to(name: str) -> str:
+    """Return a Markdown link to a failure's card in 11, for the other notebooks, which lie beside it."""
+    return f"[{name}]({CHAPTER}#{name})"
+
+
+def same_numbers(found: Numbers, right: Numbers, tolerance: float) -> bool:
+    """Compare all numbers by name; what is not a number differs from everything."""
+    return found.keys() == right.keys() and all(
+        math.isclose(found[name], right[name], rel_tol=tolerance, abs_tol=tolerance) for name in right
+    )

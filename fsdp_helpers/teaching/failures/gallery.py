@@ -1,0 +1,123 @@
+"""All failures by name, and how one is run: what is seen when it is broken, and the numbers when it is fixed."""
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.torch_version import TorchVersion
+
+from fsdp_helpers.measuring.divergence import log_collectives, read_log
+from fsdp_helpers.ranks.launching.errors import RankError, RankTimeout
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.records import Collective
+from fsdp_helpers.teaching.failures.crashes import CRASHES
+from fsdp_helpers.teaching.failures.crashes_at_the_ends import CRASHES_AT_THE_ENDS
+from fsdp_helpers.teaching.failures.documented import DOCUMENTED
+from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers, RankFunction, same_numbers
+from fsdp_helpers.teaching.failures.hangs import HANGS
+from fsdp_helpers.teaching.failures.memory import MEMORY
+from fsdp_helpers.teaching.failures.saving import SAVING
+from fsdp_helpers.teaching.failures.slow import SLOW
+from fsdp_helpers.teaching.failures.wrong import WRONG
+from fsdp_helpers.teaching.failures.wrong_data import WRONG_DATA
+from fsdp_helpers.teaching.failures.wrong_start import WRONG_START
+
+NUM_RANKS = 2
+LIMIT_S = 240.0  # nothing here takes so long, not even on a machine that is busy with other things
+RUN = (*HANGS, *CRASHES_AT_THE_ENDS, *CRASHES, *MEMORY, *WRONG_START, *WRONG, *WRONG_DATA, *SLOW, *SAVING)
+GALLERY = {
+    failure.name: failure for symptom in SYMPTOMS for failure in (*RUN, *DOCUMENTED) if failure.symptom == symptom
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The outcome of a run: the numbers of each rank, or the error in which it ended."""
+
+    numbers: tuple[Numbers, ...] = ()
+    error: str = ""
+    last_words: str = ""  # what a library wrote before it ended the process
+
+
+def find(name: str) -> Failure:
+    """Return the failure of this name; ValueError lists those that there are."""
+    if name not in GALLERY:
+        raise ValueError(f"no failure is called {name!r}; there are {', '.join(GALLERY)}")
+    return GALLERY[name]
+
+
+def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: float | None = None) -> Seen:
+    """Run one rank function on two CPU ranks, and return what it showed."""
+    limits = {"timeout_s": LIMIT_S, "stall_s": stall_s, "group_timeout_s": group_timeout_s}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
+        try:
+            found = launch(run_overheard, worker, paths, world_size=NUM_RANKS, device="cpu", progress=False, **limits)
+        except RankError as error:
+            summary = f"rank {error.rank} of {NUM_RANKS} failed: {error.summary}"
+            return Seen(error=summary, last_words=last_words(paths[error.rank]))
+        except RankTimeout as error:
+            return Seen(error=str(error))
+    return Seen(numbers=tuple(found))
+
+
+def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
+    """Run `worker` with all that C++ libraries write to standard error in a file. A rank function itself."""
+    with open(paths[rank], "wb") as file:
+        os.dup2(file.fileno(), 2)
+    return worker(rank, world_size)
+
+
+def last_words(path: Path) -> str:
+    """Return what an exception said that no one caught in C++, or ""."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return next((line.strip() for line in lines if line.lstrip().startswith("what():")), "")
+
+
+def run_broken(failure: Failure) -> Seen:
+    return run(failure.broken, failure.group_timeout_s, failure.stall_s)
+
+
+def run_fixed(failure: Failure) -> Seen:
+    return run(failure.fixed)
+
+
+def shows_symptom(failure: Failure, seen: Seen) -> bool:
+    """Say whether a broken run looks as its entry says: the error, or numbers that are not the right ones."""
+    if failure.says:
+        return re.search(failure.says, f"{seen.error}\n{seen.last_words}") is not None
+    right = failure.right()
+    return bool(seen.numbers) and not all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)
+
+
+def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
+    """Say whether a broken run shows its symptom, or does not if this PyTorch is one of those that do not show it."""
+    release = TorchVersion(".".join(torch.__version__.split(".")[:2]))
+    return shows_symptom(failure, seen) == (not failure.not_in or release > failure.not_in)
+
+
+def is_fixed(failure: Failure, seen: Seen) -> bool:
+    """Say whether every rank has the right numbers."""
+    right = failure.right()
+    return bool(seen.numbers) and all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)
+
+
+def trace_broken(name: str) -> list[list[Collective]]:
+    """Run a broken run with its collectives written down, and return those of each rank, the unfinished one included."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
+        stall_s = find(name).stall_s
+        with suppress(RankError, RankTimeout):  # it is broken on purpose
+            launch(run_logged, name, paths, world_size=NUM_RANKS, device="cpu", progress=False, stall_s=stall_s)
+        return [read_log(path) for path in paths]
+
+
+def run_logged(rank: int, world_size: int, name: str, paths: Sequence[Path]) -> Numbers:
+    """Run a broken run with this rank's collectives written to its path. A rank function itself."""
+    with log_collectives(paths[rank]):
+        return GALLERY[name].broken(rank, world_size)

@@ -1,0 +1,165 @@
+"""It runs out of memory: sharding is on, and saves less than it should."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+from fsdp_helpers.measuring.collectives import trace_collectives
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.teaching.failures.entry import Failure, Numbers
+from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
+
+CPU = torch.device("cpu")
+FP32_BYTES = 4
+LAYER_BYTES = FP32_BYTES * (WIDTH * WIDTH + WIDTH)  # weight and bias of the largest layer
+WHOLE_BYTES = 2 * LAYER_BYTES + FP32_BYTES * (2 * WIDTH + 2)
+
+
+def largest_gather(model: nn.Module) -> Numbers:
+    """Return the bytes that are whole on a rank at once: those of the largest all-gather."""
+    with trace_collectives() as events:
+        model(images()).sum().backward()
+    return {"largest gather, bytes": max(event.bytes for event in events if event.op == "all_gather")}
+
+
+# ---------------------------------------------------------------- the root alone
+
+
+def shard_the_root_alone(rank: int, world_size: int) -> Numbers:
+    model = small_model()
+    fully_shard(model, mesh=cpu_mesh())
+    return largest_gather(model)
+
+
+def shard_each_layer(rank: int, world_size: int) -> Numbers:
+    model = small_model()
+    for layer in (module for module in model if isinstance(module, nn.Linear)):
+        fully_shard(layer, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    return largest_gather(model)
+
+
+def one_layer() -> Numbers:
+    return {"largest gather, bytes": LAYER_BYTES}
+
+
+# ---------------------------------------------------------------- FSDP1's default threshold
+
+
+def count_units(model: nn.Module) -> Numbers:
+    return {"units": sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())}
+
+
+def wrap_by_default_size(rank: int, world_size: int) -> Numbers:
+    policy = size_based_auto_wrap_policy  # 100 million parameters
+    return count_units(FullyShardedDataParallel(small_model(), auto_wrap_policy=policy, device_id=CPU))
+
+
+def wrap_by_own_size(rank: int, world_size: int) -> Numbers:
+    policy = partial(size_based_auto_wrap_policy, min_num_params=WIDTH * WIDTH)
+    return count_units(FullyShardedDataParallel(small_model(), auto_wrap_policy=policy, device_id=CPU))
+
+
+def two_layers_and_root() -> Numbers:
+    return {"units": 3}
+
+
+# ---------------------------------------------------------------- gradients that wait whole
+
+
+def hold_back_reduction(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model())
+    model.set_requires_gradient_sync(False)  # until the last micro-batch
+    micro_batches = images().split(2)[:3]
+    with trace_memory() as trace:
+        for batch in micro_batches:
+            model(batch).sum().backward()
+    return {"bytes that wait": trace.whole().curve.held_bytes}
+
+
+def reduce_each_micro_batch(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model())
+    micro_batches = images().split(2)[:3]
+    with trace_memory() as trace:
+        for batch in micro_batches:
+            model(batch).sum().backward()
+    return {"bytes that wait": trace.whole().curve.held_bytes}
+
+
+def half_of_the_gradients() -> Numbers:
+    return {"bytes that wait": WHOLE_BYTES / 2}
+
+
+# ---------------------------------------------------------------- a full state dict on every rank
+
+
+def local_bytes(state: dict) -> int:
+    parts = [value.to_local() if isinstance(value, DTensor) else value for value in state.values()]
+    return sum(part.nbytes for part in parts)
+
+
+def full_state_everywhere(rank: int, world_size: int) -> Numbers:
+    state = get_model_state_dict(in_units(small_model()), options=StateDictOptions(full_state_dict=True))
+    return {"bytes of the state dict, per rank": local_bytes(state)}
+
+
+def sharded_state(rank: int, world_size: int) -> Numbers:
+    state = get_model_state_dict(in_units(small_model()))
+    return {"bytes of the state dict, per rank": local_bytes(state)}
+
+
+def half_of_the_state() -> Numbers:
+    return {"bytes of the state dict, per rank": WHOLE_BYTES / 2}
+
+
+MEMORY = (
+    Failure(
+        name="memory-root-only",
+        title="fully_shard saves nothing at the peak",
+        why="`fully_shard(model)` makes one unit of the whole model. It is gathered at the first layer, so during forward and "
+        "backward every rank holds all parameters.",
+        tell="One all-gather per forward. Count them with `CommDebugMode`, or with the trace of this series.",
+        fix="Shard the blocks first, the root last.",
+        broken=shard_the_root_alone,
+        fixed=shard_each_layer,
+        right=one_layer,
+    ),
+    Failure(
+        name="memory-default-threshold",
+        title="auto_wrap_policy is set, and there is one unit",
+        why="FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million parameters. A "
+        "smaller model is not cut at all, and nothing says so.",
+        tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
+        fix="Pass a `min_num_params` that suits your model or, better, name the class of your blocks with `ModuleWrapPolicy`.",
+        broken=wrap_by_default_size,
+        fixed=wrap_by_own_size,
+        right=two_layers_and_root,
+    ),
+    Failure(
+        name="memory-accumulation",
+        title="Accumulating gradients takes more memory than a large batch",
+        why="`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until "
+        "the last micro-batch every rank keeps the whole gradient instead of its shard.",
+        tell="After the first micro-batch memory grows by 4 bytes per parameter of the whole model.",
+        fix="Reduce after each micro-batch. Hold back only when the whole gradient fits.",
+        broken=hold_back_reduction,
+        fixed=reduce_each_micro_batch,
+        right=half_of_the_gradients,
+    ),
+    Failure(
+        name="memory-full-state-dict",
+        title="Training fits, saving does not",
+        why="`full_state_dict=True` without `cpu_offload=True` gives every rank the whole model at once, and it stays on "
+        "the GPU.",
+        tell="It runs out of memory in the line that saves, on all ranks together.",
+        fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
+        broken=full_state_everywhere,
+        fixed=sharded_state,
+        right=half_of_the_state,
+    ),
+)

@@ -1,0 +1,143 @@
+"""It is slow: counted in collectives and downloads, since times differ from machine to machine."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from fsdp_helpers.measuring.collectives import trace_collectives
+from fsdp_helpers.teaching.failures.entry import Failure, Numbers
+from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, small_model
+
+NUM_UNITS = 3  # of the small model: three layers, each a unit
+
+
+def count_gathers(model: FSDPModule, num_micro_batches: int) -> Numbers:
+    with trace_collectives() as events:
+        for number, batch in enumerate(images().chunk(num_micro_batches), start=1):
+            model.set_is_last_backward(number == num_micro_batches)
+            model(batch).square().mean().backward()
+    return {"all-gathers of a step": sum(event.op == "all_gather" for event in events)}
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+def gather_for_every_micro_batch(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model())
+    return count_gathers(model, num_micro_batches=4)
+
+
+def keep_parameters_between(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model())
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    return count_gathers(model, num_micro_batches=4)
+
+
+def one_gather_per_unit() -> Numbers:
+    return {"all-gathers of a step": NUM_UNITS}
+
+
+# ---------------------------------------------------------------- too many units
+
+
+def two_blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(small_model(), nn.Linear(2, 8)) for _ in range(2)])
+
+
+def shard_every_layer(rank: int, world_size: int) -> Numbers:
+    return count_gathers(in_units(two_blocks()), num_micro_batches=1)
+
+
+def shard_every_block(rank: int, world_size: int) -> Numbers:
+    model = two_blocks()
+    for block in model:
+        fully_shard(block, mesh=cpu_mesh())
+    return count_gathers(fully_shard(model, mesh=cpu_mesh()), num_micro_batches=1)
+
+
+def two_gathers_per_block() -> Numbers:
+    return {"all-gathers of a step": 2 * 2}
+
+
+# ---------------------------------------------------------------- who prepares the data
+
+
+def shared_folder() -> str:
+    """Make a folder on rank 0, and tell all ranks."""
+    found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def download(folder: Path) -> None:
+    (folder / f"download by rank {dist.get_rank()}").write_text("the data")
+
+
+def count_downloads(folder: Path) -> Numbers:
+    dist.barrier()
+    count = len(list(folder.iterdir()))
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    return {"downloads": count}
+
+
+def download_on_every_rank(rank: int, world_size: int) -> Numbers:
+    folder = Path(shared_folder())
+    download(folder)
+    return count_downloads(folder)
+
+
+def download_on_one_rank(rank: int, world_size: int) -> Numbers:
+    folder = Path(shared_folder())
+    if rank == 0:
+        download(folder)
+    dist.barrier()  # the others wait until it is there
+    return count_downloads(folder)
+
+
+def one_download() -> Numbers:
+    return {"downloads": 1}
+
+
+SLOW = (
+    Failure(
+        name="slow-gather-every-micro-batch",
+        title="Accumulation over four micro-batches makes the network four times as busy",
+        why="Each micro-batch is a forward and a backward, and each gathers every unit again.",
+        tell="Count the all-gathers of one step: they grow with the number of micro-batches.",
+        fix="Keep the parameters whole within a step, if they fit: no resharding after forward, and after backward only at the "
+        "last micro-batch.",
+        broken=gather_for_every_micro_batch,
+        fixed=keep_parameters_between,
+        right=one_gather_per_unit,
+    ),
+    Failure(
+        name="slow-many-units",
+        title="Each step has hundreds of small collectives",
+        why="With every linear layer a unit, each gathers on its own. A collective costs its latency however small it is, and "
+        "the peak hardly falls further.",
+        tell="Count the collectives of one step; compare the largest unit with the mean.",
+        fix="One unit per block of the model.",
+        broken=shard_every_layer,
+        fixed=shard_every_block,
+        right=two_gathers_per_block,
+    ),
+    Failure(
+        name="slow-every-rank-downloads",
+        title="The start takes long, and now and then the data are damaged",
+        why="Every rank prepares the same folder at the same time: N downloads, and files that one rank reads while a "
+        "different one still writes them.",
+        tell="The download appears in the log once per rank.",
+        fix="Let one rank prepare, and the others wait at a barrier. On several machines that is one rank per machine.",
+        broken=download_on_every_rank,
+        fixed=download_on_one_rank,
+        right=one_download,
+    ),
+)

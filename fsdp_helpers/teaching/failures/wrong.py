@@ -1,0 +1,194 @@
+"""It trains, but wrongly: gradients and weights that are not those of one process."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_helpers.teaching.failures.entry import Failure, Numbers
+from fsdp_helpers.teaching.failures.pieces import cpu_mesh, gradient_norm, images, in_units, small_model
+
+# ---------------------------------------------------------------- which images, which loss
+
+
+def gradient_of_all_images() -> Numbers:
+    model = small_model()
+    model(images()).square().mean().backward()
+    return {"gradient norm": gradient_norm(model)}
+
+
+def train_on_the_same_images(rank: int, world_size: int) -> Numbers:
+    model = DistributedDataParallel(small_model())
+    batch = images()[: 8 // world_size]  # the first half, on every rank
+    model(batch).square().mean().backward()
+    return {"gradient norm": gradient_norm(model)}
+
+
+def train_on_own_images(rank: int, world_size: int) -> Numbers:
+    model = DistributedDataParallel(small_model())
+    batch = images()[rank::world_size]
+    model(batch).square().mean().backward()
+    return {"gradient norm": gradient_norm(model)}
+
+
+def sum_the_loss(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model())
+    model(images()[rank::world_size]).square().sum().backward()
+    return {"gradient norm": gradient_norm(model)}
+
+
+def sum_the_loss_and_scale(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model())
+    loss = model(images()[rank::world_size]).square().sum()
+    (loss * world_size).backward()  # FSDP divides by the number of ranks
+    return {"gradient norm": gradient_norm(model)}
+
+
+def gradient_of_the_sum() -> Numbers:
+    model = small_model()
+    model(images()).square().sum().backward()
+    return {"gradient norm": gradient_norm(model)}
+
+
+def tokens_of(rank: int) -> Tensor:
+    return images()[:6] if rank == 0 else images()[6:]  # six tokens and two
+
+
+def mean_of_means(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model())
+    model(tokens_of(rank)).square().mean().backward()
+    return {"gradient norm": gradient_norm(model)}
+
+
+def mean_over_all_tokens(rank: int, world_size: int) -> Numbers:
+    model, tokens = in_units(small_model()), tokens_of(rank)
+    num_tokens = torch.tensor(float(len(tokens)))
+    dist.all_reduce(num_tokens)
+    loss = model(tokens).square().mean(dim=1).sum() / num_tokens
+    (loss * world_size).backward()
+    return {"gradient norm": gradient_norm(model)}
+
+
+# ---------------------------------------------------------------- the gradient
+
+MOST = 0.01  # of the gradient's norm
+
+
+def with_gradients() -> nn.Module:
+    model = in_units(small_model())
+    model(images()).square().mean().backward()
+    return model
+
+
+def clip_by_own_shard(rank: int, world_size: int) -> Numbers:
+    model = with_gradients()
+    shards = [parameter.grad.to_local() for parameter in model.parameters()]
+    norm = nn.utils.get_total_norm(shards)
+    for part in shards:
+        part.mul_(min(1.0, MOST / norm))
+    return {"norm after clipping": gradient_norm(model)}
+
+
+def clip_by_the_whole_norm(rank: int, world_size: int) -> Numbers:
+    model = with_gradients()
+    nn.utils.clip_grad_norm_(model.parameters(), MOST)
+    return {"norm after clipping": gradient_norm(model)}
+
+
+def clipped() -> Numbers:
+    return {"norm after clipping": MOST}
+
+
+def log_local_norm(rank: int, world_size: int) -> Numbers:
+    shards = [parameter.grad.to_local() for parameter in with_gradients().parameters()]
+    return {"gradient norm": nn.utils.get_total_norm(shards).item()}
+
+
+def log_full_norm(rank: int, world_size: int) -> Numbers:
+    gradients = [parameter.grad for parameter in with_gradients().parameters()]
+    return {"gradient norm": nn.utils.get_total_norm(gradients).full_tensor().item()}
+
+
+def reduce_in(dtype: torch.dtype, rank: int, world_size: int) -> Numbers:
+    model = small_model()
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    model(images()[rank::world_size]).square().mean().backward()
+    return {"gradient norm": gradient_norm(model)}
+
+
+def reduce_in_bf16(rank: int, world_size: int) -> Numbers:
+    return reduce_in(torch.bfloat16, rank, world_size)
+
+
+def reduce_in_fp32(rank: int, world_size: int) -> Numbers:
+    return reduce_in(torch.float32, rank, world_size)
+
+
+WRONG = (
+    Failure(
+        name="wrong-same-data",
+        title="Eight ranks learn no faster than one",
+        why="Without a sampler, or without its rank, each process reads the same images. The mean of equal gradients is the "
+        "gradient of one rank's batch.",
+        tell="The gradient, and the first step's loss, do not change with the number of ranks.",
+        fix="Give every rank its own part: `DistributedSampler`, or a shard by rank.",
+        broken=train_on_the_same_images,
+        fixed=train_on_own_images,
+        right=gradient_of_all_images,
+    ),
+    Failure(
+        name="wrong-summed-loss",
+        title="A recipe for one GPU learns too slowly on eight",
+        why="DDP and FSDP average gradients over the ranks. If the loss is a sum, the gradient is that of the "
+        "whole batch divided by the number of ranks.",
+        tell="The gradient norm is exactly N times smaller than in one process.",
+        fix="Use a mean over the batch; if the loss must be a sum, multiply it by the number of ranks.",
+        broken=sum_the_loss,
+        fixed=sum_the_loss_and_scale,
+        right=gradient_of_the_sum,
+    ),
+    Failure(
+        name="wrong-mean-of-means",
+        title="The loss depends on how texts are shared among the ranks",
+        why="Ranks with different numbers of tokens each take their own mean, and the mean of those gives more weight to a token on "
+        "the rank with fewer tokens. Here one rank has six tokens, the other two.",
+        tell="One process with all tokens has a different gradient in the first step.",
+        fix="Divide each rank's sum by the global number of tokens, and multiply by the number of ranks.",
+        broken=mean_of_means,
+        fixed=mean_over_all_tokens,
+        right=gradient_of_all_images,
+    ),
+    Failure(
+        name="wrong-clip-local-norm",
+        title="Gradients are clipped by a different factor on each rank",
+        why="A norm of this rank's shards is not the norm of the gradient. Each rank then scales its shards by "
+        "its own factor, and the direction changes.",
+        tell="Take the norm again after clipping: it is above the limit.",
+        fix="`nn.utils.clip_grad_norm_` understands DTensors. With FSDP1 call `model.clip_grad_norm_`.",
+        broken=clip_by_own_shard,
+        fixed=clip_by_the_whole_norm,
+        right=clipped,
+    ),
+    Failure(
+        name="wrong-local-norm-logged",
+        title="The logged gradient norm shrinks with the number of ranks",
+        why="A norm of local gradients covers only this rank's shards: about the whole norm divided by the root of N.",
+        tell="Ranks log different norms.",
+        fix="Take the norm of the DTensors, as `clip_grad_norm_` returns it, and call `full_tensor()` on it on every rank.",
+        broken=log_local_norm,
+        fixed=log_full_norm,
+        right=gradient_of_all_images,
+    ),
+    Failure(
+        name="wrong-bf16-reduction",
+        title="Convergence is a little worse than in one process",
+        why="`MixedPrecisionPolicy(param_dtype=torch.bfloat16)` alone also reduces gradients in bf16, which keeps 8 significant bits. "
+        "The more ranks, the more is rounded away.",
+        tell="Compare the gradient's norm of one step with fp32's: here they differ in the fourth digit.",
+        fix="`reduce_dtype=torch.float32`. It doubles the bytes of the reduction.",
+        broken=reduce_in_bf16,
+        fixed=reduce_in_fp32,
+        right=gradient_of_all_images,
+    ),
+)

@@ -1,0 +1,152 @@
+"""References for PyTorch/XLA's FSDP: plain training, FSDP2, and arithmetic. No torch_xla here."""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_helpers.data.images import load_data, rank_batches
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.models.series import build_model
+from fsdp_helpers.ranks.exchange import sum_over_ranks
+from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.records import largest_difference
+from fsdp_helpers.teaching.lessons.xla_inputs import read_batches, start_model, start_optimizer
+
+TOLERANCE = 1e-5  # of a loss over some twenty steps, with sums in a different order
+SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's shard is a multiple of this number of values
+
+# ---------------------------------------------------------------- the same training, here
+
+
+def write_inputs(folder: Path, *, steps: int, batch: int, models: Sequence[str]) -> None:
+    """Write the batches of all steps, from the bundled digits, and the parameters that each network begins with."""
+    digits = load_data(folder).train  # a folder without MNIST
+    drawn = rank_batches(digits, rank=0, world_size=1, global_batch_size=batch, seed=0, epoch=0)
+    images, labels = (torch.stack(part) for part in zip(*islice(drawn, steps), strict=True))
+    np.savez(folder / "batches.npz", images=images.numpy(), labels=labels.numpy())
+    for name in models:
+        torch.manual_seed(0)
+        state = build_model(name).state_dict()
+        np.savez(folder / f"start-{name}.npz", **{key: value.numpy() for key, value in state.items()})
+
+
+def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
+    """Train in one process, without sharding; return the loss of each step and the network."""
+    model = start_model(folder, name)
+    optimizer = start_optimizer(model)
+    losses = [_step(model, optimizer, images, labels).item() for images, labels in read_batches(folder)]
+    return losses, model
+
+
+def train_sharded(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
+    """Train the same with FSDP2; return mean losses, what a rank keeps, and the last step's collectives."""
+    model = shard_units(start_model(folder, name), units, world_size)
+    optimizer = start_optimizer(model)
+    losses = []
+    for batch in read_batches(folder):
+        images, labels = (part.chunk(world_size)[rank].to(rank_device()) for part in batch)
+        with trace_collectives() as seen:
+            losses.append(_step(model, optimizer, images, labels))
+    return {
+        "losses": (sum_over_ranks(torch.stack(losses)) / world_size).tolist(),
+        "parameters": sum(parameter.to_local().numel() for parameter in model.parameters()),
+        "ops": {count.op: count.count for count in count_collectives(seen)},
+    }
+
+
+def answers_of_fsdp2(
+    rank: int, world_size: int, folder: Path, name: str, units: Sequence[str], weights: Path
+) -> Tensor:
+    """Return a sharded network's outputs for the first batch, its shards taken from a file of whole tensors."""
+    model = shard_units(start_model(folder, name), units, world_size)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, load_file(weights), options=options)  # every rank takes its shards
+    with torch.no_grad():
+        return model(read_batches(folder)[0][0].to(rank_device())).cpu()
+
+
+def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[str]) -> dict[str, float]:
+    """Load a consolidated file into a plain network and into FSDP2, and compare their answers with plain training's.
+
+    Differences are shares of the largest answer.
+    """
+    images = read_batches(folder)[0][0]
+    _, trained = train_plain(folder, name)
+    plain = build_model(name, dropout=False)
+    plain.load_state_dict(load_file(weights))
+    sharded = launch(answers_of_fsdp2, folder, name, units, weights, world_size=2, device="cpu")[0]
+    with torch.no_grad():
+        wanted = trained(images)
+        answers = {"plain": plain(images), "FSDP2 on 2 ranks": sharded}
+    return {name: ((answer - wanted).abs().max() / wanted.abs().max()).item() for name, answer in answers.items()}
+
+
+def shard_units(model: nn.Module, units: Sequence[str], world_size: int) -> nn.Module:
+    """Shard with FSDP2: the modules of those names are units, and the rest is the root."""
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    for name in units:
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    return fully_shard(model.to(rank_device()), mesh=mesh)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+# ---------------------------------------------------------------- what is to be expected
+
+
+def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
+    """Return the values of each parameter tensor, unit by unit, the root first."""
+    found = {name: [] for name in ("", *units)}
+    for name, parameter in model.named_parameters():
+        owner = next((unit for unit in units if name.startswith(f"{unit}.")), "")
+        found[owner].append(parameter.numel())
+    return list(found.values())
+
+
+def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: bool = False) -> int:
+    """Count the values that an XLA replica keeps: a shard of each tensor or, flattened, of each unit's one tensor.
+
+    Each is filled up until its shards have a multiple of 128 values (`_shard_size_multiple` of the library).
+    """
+    if flatten:
+        tensors = [[sum(unit)] for unit in tensors if unit]
+    return sum(SHARD_MULTIPLE * -(-values // (SHARD_MULTIPLE * replicas)) for unit in tensors for values in unit)
+
+
+def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, reshard: bool = True) -> dict[str, int]:
+    """Count the all-gathers and reduce-scatters of an XLA step: per tensor or, flattened, per unit.
+
+    The root is gathered once, since it stays whole from forward to backward; so is every unit that is not resharded.
+    """
+    root, *others = [min(1, len(unit)) if flatten else len(unit) for unit in tensors]
+    return {"all-gather": root + (2 if reshard else 1) * sum(others), "reduce-scatter": root + sum(others)}
+
+
+def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
+    """Return the losses of a run over the global batch: the mean over its replicas, whose parts are equally large."""
+    return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
+
+
+def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
+    """Compare the losses of all `runs` with those of `plain` training. Raises ValueError if one differs."""
+    differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
+    worst = list(differences)[np.argmax(list(differences.values()))]
+    if not differences[worst] <= TOLERANCE:
+        raise ValueError(f"{worst}: a loss differs from plain training by {differences[worst]:.2g}, over {TOLERANCE:g}")
+    return f"{len(runs)} runs; largest difference from plain training {differences[worst]:.1e}, in {worst}"

@@ -1,1 +1,0 @@
-"""Other places where ranks run: torchrun, Slurm, PyTorch/XLA."""

@@ -1,0 +1,10 @@
+"""The colors that figures in a run and in the chapters share: legible on a white page and on a black one."""
+
+BLUE = "#0072b2"
+TEXT_COLOR, FRAME_COLOR = "#767676", "#9ca3af"
+TEXT_STYLE = {  # for matplotlib: figures have no background of their own
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), TEXT_COLOR),
+}

@@ -1,0 +1,135 @@
+"""How JupyterLab is opened, and the copies to work in; a browser sees the rest, in tests/browser."""
+
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyterlab_server.settings_utils import _get_overrides
+from leftovers import PROJECT
+
+from fsdp_helpers.__main__ import main
+from fsdp_helpers.cli.lab import server
+
+LAB = PROJECT / "fsdp_helpers" / "lab"
+
+
+def copies(work: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "fsdp_helpers.cli.lab.working_copies", work, *arguments]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+
+
+def test_the_kernel_has_the_name_of_the_tutorial_and_runs_in_the_environment(monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(LAB))
+    spec = KernelSpecManager().get_kernel_spec("python3")  # the name that the notebooks have
+    assert spec.display_name == "FSDP, learned by running it"
+    assert spec.argv[0] == sys.executable or spec.argv[0] == "python"  # jupyter_client puts its own in the place
+
+
+def test_settings_are_found_and_ask_no_website(monkeypatch, tmp_path):
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(LAB / "config"))
+    overrides, error = _get_overrides(str(tmp_path))
+    assert error == ""
+    news = overrides["@jupyterlab/apputils-extension:notification"]
+    assert news == {"fetchNews": "false", "checkForUpdates": False}
+
+
+def test_copies_are_complete_and_never_overwritten(tmp_path):
+    work = tmp_path / "work"
+    assert copies(work).returncode == 0
+    originals = {path.name for path in (PROJECT / "notebooks").glob("*.ipynb")}
+    assert {path.name for path in work.glob("*.ipynb")} == originals
+    assert (
+        (work / "GLOSSARY.md").is_file() and list(work.glob("take_home/*.py")) and list(work.glob("reference/*.json"))
+    )
+    (work / "03_fsdp.ipynb").write_text("solved")
+    (work / "01_local_training.ipynb").unlink()
+    assert copies(work).stdout == f"{work}: 1 new file(s); all others are as they were\n"
+    assert (work / "03_fsdp.ipynb").read_text() == "solved"
+
+
+def test_an_exercise_is_reset_and_the_attempts_stay(tmp_path):
+    original = json.loads((PROJECT / "notebooks" / "03_fsdp.ipynb").read_text())
+    for attempt in ("first", "second"):
+        copies(tmp_path)
+        (tmp_path / "03_fsdp.ipynb").write_text(attempt)
+        done = copies(tmp_path, "--reset", "3")
+        assert done.returncode == 0 and "choose Revert" in done.stdout
+    assert json.loads((tmp_path / "03_fsdp.ipynb").read_text()) == original
+    kept = [tmp_path / f"03_fsdp_before{number}.ipynb" for number in ("", "_2")]
+    assert [path.read_text() for path in kept] == ["first", "second"]
+
+
+@pytest.mark.parametrize("number", ["", "99", "three"])
+def test_a_notebook_that_is_not_there_is_not_reset(tmp_path, number):
+    done = copies(tmp_path, "--reset", number)
+    assert done.returncode == 1 and done.stderr == f"there is no notebook {number!r}; give its number, such as 3\n"
+
+
+@pytest.mark.parametrize("path", ["work/03_fsdp.ipynb", "notebooks/my_ddp.py", "work/my_unit.py"])
+def test_what_working_leaves_is_ignored(path):
+    done = subprocess.run(["git", "check-ignore", "--quiet", path], cwd=PROJECT, check=False)
+    if done.returncode == 128:
+        pytest.skip("this copy of the project is no git checkout")
+    assert done.returncode == 0
+
+
+# ---------------------------------------------------------------- python -m fsdp_helpers lab
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path) -> list[list[str]]:
+    """The arguments that JupyterLab would have been started with; the variables that are set are taken back."""
+    calls = []
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "signatures"))  # first: what is started inherits it
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("jupyterlab.labapp.LabApp.launch_instance", calls.append)
+    return calls
+
+
+def test_lab_opens_the_first_notebook_with_this_environment(started, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", "mine")
+    assert main(["lab", "--no-browser", "--port", "9000"]) == 0
+    (arguments,) = started
+    assert arguments[-3:] == ["--no-browser", "--port", "9000"]
+    assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in arguments
+    assert os.environ["JUPYTER_PATH"] == os.pathsep.join([str(LAB), "mine"])
+    assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+
+
+def test_lab_works_in_copies(started, monkeypatch, tmp_path):
+    monkeypatch.setattr(server, "PROJECT", tmp_path)
+    assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
+    assert (tmp_path / "work" / "00_start_here.ipynb").is_file()
+    assert "--LabApp.default_url=/lab/tree/work/00_start_here.ipynb" in started[0]
+    with closing(sqlite3.connect(tmp_path / "signatures" / "nbsignatures.db")) as signatures:
+        ((num_signed,),) = signatures.execute("SELECT count(*) FROM nbsignatures")
+    assert num_signed == len(list((tmp_path / "work").glob("*.ipynb"))) > 10
+
+
+def test_copies_that_cannot_be_signed_are_opened_unsigned(started, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(server, "PROJECT", tmp_path)
+    (tmp_path / "signatures").touch()  # where a folder should be
+    assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
+    assert len(started) == 1 and re.search(
+        r"^the copies are not signed: .+Error", capsys.readouterr().out, re.MULTILINE
+    )
+
+
+def test_copies_outside_what_jupyterlab_shows_are_refused(started, tmp_path, capsys):
+    for folder in (tmp_path, PROJECT, PROJECT / "notebooks"):
+        assert main(["lab", "--copies", str(folder)]) == 2
+        assert "choose a folder of its own inside" in capsys.readouterr().err
+    assert started == []
+
+
+def test_only_lab_takes_arguments_of_others(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["consolidate", "a", "b", "--no-browser"])
+    assert capsys.readouterr().err == "fsdp_helpers: unrecognized arguments: --no-browser\n"

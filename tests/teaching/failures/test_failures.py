@@ -1,0 +1,116 @@
+"""The gallery of failures: each still shows its symptom within seconds, and its fixed run gives the right numbers."""
+
+import pytest
+import torch
+import workers_for_tests as workers
+
+from fsdp_helpers.ranks.in_turn import in_turn
+from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.teaching.failures import gallery
+from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, same_numbers
+from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
+
+# These raise on every rank before any of them waits, so that several fit into one launch.
+RAISES_EVERYWHERE = (
+    "crash-mixed-tensor-dtensor",
+    "crash-tied-weights",
+    "crash-frozen-flat",
+    "crash-encoder-fast-path",
+    "crash-port-in-use",
+    "crash-notebook-function",
+    "save-half-written",
+    "save-module-prefix",
+)
+IN_ONE_LAUNCH = [failure for failure in RUN if not failure.says or failure.name in RAISES_EVERYWHERE]
+BY_ITSELF = [failure for failure in RUN if failure not in IN_ONE_LAUNCH]
+# A fix or a symptom that is gone may leave ranks waiting: the limit, far above what all runs take, makes that a failure.
+TWO_RANKS = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": 400.0}
+
+
+def ids(failures):
+    return [pytest.param(failure, id=failure.name) for failure in failures]
+
+
+@pytest.fixture(scope="module")
+def fixed_runs() -> dict[str, Seen]:
+    """Every fixed run, one after the other in the same two ranks."""
+    return run_in_turn(RUN, "fixed")
+
+
+@pytest.fixture(scope="module")
+def broken_runs() -> dict[str, Seen]:
+    """Every broken run that ends by itself, in the same way on all ranks."""
+    return run_in_turn(IN_ONE_LAUNCH, "broken")
+
+
+def run_in_turn(failures: list[Failure], way: str) -> dict[str, Seen]:
+    calls = [(failure.name, way) for failure in failures]
+    per_rank = launch(in_turn, workers.run_failure, calls, **TWO_RANKS)
+    seen = {}
+    for failure, *found in zip(failures, *per_rank, strict=True):
+        errors = [one for one in found if isinstance(one, str)]
+        seen[failure.name] = Seen(error=errors[0]) if errors else Seen(numbers=tuple(found))
+    return seen
+
+
+@pytest.mark.parametrize("failure", ids(IN_ONE_LAUNCH))
+def test_the_symptom_still_appears(failure, broken_runs):
+    assert gallery.comes_out_as_said(failure, broken_runs[failure.name]), broken_runs[failure.name]
+
+
+def test_a_pytorch_that_does_not_show_it_must_not_show_it(monkeypatch):
+    failure = gallery.find("crash-tied-weights")
+    refused, silent = Seen(error="... shared with ..."), Seen(numbers=(failure.right(),) * 2)
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
+    assert [gallery.comes_out_as_said(failure, seen) for seen in (refused, silent)] == [True, False]
+    monkeypatch.setattr(torch, "__version__", "2.11.1+cpu")
+    assert [gallery.comes_out_as_said(failure, seen) for seen in (refused, silent)] == [False, True]
+
+
+@pytest.mark.parametrize("failure", ids(BY_ITSELF))
+def test_ranks_that_wait_or_die_are_seen(failure):
+    """Within seconds on an idle machine; not asserted, since a busy one takes its time to load PyTorch."""
+    seen = gallery.run_broken(failure)
+    assert gallery.shows_symptom(failure, seen), seen
+
+
+@pytest.mark.parametrize("failure", ids(RUN))
+def test_the_fix_gives_the_right_numbers(failure, fixed_runs):
+    assert gallery.is_fixed(failure, fixed_runs[failure.name]), fixed_runs[failure.name]
+
+
+@pytest.mark.parametrize("failure", ids(RUN))
+def test_right_is_not_what_a_broken_run_gives(failure):
+    """Neither nothing nor a number beside the right one passes for it."""
+    right = failure.right()
+    assert not gallery.is_fixed(failure, Seen(error="anything"))
+    assert not gallery.is_fixed(failure, Seen(numbers=({name: value * 1.01 + 1 for name, value in right.items()},)))
+    assert not same_numbers(dict.fromkeys(right, float("nan")), right, failure.tolerance)
+
+
+# ---------------------------------------------------------------- the gallery as a whole
+
+
+def test_there_are_enough_of_each_symptom():
+    assert len(RUN) >= 16 and len(GALLERY) >= 24
+    assert {failure.symptom for failure in RUN} == set(SYMPTOMS)
+    assert len(GALLERY) == len({failure.name for failure in GALLERY.values()})
+
+
+@pytest.mark.parametrize("failure", ids(GALLERY.values()))
+def test_every_card_has_its_parts(failure):
+    assert failure.why and failure.tell and failure.fix and failure.title
+    if failure.is_run:
+        assert failure.fixed and failure.right and not failure.source
+    else:
+        assert failure.source, "what is not run here says where it comes from"
+
+
+def test_a_name_that_begins_with_no_symptom_is_refused():
+    with pytest.raises(ValueError, match="begins with none of the symptoms hang, crash"):
+        Failure(name="other-thing", title="", why="", tell="", fix="")
+
+
+def test_an_unknown_name_lists_those_that_there_are():
+    with pytest.raises(ValueError, match="hang-uneven-batches, "):
+        gallery.find("hang-everywhere")
