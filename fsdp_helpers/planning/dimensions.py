@@ -5,6 +5,7 @@ of one step that the ranks of the dimension work on together: sequences times th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdp_helpers.planning.state import FP32_BYTES
@@ -127,3 +128,69 @@ def most_in_flight(order: Sequence[str]) -> int:
         in_flight += 1 if name.startswith("F") else -1
         most = max(most, in_flight)
     return most
+
+
+@dataclass(frozen=True, kw_only=True)
+class DimensionedRun:
+    """A training run in several dimensions: its model, its mesh, and what was published of it."""
+
+    model: str
+    params: int
+    layers: int
+    width: int
+    kv_width: int
+    data: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    sequences: int  # that a data rank reads in a step
+    length: int  # of a sequence, in tokens
+    tokens_per_s: float | None = None  # of one GPU
+    memory_gib: float | None = None  # of one GPU
+
+    @property
+    def num_gpus(self) -> int:
+        return self.data * self.tensor * self.context * self.pipeline
+
+    def sent_bytes(self, value_bytes: int = 2) -> dict[str, int]:
+        """Return what one rank sends in a step along each dimension, all of it in `value_bytes` a value.
+
+        A rank has layers / pipeline layers, works on 1 / context of the tokens, and keeps 1 / tensor of each matrix;
+        FSDP shards that over the ranks of data and context. Layers that do not divide are counted as a fraction.
+        """
+        layers = self.layers / self.pipeline
+        own_tokens = self.sequences * self.length // self.context
+        both = {"value_bytes": value_bytes}
+        sent = {
+            "FSDP": fsdp_sent_bytes(self.params // (self.tensor * self.pipeline), self.data * self.context, **both),
+            "tensor": round(layers * tensor_sent_bytes(1, own_tokens, self.width, self.tensor, **both)),
+            "context": round(
+                layers
+                * context_sent_bytes(
+                    1, self.sequences * self.length, self.kv_width // self.tensor, self.context, **both
+                )
+            ),
+            "pipeline": pipeline_sent_bytes(own_tokens, self.width, **both) if self.pipeline > 1 else 0,
+        }
+        return {name: size for name, size in sent.items() if size}
+
+
+LLAMA_70B = {"model": "Llama 3.1 70B", "params": 70_553_706_496, "layers": 80, "width": 8192, "kv_width": 1024}
+LLAMA_405B = {"model": "Llama 3.1 405B", "params": 405_853_388_800, "layers": 126, "width": 16384, "kv_width": 1024}
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 4 (2D + AsyncTP), 5 (Interleaved 1F1B) and 6 (1F1B):
+# H100s, torch.compile, Float8, full recomputation.
+PUBLISHED_DIMENSIONS = (
+    DimensionedRun(
+        **LLAMA_70B, data=32, tensor=8, sequences=16, length=8192, tokens_per_s=876, memory_gib=67.6,
+    ),
+    DimensionedRun(
+        **LLAMA_405B, data=8, tensor=8, pipeline=8, sequences=32, length=8192, tokens_per_s=128, memory_gib=72.7,
+    ),
+    *(
+        DimensionedRun(
+            **LLAMA_405B, data=8 // context, tensor=8, context=context, pipeline=8, sequences=8,
+            length=32_768 * context, tokens_per_s=speed, memory_gib=memory,
+        )
+        for context, speed, memory in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1), (8, 16, 84.9))
+    ),
+)  # fmt: skip

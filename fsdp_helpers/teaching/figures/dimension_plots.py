@@ -117,6 +117,8 @@ def draw_sent(runs: Mapping[str, Mapping[str, int]]) -> tuple[Figure, Axes]:
         ax.set_yticks(range(len(runs)), list(runs))
         ax.set(xlabel="sent by rank 0 in a step (MB)", ylim=(len(runs) - 0.5, -0.5))
         ax.legend(handles=swatches({op: OP_COLORS[op] for op in ops}), loc="lower right")
-    told = [f"{name}: {', '.join(f'{op} {in_mb(size)} MB' for op, size in sent.items())}." for name, sent in runs.items()]
+    told = [
+        f"{name}: {', '.join(f'{op} {in_mb(size)} MB' for op, size in sent.items())}." for name, sent in runs.items()
+    ]
     put_in_words(fig, " ".join(["Bytes that rank 0 sends in a step.", *told]))
     return fig, ax
