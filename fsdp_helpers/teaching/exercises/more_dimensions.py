@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.planning.dimensions import LLAMA_70B, DimensionedRun, pipeline_bubble
 from fsdp_helpers.teaching.exercises.answers import call, exercise, expect, expect_answered, expect_number
 from fsdp_helpers.teaching.exercises.fresh import DRAW, FRESH_CASES
-from fsdp_helpers.teaching.exercises.on_ranks import RANKS, expect_same_losses, in_words, run_on_ranks
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, expect_same_losses, in_words, run_on_ranks
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module
 from fsdp_helpers.teaching.exercises.training import STEPS, load_batch, mean_loss
 
@@ -38,6 +39,7 @@ class SplitByReader:
     kept: int  # values in its parameters
     forward: list[str]  # collectives
     backward: list[str]
+    gradient_off: float  # of the inputs, at most, from that of one process
     losses: list[float]
     right: list[float]  # those of one process
 
@@ -51,6 +53,11 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
     expect(
         found.forward == ["all_reduce"],
         f"{says}forward takes {_named(found.forward)}; one all-reduce is enough",
+    )
+    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses are not those of one process")
+    expect(
+        found.gradient_off < TOLERANCE,
+        f"{says}the gradient of the inputs, which the layers below need, is not that of one process",
     )
     expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
     expect(
@@ -77,18 +84,22 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     if not isinstance(own, nn.Module):
         raise TypeError(f"SplitMLP makes a {type(own).__name__}; an nn.Module is asked for")
     kept = sum(parameter.numel() for parameter in own.parameters())
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with trace_collectives() as forward:
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
         out = own(x)
     with trace_collectives() as backward:
         out.sum().backward()
+    (gradient,) = torch.autograd.grad(down(F.gelu(up(x))).sum(), x)
+    gradient_off = float("inf") if x.grad is None else (x.grad - gradient).abs().max().item()
     own.zero_grad()
     before, _, _, behind = build_layers()
     losses = losses_of(nn.Sequential(before, nn.Tanh(), own, behind))
     before, up, down, behind = build_layers()
     right = losses_of(nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind))
     ops = [[count.op for count in count_collectives(seen) for _ in range(count.count)] for seen in (forward, backward)]
-    return SplitByReader(kept=kept, forward=ops[0], backward=ops[1], losses=losses, right=right)
+    return SplitByReader(
+        kept=kept, forward=ops[0], backward=ops[1], gradient_off=gradient_off, losses=losses, right=right
+    )
 
 
 def losses_of(model: nn.Module) -> list[float]:

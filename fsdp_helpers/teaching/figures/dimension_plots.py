@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from fsdp_helpers.palette import FRAME_COLOR, TEXT_COLOR
 from fsdp_helpers.planning.dimensions import PipelineWork, idle_share
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
@@ -20,6 +19,7 @@ from fsdp_helpers.teaching.figures.style import (
     ink_on,
     swatches,
 )
+from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 WORK_COLORS = {"F": STATE_COLORS["parameters"], "B": STATE_COLORS["gradients"]}
 
