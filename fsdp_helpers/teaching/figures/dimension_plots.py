@@ -30,7 +30,7 @@ def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
     `meshes` has the names of both dimensions, rows first, and for each of them what ranks 0 and 1 along it have.
     """
     with figure_style():
-        fig, axes = plt.subplots(1, len(meshes), figsize=(9.1, 2.5), layout="constrained")
+        fig, axes = plt.subplots(1, len(meshes), figsize=(9, 2.5), layout="constrained")
         for ax, ((rows, columns), has) in zip(axes, meshes.items(), strict=True):
             for rank in range(4):
                 row, column = divmod(rank, 2)
@@ -116,7 +116,8 @@ def draw_sent(runs: Mapping[str, Mapping[str, int]]) -> tuple[Figure, Axes]:
             ax.text(left, row, f" {in_mb(sum(sent.values()))}", va="center", color=TEXT_COLOR)
         ax.set_yticks(range(len(runs)), list(runs))
         ax.set(xlabel="sent by rank 0 in a step (MB)", ylim=(len(runs) - 0.5, -0.5))
-        ax.legend(handles=swatches({op: OP_COLORS[op] for op in ops}), loc="lower right")
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+        ax.legend(handles=swatches({op: OP_COLORS[op] for op in ops}), ncols=len(ops), **place)
     told = [
         f"{name}: {', '.join(f'{op} {in_mb(size)} MB' for op, size in sent.items())}." for name, sent in runs.items()
     ]
