@@ -22,6 +22,12 @@ def mean_losses(chapter) -> list[float]:
     return [sum(step) / len(step) for step in zip(*chapter.value("ranks['losses']"), strict=True)]
 
 
+def failure(chapter, cell_id, changes=None) -> str:
+    with pytest.raises(CellError) as failed:
+        chapter.run(cell_id, changes)
+    return f"{failed.value.message}\n{failed.value.traceback}"
+
+
 def test_a_cell_run_twice_shows_the_same(chapter):
     assert [cell_id for cell_id, (first, second) in chapter.twice.items() if first != second] == []
     assert len(chapter.twice) >= 10
@@ -51,8 +57,7 @@ def test_without_a_reduce_scatter_the_halves_are_no_all_reduce(chapter):
 
 def test_without_fully_shard_there_is_no_dtensor(chapter):
     chapter.run("cell-17", {"cell-17": ("fully_shard(model, mesh=mesh)\n", "")})
-    with pytest.raises(CellError, match="placements"):
-        chapter.run("dtensor")
+    assert "has no attribute 'placements'" in failure(chapter, "dtensor")
     chapter.run_all(["cell-17", "dtensor"])
     assert sum(chapter.value("ranks['num_local']")) == P
 
@@ -60,8 +65,7 @@ def test_without_fully_shard_there_is_no_dtensor(chapter):
 def test_unshard_and_reshard_do_what_they_say(chapter):
     chapter.run("cell-17")
     assert "unsharded: DTensor" in chapter.run("unshard", {"unshard": ("model.unshard()\n", "")})
-    with pytest.raises(CellError, match="to_local"):
-        chapter.run("unshard", {"unshard": ("model.reshard()\n", "")})
+    assert "has no attribute 'to_local'" in failure(chapter, "unshard", {"unshard": ("model.reshard()\n", "")})
 
 
 def test_without_fsdp1_each_rank_has_all_parameters(chapter):
