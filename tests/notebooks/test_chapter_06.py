@@ -22,7 +22,7 @@ def failure(chapter, cell_id, changes) -> str:
 def test_loading_is_exact_only_with_every_line(chapter):
     assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is True
     handed_back = (
-        "set_state_dict(model, optimizer, model_state_dict=state[\"model\"], optim_state_dict=state[\"optimizer\"])\n"
+        'set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])\n'
     )
     chapter.run("live-load", {"live-load": (handed_back, "")})
     assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is False
