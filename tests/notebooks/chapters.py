@@ -138,7 +138,7 @@ class Chapter:
 
     with Chapter("03", tmp_path) as chapter:
         chapter.run_all(["settings", "by-hand"])
-        chapter.run("by-hand", {"by-hand": ("unit.free()", "")})     # a copy of the cell, with one line changed
+        chapter.run("by-hand", {"by-hand": ("unit.reshard()", "")})     # a copy of the cell, with one line changed
         chapter.value("ranks['losses']")
     """
 
