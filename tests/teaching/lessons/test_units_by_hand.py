@@ -36,4 +36,3 @@ def test_a_gradient_is_the_mean_over_ranks():
     """Adam would not notice a sum: it divides by the gradient's own size."""
     by_hand, by_torch = on_ranks(2, [(workers.gradient_norm_in_units, cut) for cut in CUTS])[0]
     assert by_hand == pytest.approx(by_torch, rel=1e-5)
-
