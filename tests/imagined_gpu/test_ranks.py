@@ -55,7 +55,7 @@ from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.lessons import probes
 
 if __name__ == "__main__":
-    for worker in (probes.train_your_own, probes.nest_by_hand):
+    for worker in (probes.train_your_own,):
         launch(worker, world_size=4, device="cpu", progress=False)
 """
 

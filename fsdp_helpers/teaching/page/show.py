@@ -4,7 +4,6 @@ import ast
 import difflib
 import inspect
 import platform
-import re
 import symtable
 import sys
 import textwrap
@@ -20,7 +19,6 @@ from fsdp_helpers.teaching.page.listings import Listing, SideBySide
 from fsdp_helpers.teaching.page.machine_memory import describe_memory
 
 MAX_IMPORT_WIDTH = 100
-NUMBER = re.compile(r"[*~≈+-]* ?\d[\d,.]*(e[+-]?\d+)?( ?[^\W\d]{1,9}(/s)?| %)?\**$")  # "1,422.6 MB", "**3**", "1e-05"
 Import = tuple[str, str, str]  # module, name in it ("" for the module itself), and the name it goes by here
 
 
@@ -174,17 +172,10 @@ def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
-    """Show a table: columns of numbers to the right, the first column and columns of text to the left."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    columns = list(zip(*cells, strict=True)) or [()] * len(headers)
-    alignment = ["--:" if place and all(map(is_number, column)) else ":--" for place, column in enumerate(columns)]
-    lines = [headers, alignment, *cells]
-    return Markdown("\n".join("| " + " | ".join(line) + " |" for line in lines))
-
-
-def is_number(text: str) -> bool:
-    """Return whether a cell of a table says a number, with or without a unit, or says nothing."""
-    return text == "None" or not text.strip("*~?- ") or bool(NUMBER.match(text))
+    """Show a table: the first column to the left, the others to the right, where numbers belong."""
+    alignment = [":--", *["--:"] * (len(headers) - 1)]
+    lines = [headers, alignment, *rows]
+    return Markdown("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines))
 
 
 def machine(

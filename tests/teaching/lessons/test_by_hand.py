@@ -75,13 +75,6 @@ def test_without_the_division_the_gradient_is_larger_by_the_ranks(digits_dir):
     assert total / mean == pytest.approx(3)
 
 
-def test_nested_by_hand():
-    (printed,) = set(launch(probes.nest_by_hand, world_size=2, device="cpu"))
-    assert printed.count("FullyShardedDataParallel(") == 2  # the root and the first layer
-    first, last = printed.index("in_features=784"), printed.index("in_features=512")
-    assert printed.rindex("FullyShardedDataParallel(") < first < last
-
-
 @pytest.mark.parametrize(
     "strategy, api, kind, local_shape",
     [

@@ -12,12 +12,3 @@ def test_an_optimizer_built_before_sharding_moves_nothing():
     before, after = (on_two_ranks(probes.losses_when_built, when)[0] for when in ("before", "after"))
     assert len(set(before)) == 1  # no error, and no step
     assert after[0] == before[0] and after == sorted(after, reverse=True) and len(set(after)) == 4
-
-
-def test_a_policy_casts_weights_and_autocast_casts_operations():
-    found = {way: on_two_ranks(probes.dtypes_in_forward, way)[0] for way in ("policy", "norm apart", "autocast")}
-    policy = {"weight": "bfloat16", "Linear": "bfloat16", "LayerNorm": "bfloat16", "loss": "bfloat16"}
-    assert found["policy"] == policy | {"gradient": "float32"}
-    assert found["norm apart"] == found["policy"] | {"LayerNorm": "float32", "loss": "float32"}
-    assert found["autocast"]["weight"] == found["autocast"]["loss"] == found["autocast"]["gradient"] == "float32"
-    assert found["autocast"]["Linear"] == "bfloat16"

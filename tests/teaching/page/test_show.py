@@ -176,21 +176,6 @@ def test_the_terms_of_a_peak_add_up():
     assert len(lines) == 6  # two terms between the head and the sum
 
 
-@pytest.mark.parametrize(
-    "column, is_right",
-    [
-        (["1,422.6 MB", "**3**", "", "?"], True),
-        (["8.0e-05", "41.2 %", "12 images/s", "-3"], True),
-        (["7", "backward, in fc1"], False),
-        (["4 · 1,290 / 2"], False),
-        (["yes", "no"], False),
-    ],
-)
-def test_numbers_lie_to_the_right_and_text_to_the_left(column, is_right):
-    shown = show.table(["name", "column"], [["row", cell] for cell in column]).data
-    assert shown.splitlines()[1] == ("| :-- | --: |" if is_right else "| :-- | :-- |")
-
-
 def test_table():
     shown = show.table(["strategy", "MB", "ratio"], [["ddp", 24.0, 1.0], ["fsdp", 9.6, None]])
     assert shown.data.splitlines() == [
