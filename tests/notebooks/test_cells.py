@@ -34,7 +34,7 @@ CALLS = {
     "13": ("fully_shard", "HuggingFaceStorageReader"),
     "14": ("fully_shard", "set_optimizer_state_dict"),
 }
-READY = ()  # the chapters that are rewritten; their owners add them
+READY = ("04", "05")  # the chapters that are rewritten; their owners add them
 SERIES = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14")
 
 
