@@ -100,6 +100,8 @@ def train_flags() -> list[Flag]:
 
 def _argument(flag: Flag) -> dict:
     """Return the keyword arguments of argparse for a flag."""
+    if flag.kind is bool and flag.default is None:
+        return {"dest": flag.setting, "action": argparse.BooleanOptionalAction, "default": None, "help": flag.meaning}
     if flag.kind is bool:
         return {"dest": flag.setting, "action": f"store_{not flag.default}".lower(), "help": flag.meaning}
     default = "" if flag.default is None else " (default: %(default)s)"

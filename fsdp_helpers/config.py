@@ -102,7 +102,11 @@ class TrainConfig:
         at_least_one=True,
         changes_losses=True,
     )
-    sync_micro_batches: bool = _setting(False, "reduce gradients after every part instead of once after the last")
+    sync_micro_batches: bool | None = _setting(
+        None,
+        "reduce gradients after every part, or only once after the last; sharded strategies do the former by default, "
+        "since full gradients would have to wait, and ddp the latter",
+    )
     clip_norm: float | None = _setting(
         None, "scale gradients down if their norm over the whole model exceeds X", changes_losses=True
     )
@@ -130,6 +134,18 @@ class TrainConfig:
     @property
     def learns_text(self) -> bool:
         return self.model not in IMAGE_MODELS
+
+    @property
+    def reduces_every_part(self) -> bool:
+        """Return True if gradients are reduced after every micro-batch, False if only once, after the last.
+
+        Where parameters are sharded, gradients that wait are full ones, 4 bytes for each parameter of the model. Full
+        copies have them anyway. FSDP1 can't add up shards that it has moved to the host.
+        """
+        if self.sync_micro_batches is not None:
+            return self.sync_micro_batches
+        on_host = (self.strategy, self.api) == ("fsdp-offload", "fsdp1")
+        return self.is_sharded and self.sharding != "none" and not on_host
 
     @property
     def item(self) -> str:

@@ -86,7 +86,7 @@ def walk_step(
             rank = FullyShard(shards, config)
     for part in range(config.micro_batches):
         is_last = part == config.micro_batches - 1
-        rank.begin_part(reduces=is_last or config.sync_micro_batches, is_last=is_last)
+        rank.begin_part(reduces=is_last or config.reduces_every_part, is_last=is_last)
         _walk(profile.flat_moments if config.is_sharded and config.api == "fsdp1" else profile.moments, rank, ledger)
     ledger.when = "the optimizer's step"
     rank.update()

@@ -271,13 +271,13 @@ def test_bf16_halves_what_is_gathered_and_its_gradient():
 
 def test_micro_batches():
     # Two parts on 16 ranks, the second early in backward: gathering 240 + 3 x 640 + 10,000 as above, and
-    waiting = {"strategy": "fsdp-auto-wrap", "micro_batches": 2}
+    waiting = {"strategy": "fsdp-auto-wrap", "micro_batches": 2, "sync_micro_batches": False}
     profile = two_layers(kept=5_000)
     # whole gradients of both units, 2 x 640, that wait to be reduced once
     assert peak(profile, 16, UNITS, **waiting).bytes == 12_160 + 2 * 640
     # or the shards of the first part, 2 x 40, to which those of the second are added
     for parts in (2, 3):
-        each = {**waiting, "micro_batches": parts, "sync_micro_batches": True}
+        each = {**waiting, "micro_batches": parts, "sync_micro_batches": None}  # as nobody says otherwise
         assert peak(profile, 16, UNITS, **each).bytes == 12_160 + 2 * 40
     # or, with whole gradients, parameters that stay from the first forward to the last backward: nothing is gathered
     kept = peak(profile, 16, UNITS, **waiting, reshard_after_forward=False, reshard_after_backward=False)
