@@ -12,7 +12,7 @@ from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile
 
 Shapes = dict[str, tuple[int, ...]]
-VALUE_BYTES = {"fp32": 4, "bf16": 2, "autocast": 2}
+VALUE_BYTES = {"fp32": 4, "bf16": 2, "pure-bf16": 2, "autocast": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,6 @@ class Settings:
     @property
     def measured_precision(self) -> str:
         """Return the precision of activations: a whole model in mixed precision runs under autocast."""
-        if self.precision == "pure-bf16":
-            return "bf16"
         return "autocast" if self.precision == "bf16" and not is_sharded(self.strategy) else self.precision
 
     def check_world_size(self, world_size: int) -> None:

@@ -14,7 +14,7 @@ from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
-FROM_HOST, FILLED_UP, JOINED = "shard from the host", "gradients, filled up", "gradients, joined"
+FROM_HOST, LAID_OUT = "shard from the host", "gradients, laid out"
 GPU_BACKEND = "nccl"
 
 
@@ -115,6 +115,8 @@ class Shards:
         self._shapes, self._trained = profile.shapes, profile.trained
         self._values = {name: prod(shape) for name, shape in profile.shapes.items()}
         self._unit_of = {parameter: unit for unit in self.units.values() for parameter in unit.parameters}
+        if profile.buffer_bytes:
+            ledger.hold(ROOT, Term(kind="parameters", name="buffers", values=profile.buffer_bytes, value_bytes=1))
         if not offloads:
             all_values = sum(unit.padded for unit in self.units.values())
             shards = {"values": all_values, "value_bytes": sizes.kept, "ranks": ranks}
@@ -174,17 +176,18 @@ class Shards:
     def lay_out(self, unit: Unit) -> None:
         """FSDP2 lays gradients out with one operation, `_chunk_cat`; on a CPU it makes copies of its own.
 
-        A gradient whose rows the ranks do not divide is filled up in one, and gradients of another precision than that
-        of the reduction are joined in another. A GPU's kernel needs neither.
+        A gradient whose rows the ranks don't divide is filled up in one. Gradients of another precision than that of
+        the reduction are laid out one after the other, each in a copy of its own. A GPU's kernel needs neither.
         """
         if self._backend == GPU_BACKEND:
             return
-        uneven = sum(prod(padded) for shape, padded in self._rows_filled_up(unit) if padded != shape)
-        self.take_buffer(FILLED_UP, unit, uneven, self.sizes.gathered)
+        rows = list(self._rows_filled_up(unit))
         if self.sizes.gathered < self.sizes.reduced:
-            self.take_buffer(JOINED, unit, self.reduced_values(unit), self.sizes.gathered)
-        self.free_buffer(FILLED_UP, unit)
-        self.free_buffer(JOINED, unit)
+            values = max((prod(padded) for _, padded in rows), default=0)
+        else:
+            values = sum(prod(padded) for shape, padded in rows if padded != shape)
+        self.take_buffer(LAID_OUT, unit, values, self.sizes.gathered)
+        self.free_buffer(LAID_OUT, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Yield the shape of each parameter with a gradient, and the same with the rows that the ranks divide."""
