@@ -208,7 +208,8 @@ def read_subject(options: argparse.Namespace) -> Subject:
 
 def _refuse(options: argparse.Namespace, names: list[str], belongs_to: str) -> None:
     for flag in names:
-        if getattr(options, flag.replace("-", "_")) not in (None, False):
+        given = getattr(options, flag.replace("-", "_"))
+        if given is not None and given is not False:
             raise ValueError(f"--{flag} belongs to {belongs_to}; leave it out")
 
 

@@ -20,14 +20,17 @@ MODEL_SHIFT = 0.2  # between the marks of two models
 NOT_CHOSEN = 0.3  # opacity of a bar
 
 
-def plot_waterfall(plans: Sequence[Plan], subject: str, *, chosen: int | None = None) -> tuple[Figure, Axes]:
+def plot_waterfall(
+    plans: Sequence[Plan], subject: str, *, chosen: int | None = None, highest_gb: float | None = None
+) -> tuple[Figure, Axes]:
     """Plot a bar per number of ranks, stacked by category, with what is outside the count and the device's memory.
 
-    With `chosen` ranks, the other bars are pale.
+    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it is given; a bar that goes on has an
+    arrow at its number.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
-        draw_waterfall(ax, plans)
+        draw_waterfall(ax, plans, highest_gb)
         for bars in ax.containers if chosen else ():
             for plan, bar in zip(plans, bars, strict=True):
                 bar.set_alpha(1.0 if plan.cluster.world_size == chosen else NOT_CHOSEN)
@@ -38,7 +41,7 @@ def plot_waterfall(plans: Sequence[Plan], subject: str, *, chosen: int | None = 
     return fig, ax
 
 
-def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
+def draw_waterfall(ax: Axes, plans: Sequence[Plan], highest_gb: float | None = None) -> None:
     """Draw the bars of `plot_waterfall`."""
     places = range(len(plans))
     below = [0.0] * len(plans)
@@ -51,12 +54,13 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
     ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="none", edgecolor=FRAME_COLOR)
     memory = plans[0].cluster.device_memory_bytes / GB
     ax.axhline(memory, color="#b91c1c", linestyle="--", label=f"{memory:.0f} GB")
+    highest_gb = highest_gb or 1.1 * max(memory, max(plan.needed_bytes for plan in plans) / GB)
     for place, plan in enumerate(plans):
         top = plan.needed_bytes / GB
-        ax.text(place, top, f"{top:,.0f}", ha="center", va="bottom", color=TEXT_COLOR)
+        beyond = " ↑" if top > highest_gb else ""
+        ax.text(place, min(top, highest_gb), f"{top:,.0f}{beyond}", ha="center", va="bottom", color=TEXT_COLOR)
     ax.set_xticks(places, [f"{plan.cluster.world_size:,}" for plan in plans])
-    highest = max(memory, max(plan.needed_bytes for plan in plans) / GB)
-    ax.set(xlabel="ranks, each with the same batch", ylabel="on one rank (GB)", ylim=(0, 1.1 * highest))
+    ax.set(xlabel="ranks, each with the same batch", ylabel="on one rank (GB)", ylim=(0, highest_gb))
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 

@@ -58,8 +58,7 @@ def draw_plan(
     needs = (
         f"the peak of {plan.peak.bytes / GB:,.1f} GB and {plan.cluster.allowance_bytes / GB:.0f} GB outside the count"
     )
-    fig, ax = plot_waterfall(plans, summary, chosen=ranks)
-    ax.set_ylim(0, _highest_bytes(model) / GB)
+    fig, _ = plot_waterfall(plans, summary, chosen=ranks, highest_gb=_highest_bytes(model) / GB)
     svg = io.StringIO()
     fig.savefig(svg, format="svg")
     plt.close(fig)

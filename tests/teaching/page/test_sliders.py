@@ -49,6 +49,12 @@ def test_the_axis_is_fixed_per_model(model):
     assert highest(ends[0]) & highest(ends[1])
 
 
+def test_a_bar_beyond_the_axis_has_an_arrow():
+    # 560 GB for each of 8 ranks, on an axis that ends at 1.1 x 156 GB
+    beyond = sliders.draw_plan(model="llama-70b", ranks=8, precision="fp32", recompute=False)
+    assert "<!-- 560 ↑ -->" in beyond.svg and "↑" not in sliders.draw_plan(model="llama-70b").svg
+
+
 def test_controls_stand_in_one_row_and_draw_anew_at_each_change():
     widgets = pytest.importorskip("ipywidgets")
     controls = sliders.plan_controls(ranks=64)
