@@ -286,3 +286,22 @@ def test_ranks_that_do_not_go_with_the_settings():
         Settings(batch=1, precision="fp8")
     with pytest.raises(ValueError, match="world_size is 10,000,000,000; plans end at 1,048,576 ranks"):
         cluster(10**10)
+
+
+def test_a_host_that_cannot_hold_the_shards_gets_none():
+    for host_memory_bytes, offered in ((1.0, False), (1e9, True)):
+        plan = make_plan(SUBJECT, SHARDED, cluster(memory=10, host_memory_bytes=host_memory_bytes))
+        found = [text for text, _ in changes_until_it_fits(plan, SUBJECT)]
+        assert any("host memory" in text for text in found) is offered
+
+
+def test_bf16_is_not_offered_to_a_device_without():
+    for device, offered in (("t4", False), ("l4", True)):
+        plan = make_plan(SUBJECT, SHARDED, Cluster.of(device, 8, "fp32"))
+        assert any("bf16" in text for text, _ in possible_changes(plan, SUBJECT)) is offered
+
+
+def test_hybrid_is_tried_where_nodes_are_far_apart():
+    far = cluster(flops_per_s=1e4, bandwidth_bytes_per_s=10, within_bytes_per_s=1e6, ranks_per_node=4)
+    best = fastest(make_plan(SUBJECT, replace(SHARDED, batch=1), far), SUBJECT)
+    assert (best.settings.sharding, best.settings.replicas) == ("hybrid", 2)
