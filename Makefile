@@ -1,5 +1,5 @@
-# make lab          install, then open JupyterLab on the notebooks   (LAB_ARGS="--port 9000" hands on arguments)
-# make student      the same on copies in work/, so that working changes no file of the project
+# make lab          install, then open JupyterLab on copies of the notebooks in work/   (LAB_ARGS="--port 9000" hands on
+#                   arguments, ORIGINALS=1 opens the originals)
 # make reset        take one of the copies anew   (NOTEBOOK=3)
 # make test         install, then run the tests, every notebook and, if a package index answers, test-tools
 # make test-all     the same, and every slower check that this machine can run
@@ -13,7 +13,7 @@
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
 # make book         the executed notebooks as a small site, in book/
 # make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE_ARGS="--to DIR")
-# make lint         check the style of the code and the types of the package; `make format` fixes what a program can fix
+# make lint         check the style of the code; `make format` fixes what a program can fix
 # make relock       take the newest versions that the registry serves into requirements.lock
 # make outdated     say in one line how many of them the lock lacks
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
@@ -50,8 +50,8 @@ $(1)/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
-LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab student reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools xla xla-all lint format relock outdated run clean
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
+.PHONY: lab reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -97,10 +97,7 @@ $(RUNS): export OMP_WAIT_POLICY := PASSIVE
 $(RUNS): export PET_LOG_DIR := /dev/null
 
 lab: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers lab $(LAB_ARGS)
-
-student: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers lab --copies '$(WORK)' $(LAB_ARGS)
+	$(BIN)/python -m fsdp_helpers lab $(if $(ORIGINALS),,--copies '$(WORK)') $(LAB_ARGS)
 
 reset:
 	$(PYTHON) -m fsdp_helpers.cli.lab.working_copies '$(WORK)' --reset '$(NOTEBOOK)'
@@ -225,7 +222,6 @@ can-xla: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --no-cache --check .
-	$(BIN)/mypy --cache-dir /dev/null
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --no-cache --fix .

@@ -10,6 +10,7 @@ import importlib
 
 __version__ = "2.0.0"
 _HOMES = {
+    "Ranks": "ranks.live",
     "TrainConfig": "config",
     "consolidate": "checkpointing.consolidate",
     "launch": "ranks.launching.launch",
@@ -28,3 +29,8 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Give a notebook the cell magic `%%ranks`: `%load_ext fsdp_helpers`."""
+    importlib.import_module(f"{__name__}.ranks.magic").register(shell)

@@ -24,6 +24,7 @@ from leftovers import (
     SESSION_MARK,
     SESSION_VARIABLE,
     end_processes,
+    open_ranks,
     process_ids,
     processes_of_this_session,
 )
@@ -97,13 +98,16 @@ def nothing_left(temporary_folder):
 
     The test that left something is the one that fails, and the processes are ended, whatever happened in it.
     """
-    files_before, processes_before = set(os.listdir(temporary_folder)), process_ids()
+    files_before, processes_before, ranks_before = set(os.listdir(temporary_folder)), process_ids(), open_ranks()
     yield
-    if process_ids() - processes_before:  # else it started none that still runs
-        processes = processes_of_this_session()
+    assert set(open_ranks()) <= set(ranks_before), "these ranks were left open"
+    shared_processes = processes_before.union(*(ranks.pids for ranks in ranks_before))  # some may have been restarted
+    if process_ids() - shared_processes:  # else it started none that still runs
+        processes = processes_of_this_session(shared_processes)
         end_processes(set(processes))
         assert processes == {}, "these processes were left, and are ended now"
-    files = set(os.listdir(temporary_folder)) - files_before
+    shared_folders = {Path(ranks.folder).name for ranks in ranks_before}
+    files = set(os.listdir(temporary_folder)) - files_before - shared_folders
     for path in (Path(temporary_folder, name) for name in files):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert files == set(), "these were left in the temporary folder, and are removed now"

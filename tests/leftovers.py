@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 import time
 import uuid
+from collections.abc import Set
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -25,10 +27,18 @@ def end_processes(pids: set[int]) -> None:
             continue  # it ended meanwhile
 
 
-def processes_of_this_session() -> dict[int, str]:
+def open_ranks() -> list:
+    """The ranks that are open in this process; tests of a module may share them."""
+    live = sys.modules.get("fsdp_helpers.ranks.live")
+    return live.open_ranks() if live else []
+
+
+def processes_of_this_session(shared: Set[int] = frozenset()) -> dict[int, str]:
     """Process id -> command of all that still runs: multiprocessing's two helpers of this process do not count."""
     deadline_s = time.monotonic() + END_S
-    while found := {pid: command for pid, command in _marked_processes() if not _is_own_helper(pid, command)}:
+    while found := {
+        pid: command for pid, command in _marked_processes() if pid not in shared and not _is_own_helper(pid, command)
+    }:
         if time.monotonic() > deadline_s:
             break
         time.sleep(0.1)

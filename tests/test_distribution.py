@@ -1,4 +1,4 @@
-"""What a person gets: a wheel that holds every room, and a README whose tree is that of the folders."""
+"""What a person gets: a wheel that holds every room, and a page whose tree is that of the folders."""
 
 import re
 import shutil
@@ -44,8 +44,8 @@ def tree_of(text: str) -> list[str]:
     return paths
 
 
-def test_the_tree_of_the_readme_names_every_room_and_nothing_that_is_gone():
-    section = (PROJECT / "README.md").read_text().partition("\n## The files\n")[2]
+def test_the_tree_of_the_files_names_every_room_and_nothing_that_is_gone():
+    section = (PROJECT / "CONTRIBUTING.md").read_text().partition("\n## The files\n")[2]
     named = tree_of(section.split("```\n")[1])
     assert [path for path in named if not (PROJECT / path).exists()] == []
     rooms = {f"fsdp_helpers/{Path(path).parts[1]}/" for path in modules() if len(Path(path).parts) > 2}

@@ -11,7 +11,8 @@ import pytest
 from leftovers import PROJECT
 
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text())
-RANGES = PYPROJECT["project"]["dependencies"]
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+RANGES = PYPROJECT["project"]["dependencies"] + EXTRAS["notebooks"] + EXTRAS["tests"]
 TOOLS = PYPROJECT["dependency-groups"]["dev"]
 LOCK, OLDEST = ((PROJECT / name).read_text() for name in ("requirements.lock", "oldest.lock"))
 PINNED = re.compile(r"^([\w.-]+)==([\w.]+)", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""JupyterLab as a person meets it: started as `make student` starts it, in Chromium, on copies of the notebooks.
+"""JupyterLab as a person meets it: started as `make lab` starts it, in Chromium, on copies of the notebooks.
 
 Screenshots of what failed, and of each notebook, are kept in .pytest_cache/browser, for whoever looks into a run.
 """
@@ -140,7 +140,7 @@ def text_of(output: dict) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[tuple[str, Path, int]]:
-    """`make student`, with this environment in the place of the one that it would install."""
+    """`make lab`, with this environment in the place of the one that it would install."""
     home = tmp_path_factory.mktemp("lab")
     work = PROJECT / "work" / f"browser-{os.getpid()}"
     environment = {**os.environ, "IPYTHONDIR": str(home), "JUPYTER_CONFIG_DIR": str(home), "TMPDIR": str(home)}
@@ -150,7 +150,7 @@ def server(tmp_path_factory) -> Iterator[tuple[str, Path, int]]:
     environment.pop(SESSION_VARIABLE, None)  # the server lives for several tests, each of which may leave nothing
     arguments = [f"BIN={Path(sys.executable).parent}", f"WORK={work.relative_to(PROJECT)}"]
     arguments.append("LAB_ARGS=--no-browser --expose-app-in-browser --ServerApp.port=0")
-    command = ["make", "--no-print-directory", "--old-file=.venv/installed", "student", *arguments]
+    command = ["make", "--no-print-directory", "--old-file=.venv/installed", "lab", *arguments]
     with open(home / "log", "w") as log:
         process = subprocess.Popen(
             command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -250,7 +250,7 @@ def ranks_of(server: int) -> list[int]:
 def test_the_first_notebook_opens_by_itself_under_the_name_of_the_tutorial(lab):
     assert lab.evaluate("app.shell.currentWidget.context.path").endswith("/00_start_here.ipynb")
     lab.wait("app.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
-    assert lab.evaluate("app.shell.currentWidget.sessionContext.kernelDisplayName") == "FSDP, learned by running it"
+    assert lab.evaluate("app.shell.currentWidget.sessionContext.kernelDisplayName") == "Python 3 (ipykernel)"
     assert lab.page.locator("text=official Jupyter news").count() == 0
 
 

@@ -26,7 +26,7 @@ def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collect
     """Return a notebook as a page to print, which links to the `others`: hints come last, or solutions if wanted."""
     hints, answers = [], []
     for exercise, title, text in take_folded(notebook):
-        (answers if title == "Solution" else hints).append(f"**{exercise} · {title}.** {text.strip()}")
+        (answers if title in ("Solution", "Answers") else hints).append(f"**{exercise} · {title}.** {text.strip()}")
     notebook.cells += _section("Hints", hints)
     if solutions:
         notebook.cells += _section("Solutions", answers)
@@ -40,7 +40,7 @@ def take_folded(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str, str
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             for found in FOLDED.finditer(cell.source):
-                exercise = HEADING.findall(cell.source[: found.start()])[-1]
+                exercise = (HEADING.findall(cell.source[: found.start()]) or ["Questions"])[-1]
                 yield exercise, found["title"], found["text"]
             cell.source = FOLDED.sub("", cell.source)
 

@@ -85,7 +85,7 @@ def main() -> None:
     clone(address)
     copy_data(address, contents["data"])
     install(address)
-    print(f"ready: cd {TARGET}, then make student; no network is needed")
+    print(f"ready: cd {TARGET}, then make lab; no network is needed")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fsdp_helpers.cli.lab.working_copies import ORIGINALS, copy_missing
+from fsdp_helpers.cli.lab.working_copies import ORIGINALS, copy_missing, older_than_originals
 
 HERE = Path(__file__).resolve().parent
 PROJECT = ORIGINALS.parent
@@ -23,6 +23,10 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
     if copies is not None:
         copied = copy_missing(PROJECT / folder)
         print(f"{folder}: {len(copied)} new file(s); all others are as they were")
+        for name in older_than_originals(PROJECT / folder):
+            print(
+                f"{folder / name} is older than its original: `make reset NOTEBOOK={name[:2]}` takes it anew, and keeps yours"
+            )
         sign([path for path in copied if path.suffix == ".ipynb"])
     os.environ |= environment(os.environ)
     from jupyterlab.labapp import LabApp  # it reads the environment when it is imported
@@ -46,7 +50,6 @@ def sign(notebooks: Sequence[Path]) -> None:
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the `given` variables, and those that kernels and terminals need."""
     variables = {
-        "JUPYTER_PATH": _joined(HERE, given.get("JUPYTER_PATH")),  # the kernel's name
         "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads make a step take ten times as long on busy cores
         "PET_LOG_DIR": os.devnull,  # else every torchrun leaves a folder with the output that a cell shows

@@ -29,6 +29,15 @@ def copy_missing(work: Path) -> list[Path]:
     return copied
 
 
+def older_than_originals(work: Path) -> list[str]:
+    """Return the names of the notebooks in `work` whose originals have changed since they were copied."""
+    return [
+        original.name
+        for original in sorted(ORIGINALS.glob("[0-9][0-9]_*.ipynb"))
+        if (copy := work / original.name).exists() and copy.stat().st_mtime < original.stat().st_mtime
+    ]
+
+
 def reset(work: Path, number: str) -> Path:
     """Restore the notebook of this number; keep the old copy as `..._before.ipynb`. Return the notebook's path."""
     found = sorted(ORIGINALS.glob(f"{number.zfill(2)}_*.ipynb")) if number else []

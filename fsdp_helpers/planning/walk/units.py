@@ -16,6 +16,7 @@ from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
 FROM_HOST, FILLED_UP, JOINED = "shard from the host", "gradients, filled up", "gradients, joined"
 GPU_BACKEND = "nccl"
+COPY_OF_GLOO = "gloo's copy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +206,8 @@ class Shards:
         """gloo gathers into a tensor of its own, and reduces a copy; both are gone when it is done. NCCL needs none."""
         self._ledger.communicate(op, value_bytes * values, self.ranks, unit.name, late=op != "all_gather")
         if self._backend == "gloo":
-            self.take_buffer("gloo's copy", unit, values, value_bytes)
-            self.free_buffer("gloo's copy", unit)
+            self.take_buffer(COPY_OF_GLOO, unit, values, value_bytes)
+            self.free_buffer(COPY_OF_GLOO, unit)
 
     def all_reduce(self, unit: Unit, values: int) -> None:
         """Add the shard of a gradient up over the copies of the state, if there are several.

@@ -33,10 +33,7 @@ class RankTimeout(TimeoutError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The stop button, or ^C, while ranks were running; by now all of them have ended."""
-
-    def __init__(self, where: str = "") -> None:
-        super().__init__(f"interrupted{where}; all ranks are stopped")
+    """The stop button, or ^C, while ranks were running; the message says what became of them."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]

@@ -92,7 +92,7 @@ def launch(
             with server_in_use():
                 return _run(job, start_method, output, timeout_s, stall_s)
         except KeyboardInterrupt:
-            raise Interrupted(output.where) from None
+            raise Interrupted(f"interrupted{output.where}; all ranks are stopped") from None
 
 
 def _run(job: Job, start_method: str, output: "_Output", timeout_s: float | None, stall_s: float | None) -> list:

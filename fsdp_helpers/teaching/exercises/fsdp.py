@@ -36,7 +36,7 @@ def check_lower_peak(record: RunRecord | None) -> str:
 
 @exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 03: `Unit`: `shard`, `gather`, `reduce_gradients`, `free`; trains as one process and holds 16 P/N."""
+    """Notebook 03: `Unit`: `shard`, `unshard`, `reduce_gradients`, `reshard`; trains as one process and holds 16 P/N."""
     read_module(module, "Unit")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(train_readers_unit, module, world_size)):
@@ -93,11 +93,11 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
         optimizer = adam([unit.shard])
         for step in range(STEPS):
             optimizer.zero_grad()
-            unit.gather()
+            unit.unshard()
             loss = mean_loss(model, *rank_batch(step, rank, world_size))
             loss.backward()
             unit.reduce_gradients()
-            unit.free()
+            unit.reshard()
             optimizer.step()
             losses.append(loss.detach())
     last = trace.last_step()

@@ -6,15 +6,18 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from fsdp_helpers.planning.plan import CATEGORIES
-from fsdp_helpers.planning.walk.ledger import Peak
+from fsdp_helpers.planning.walk.fsdp2 import REDUCE
+from fsdp_helpers.planning.walk.ledger import Peak, Term
+from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, RankRecord, Rung
 from fsdp_helpers.teaching.figures.style import (
+    FULL_GRADIENTS,
+    GLOO_COPY,
     HATCH,
     PEAK_COLOR,
     PEAK_COLORS,
     STRATEGY_COLORS,
-    WHOLE_GRADIENTS,
     ink_on,
 )
 from fsdp_helpers.training.palette import TEXT_COLOR
@@ -51,12 +54,20 @@ def held_parts(record: RankRecord) -> dict[str, int]:
 
 
 def peak_parts(peak: Peak) -> dict[str, int]:
-    """Return the bytes of a predicted peak by kind, shards of gradients apart from whole ones."""
+    """Return the bytes of a predicted peak by kind: full gradients and their shards, gloo's copies and other buffers.
+
+    What FSDP2 sends in a reduce-scatter are full gradients, laid out anew.
+    """
     parts = dict.fromkeys(PEAK_COLORS, 0)
     for term in peak.terms:
-        whole = term.kind == "gradients" and "shard" not in term.name
-        parts[WHOLE_GRADIENTS if whole else CATEGORIES[term.kind]] += term.bytes
+        parts[_kind_of(term)] += term.bytes
     return parts
+
+
+def _kind_of(term: Term) -> str:
+    if term.kind == "gradients" and "shard" not in term.name or term.name.startswith(f"{REDUCE},"):
+        return FULL_GRADIENTS
+    return GLOO_COPY if term.name.startswith(f"{COPY_OF_GLOO},") else CATEGORIES[term.kind]
 
 
 def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes: int) -> set[str]:
@@ -91,7 +102,7 @@ def keys(kinds: Collection[str]) -> list[Patch]:
 
 
 def _look(kind: str) -> dict:
-    hatch = {"hatch": HATCH, "edgecolor": "white"} if kind == WHOLE_GRADIENTS else {}
+    hatch = {"hatch": HATCH, "edgecolor": "white"} if kind == FULL_GRADIENTS else {}
     return {"facecolor": PEAK_COLORS[kind], "linewidth": 0, **hatch}
 
 

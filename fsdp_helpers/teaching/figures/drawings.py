@@ -89,24 +89,25 @@ def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
-    """One rank, one step of FSDP2, one row per unit (the root first): when its parameters and its gradients are whole.
+    """One rank, one step of FSDP2, one row per unit (the root first): when it has full parameters and full gradients.
 
-    Time runs to the right: forward through the units, then backward through them in reverse. The root stays whole
-    from its first gather to the end of backward. Each other unit is gathered twice, the second time while backward
-    is still busy with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
+    Time runs to the right: forward through the units, then backward through them in reverse. The root stays unsharded
+    from its first all-gather to the end of backward, and so do its gradients from backward's beginning, since the model
+    ends with a head that belongs to it. Each other unit is unsharded twice, the second time while backward is still busy
+    with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
     """
     root, *below = units
     turn = len(below) + 0.25  # forward ends
     end = turn + len(below) + 0.5
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.5 * len(units)), layout="constrained")
-        _draw_stretch(ax, 0, 0, end, "parameters, whole from forward to backward")
-        _draw_stretch(ax, 0, end - 0.5, end, "gradients", gradients=True)
+        _draw_stretch(ax, 0, 0, end, "parameters, unsharded from forward to the end of backward")
+        _draw_stretch(ax, 0, turn, end, "gradients, the head's first, reduced with the last", gradients=True)
         for row, _ in enumerate(below, start=1):
             backward = turn + len(below) - row  # the last unit first
             _draw_stretch(ax, row, row - 1, row, "parameters")
             ahead = min(1, backward - turn)  # backward begins with the last unit, which nothing precedes
-            label = "parameters, gathered ahead" if ahead else "parameters"
+            label = "parameters, unsharded early" if ahead else "parameters"
             _draw_stretch(ax, row, backward - ahead, backward + 1, label)
             _draw_stretch(ax, row, backward, backward + 1, "gradients", gradients=True)
         ax.axvline(turn, color=TEXT_COLOR, linestyle=":", linewidth=1)

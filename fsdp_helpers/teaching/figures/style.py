@@ -23,15 +23,17 @@ from fsdp_helpers.training.palette import BLUE, TEXT_STYLE
 ORANGE, GREEN, VERMILION, PURPLE = "#e69f00", "#009e73", "#d55e00", "#cc79a7"
 STATE_COLORS = {"parameters": BLUE, "gradients": "#56b4e9", "optimizer": "#c6e2f5"}
 # What a rank has within a step: its state, and what is there for a while.
-WHOLE_GRADIENTS = "whole gradients"
+FULL_GRADIENTS = "full gradients"
+GLOO_COPY = "gloo's copy (CPU only)"
 PEAK_COLORS = {
     CATEGORIES["parameters"]: STATE_COLORS["parameters"],
     CATEGORIES["gradients"]: STATE_COLORS["gradients"],
     CATEGORIES["optimizer"]: STATE_COLORS["optimizer"],
-    WHOLE_GRADIENTS: STATE_COLORS["gradients"],
+    FULL_GRADIENTS: STATE_COLORS["gradients"],
     CATEGORIES["gathered"]: "#d97706",
     CATEGORIES["activations"]: "#059669",
     CATEGORIES["buffers"]: "#9ca3af",
+    GLOO_COPY: "#4b5563",
 }
 STRATEGY_COLORS = {
     "local": "#6b7280",

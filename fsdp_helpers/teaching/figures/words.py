@@ -57,20 +57,23 @@ def step_of_units_in_words(step: UnitTrace) -> str:
 
 
 def units_in_words(units: Sequence[str]) -> str:
-    """Say when each unit is unsharded, and when it has whole gradients."""
+    """Say when each unit is unsharded, and when it has full gradients."""
     root, *below = units
     backward = list(reversed(below))
     told = [
         f"One rank, one step, in time. Forward runs through {_listed(below)}, backward through {_listed(backward)}.",
-        f"The parameters of the root, {root}, are whole from the first moment to the last; its gradients appear last.",
-        "Each other unit is whole while its own forward runs, is freed, and is whole again for its backward.",
+        f"The root, {root}, stays unsharded from the first moment to the last. Its head's gradients are there from the "
+        "beginning of backward, and wait for the others: the root is reduced last.",
+        "Each other unit is unsharded while its own forward runs, resharded, and unsharded again for its backward.",
     ]
     if len(backward) > 1:
         told.append(
-            f"In backward {_listed(backward[1:])} {'are' if len(backward) > 2 else 'is'} gathered one unit early, "
+            f"In backward {_listed(backward[1:])} {'are' if len(backward) > 2 else 'is'} unsharded one unit early, "
             "while backward is still in the unit before."
         )
-    return " ".join([*told, "Whole gradients of a unit exist only during its own backward, beside its parameters."])
+    return " ".join(
+        [*told, "A unit below the root has full gradients only during its own backward, next to its full parameters."]
+    )
 
 
 def cut_in_words(choices: Mapping[str, Mapping[str, int]]) -> str:

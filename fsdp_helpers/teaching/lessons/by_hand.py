@@ -1,4 +1,4 @@
-"""Small rank functions, one idea each: what the notebooks show, and then run."""
+"""The workers that notebooks 02 and 03 write by hand; their loops stand in cells there, and a test compares them."""
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from fsdp_helpers.training.worker import first_batches
 
 def train_ddp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
     """Train data-parallel in a dozen lines: the same model everywhere, gradients averaged after backward."""
+    device = rank_device()
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, dropout=config.dropout).to(rank_device())
+    model = build_model(config.model, dropout=config.dropout).to(device)
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
@@ -35,8 +36,8 @@ def train_ddp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[f
             dist.all_reduce(parameter.grad)  # the sum over all ranks ...
             parameter.grad /= world_size  # ... becomes the mean: the gradient of the whole global batch
         optimizer.step()
-        losses.append(loss.detach())
-    return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
+        losses.append(loss.item())
+    return mean_over_ranks(losses)
 
 
 def all_reduce_in_two_halves(rank: int, world_size: int) -> tuple[bool, tuple[CollectiveCount, ...]]:
@@ -65,41 +66,43 @@ class FlatUnit:
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.sizes = [parameter.numel() for parameter in self.parameters]
         self.padding = -sum(self.sizes) % world_size
-        whole = self._flatten([parameter.data for parameter in self.parameters])
-        self.shard = nn.Parameter(whole.chunk(world_size)[rank].clone())
-        self.free()
+        full = self.flatten([parameter.data for parameter in self.parameters])
+        self.shard = nn.Parameter(full.chunk(world_size)[rank].clone())
+        self.reshard()
 
-    def gather(self) -> None:
-        """All-gather the shards of all ranks into the whole tensor, and make the module's parameters views of it."""
-        whole = self.shard.new_empty(sum(self.sizes) + self.padding)
-        dist.all_gather_into_tensor(whole, self.shard.data)
-        views = whole[: sum(self.sizes)].split(self.sizes)
+    def unshard(self) -> None:
+        """All-gather the shards of all ranks into the full tensor, and make the module's parameters views of it."""
+        full = self.shard.new_empty(sum(self.sizes) + self.padding)
+        dist.all_gather_into_tensor(full, self.shard.data)
+        views = full[: sum(self.sizes)].split(self.sizes)
         for parameter, shape, view in zip(self.parameters, self.shapes, views, strict=True):
             parameter.data = view.view(shape)
 
     def reduce_gradients(self) -> None:
-        """Reduce-scatter the whole gradients: summed over the ranks, so that each rank gets a shard of the mean."""
-        whole = self._flatten([parameter.grad for parameter in self.parameters])
+        """Reduce-scatter the full gradients: summed over the ranks, so that each rank gets a shard of the mean."""
+        full = self.flatten([parameter.grad for parameter in self.parameters])
         self.shard.grad = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(self.shard.grad, whole)
+        dist.reduce_scatter_tensor(self.shard.grad, full)
         self.shard.grad /= self.world_size
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Keep the shard only."""
         for parameter in self.parameters:
             parameter.data = self.shard.new_empty(0)
             parameter.grad = None
 
-    def _flatten(self, tensors: list[Tensor]) -> Tensor:
+    def flatten(self, tensors: list[Tensor]) -> Tensor:
+        """Join tensors into one, with zeros at the end."""
         zeros = tensors[0].new_zeros(self.padding)
         return torch.cat([*[tensor.flatten() for tensor in tensors], zeros])
 
 
 def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[float]:
-    """Train sharded, with one unit: gather, forward, backward, reduce-scatter, free, step on the shard."""
+    """Train sharded, with one unit: unshard, forward, backward, reduce-scatter, reshard, step on the shard."""
+    device = rank_device()
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, dropout=config.dropout).to(rank_device())
+    model = build_model(config.model, dropout=config.dropout).to(device)
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
     unit = FlatUnit(model, rank, world_size)  # from here on a rank keeps its shard
@@ -109,24 +112,25 @@ def train_fsdp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[
     losses = []
     for images, labels in batches:
         optimizer.zero_grad()
-        unit.gather()
+        unit.unshard()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         unit.reduce_gradients()
-        unit.free()
+        unit.reshard()
         optimizer.step()
-        losses.append(loss.detach())
-    return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
+        losses.append(loss.item())
+    return mean_over_ranks(losses)
 
 
 def train_by_fully_shard(rank: int, world_size: int, config: TrainConfig) -> list[float]:
-    """Train sharded by PyTorch, with one unit: FSDP2 gathers, reduces and frees in its own hooks."""
+    """Train sharded by PyTorch, with one unit: FSDP2 unshards, reduces and reshards in its own hooks."""
+    device = rank_device()
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, dropout=config.dropout).to(rank_device())
+    model = build_model(config.model, dropout=config.dropout).to(device)
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
-    fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
     torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
 
@@ -136,5 +140,10 @@ def train_by_fully_shard(rank: int, world_size: int, config: TrainConfig) -> lis
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())
-    return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
+        losses.append(loss.item())
+    return mean_over_ranks(losses)
+
+
+def mean_over_ranks(losses: list[float]) -> list[float]:
+    """Return the mean over all ranks of each step's loss."""
+    return (sum_over_ranks(torch.tensor(losses, device=rank_device())) / dist.get_world_size()).tolist()

@@ -36,7 +36,7 @@ class HookedUnit:
             parameter.data = view.view(parameter.shape)
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
         self.gathering: dist.Work | None = None
-        self.free()
+        self.reshard()
 
     def start_gather(self) -> None:
         """Begin the all-gather, unless it has begun already."""
@@ -44,12 +44,12 @@ class HookedUnit:
             self.whole.untyped_storage().resize_(self.num_bytes)
             self.gathering = dist.all_gather_into_tensor(self.whole, self.shard.data, async_op=True)
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Let the module compute with whole parameters."""
         self.start_gather()
         self.gathering.wait()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Keep the shard only, whoever still holds the parameters."""
         self.whole.untyped_storage().resize_(0)
         self.gathering, self.num_missing = None, len(self.parameters)
@@ -58,7 +58,7 @@ class HookedUnit:
         self.num_missing -= 1
         if self.num_missing == 0:  # backward has passed this unit
             self.reduce_gradients()
-            self.free()
+            self.reshard()
 
     def reduce_gradients(self) -> None:
         """Reduce-scatter the gradients: each rank gets its shard of the mean, and the whole gradients are freed."""
@@ -78,12 +78,12 @@ def shard_by_hand(model: nn.Module, rank: int, world_size: int) -> list[nn.Param
     """Make each of `model.blocks` a unit, and a root of the rest; return what the optimizer steps, the shards."""
     in_blocks = set(model.blocks.parameters())
     root = HookedUnit([p for p in model.parameters() if p not in in_blocks], rank, world_size)
-    model.register_forward_pre_hook(lambda *_: root.gather())  # and stays whole until its last gradient has arrived
+    model.register_forward_pre_hook(lambda *_: root.unshard())  # and stays whole until its last gradient has arrived
     units = [HookedUnit(list(block.parameters()), rank, world_size) for block in model.blocks]
     for block, unit in zip(model.blocks, units, strict=True):
-        block.register_forward_pre_hook(lambda *_, unit=unit: unit.gather())
-        block.register_forward_hook(lambda *_, unit=unit: unit.free())
-        block.register_full_backward_pre_hook(lambda *_, unit=unit: unit.gather())
+        block.register_forward_pre_hook(lambda *_, unit=unit: unit.unshard())
+        block.register_forward_hook(lambda *_, unit=unit: unit.reshard())
+        block.register_full_backward_pre_hook(lambda *_, unit=unit: unit.unshard())
     for block, before in zip(model.blocks[1:], units, strict=False):
         block.register_full_backward_pre_hook(lambda *_, before=before: before.start_gather())  # one unit ahead
     return [unit.shard for unit in (root, *units)]
@@ -124,9 +124,9 @@ def bytes_after_forward(rank: int, world_size: int, empties_storage: bool) -> di
         model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]).to(rank_device())
         parameters = list(model.parameters())
         unit = HookedUnit(parameters, rank, world_size) if empties_storage else FlatUnit(model, rank, world_size)
-        unit.gather()
+        unit.unshard()
         outputs = model(torch.ones(1, 1024, device=rank_device()))  # autograd now holds on to the parameters
-        unit.free()
+        unit.reshard()
         with record_function("between forward and backward"):
             pass
         del outputs

@@ -10,26 +10,18 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from jupyter_client.kernelspec import KernelSpecManager
 from jupyterlab_server.settings_utils import _get_overrides
 from leftovers import PROJECT
 
 from fsdp_helpers.__main__ import main
-from fsdp_helpers.cli.lab import server
+from fsdp_helpers.cli.lab import server, working_copies
 
-LAB = PROJECT / "fsdp_helpers" / "lab"
+LAB = PROJECT / "fsdp_helpers" / "cli" / "lab"
 
 
 def copies(work: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "fsdp_helpers.cli.lab.working_copies", work, *arguments]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-
-
-def test_the_kernel_has_the_name_of_the_tutorial_and_runs_in_the_environment(monkeypatch):
-    monkeypatch.setenv("JUPYTER_PATH", str(LAB))
-    spec = KernelSpecManager().get_kernel_spec("python3")  # the name that the notebooks have
-    assert spec.display_name == "FSDP, learned by running it"
-    assert spec.argv[0] == sys.executable or spec.argv[0] == "python"  # jupyter_client puts its own in the place
 
 
 def test_settings_are_found_and_ask_no_website(monkeypatch, tmp_path):
@@ -52,6 +44,19 @@ def test_copies_are_complete_and_never_overwritten(tmp_path):
     (work / "01_local_training.ipynb").unlink()
     assert copies(work).stdout == f"{work}: 1 new file(s); all others are as they were\n"
     assert (work / "03_fsdp.ipynb").read_text() == "solved"
+
+
+def test_a_copy_older_than_its_original_is_named(tmp_path, monkeypatch):
+    (tmp_path / "originals").mkdir()
+    for name in ("02_ddp.ipynb", "03_fsdp.ipynb"):
+        (tmp_path / "originals" / name).write_text("{}")
+    monkeypatch.setattr(working_copies, "ORIGINALS", tmp_path / "originals")
+    work = tmp_path / "work"
+    working_copies.copy_missing(work)
+    assert working_copies.older_than_originals(work) == []
+    now_s = (work / "03_fsdp.ipynb").stat().st_mtime
+    os.utime(tmp_path / "originals" / "03_fsdp.ipynb", (now_s + 60, now_s + 60))
+    assert working_copies.older_than_originals(work) == ["03_fsdp.ipynb"]
 
 
 def test_an_exercise_is_reset_and_the_attempts_stay(tmp_path):
@@ -94,12 +99,10 @@ def started(monkeypatch, tmp_path) -> list[list[str]]:
 
 
 def test_lab_opens_the_first_notebook_with_this_environment(started, monkeypatch):
-    monkeypatch.setenv("JUPYTER_PATH", "mine")
     assert main(["lab", "--no-browser", "--port", "9000"]) == 0
     (arguments,) = started
     assert arguments[-3:] == ["--no-browser", "--port", "9000"]
     assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in arguments
-    assert os.environ["JUPYTER_PATH"] == os.pathsep.join([str(LAB), "mine"])
     assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
 
 

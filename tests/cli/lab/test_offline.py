@@ -118,7 +118,7 @@ def test_a_source_that_does_not_answer_is_named(folder, tmp_path):
 
 
 def test_the_script_needs_nothing_of_the_project():
-    text = (PROJECT / "fsdp_helpers" / "lab" / "laptop.py").read_text()
+    text = (PROJECT / "fsdp_helpers" / "cli" / "lab" / "laptop.py").read_text()
     assert "fsdp_helpers" not in text
     done = subprocess.run([sys.executable, "-I", "-S", offline.SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.startswith("usage:")

@@ -54,12 +54,12 @@ class TestUnit(BuildTestsOnRanks):
             "on 3 ranks.*instead of .* in step 2",
         ),
         ([("parameter.data = torch.empty(0)", "pass")], "bytes are held after __init__"),
-        ([("        self.free()\n\n", "\n")], "bytes are held after __init__, more than a shard needs"),
+        ([("        self.reshard()\n\n", "\n")], "bytes are held after __init__, more than a shard needs"),
         (
             [("            parameter.grad = None\n", "            pass\n")],
             "bytes are held between steps, more than four shards need",
         ),
-        # only rank 0 frees
+        # only rank 0 reshards
         (
             [
                 ("        self.world_size = world_size\n", "        self.world_size, self.rank = world_size, rank\n"),

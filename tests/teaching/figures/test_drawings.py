@@ -91,7 +91,7 @@ def stretches(ax: Axes, kind: str) -> dict[int, list[tuple[float, float]]]:
     return found
 
 
-def test_units_are_whole_twice_and_the_root_once():
+def test_units_are_unsharded_twice_and_the_root_once():
     ax = drawings.draw_units(["net", "first", "second"])[1]
     assert [len(stretches(ax, "parameters")[row]) for row in range(3)] == [1, 2, 2]
 
@@ -102,9 +102,10 @@ def test_parameters_and_gradients_of_a_unit_coexist_and_backward_gathers_ahead()
     assert (parameters[1][0], parameters[2][0]) == ((0, 1), (1, 2)), "forward, one unit after the other"
     # Forward ends at 2.25. Backward: the second unit from there to 3.25, the first one after it, to 4.25.
     assert gradients[2] == [(2.25, 3.25)] and gradients[1] == [(3.25, 4.25)]
-    assert parameters[2][1] == (2.25, 3.25), "whole beside its gradients"
-    assert parameters[1][1] == (2.25, 4.25), "gathered while backward is busy with the second unit"
+    assert parameters[2][1] == (2.25, 3.25), "unsharded next to its gradients"
+    assert parameters[1][1] == (2.25, 4.25), "unsharded while backward is busy with the second unit"
     assert parameters[0][0][0] == 0 and parameters[0][0][1] > 4.25, "the root outlasts them all"
+    assert gradients[0] == [(2.25, parameters[0][0][1])], "the head's gradient is there before the last unit's backward"
 
 
 def test_streams_are_drawn_where_they_were_computed():
@@ -186,8 +187,8 @@ def test_a_step_in_words():
 def test_units_in_words():
     text = describe(drawings.draw_units(["net", "first", "second"])[0])
     assert "Forward runs through first and second, backward through second and first." in text
-    assert "The parameters of the root, net, are whole from the first moment to the last" in text
-    assert "In backward first is gathered one unit early" in text
+    assert "The root, net, stays unsharded from the first moment to the last." in text
+    assert "In backward first is unsharded one unit early" in text
     assert "early" not in describe(drawings.draw_units(["net", "first"])[0])
 
 

@@ -19,7 +19,9 @@ from matplotlib.figure import Figure
 from runs import tiny_record
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.planning.walk.fsdp2 import REDUCE
 from fsdp_helpers.planning.walk.ledger import Peak, Term
+from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
@@ -31,6 +33,7 @@ from fsdp_helpers.records import (
     StepTrace,
 )
 from fsdp_helpers.teaching.figures import plots
+from fsdp_helpers.teaching.figures.bars import peak_parts
 from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
 from fsdp_helpers.teaching.figures.style import (
     OP_COLORS,
@@ -151,12 +154,23 @@ def test_bars_are_as_long_as_the_bytes():
     peak = peak_of(optimizer=8, gathered=4, gradients=6, activations=10)
     ax = plots.plot_held_and_peak({"fsdp": run_of(rank_record())}, {"fsdp": peak})[1]
     # Between steps: 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is buffers.
-    # At the peak: 4 + 4 MB of shards, 6 MB of whole gradients, 8 of moments, 4 gathered, 10 of activations: 36 MB.
+    # At the peak: 4 + 4 MB of shards, 6 MB of full gradients, 8 of moments, 4 gathered, 10 of activations: 36 MB.
     assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [
         *((0, 4), (4, 4), (8, 8), (16, 1)),
         *((0, 4), (4, 4), (8, 8), (16, 6), (22, 4), (26, 10)),
     ]
     assert [bar.get_hatch() for bar in ax.patches].index("////") == 7  # gradients that are not averaged yet
+
+
+def test_gradients_have_one_color_in_either_api_and_gloos_copy_has_its_own():
+    names = {"buffers": (f"{REDUCE}, fc1", f"{COPY_OF_GLOO}, fc1", "all-gather, fc1"), "gradients": ("flat, fc1",)}
+    terms = [Term(kind=kind, name=name, values=MB, value_bytes=1) for kind, all_ in names.items() for name in all_]
+    parts = peak_parts(Peak(when="backward", terms=tuple(terms)))
+    assert {kind: size // MB for kind, size in parts.items() if size} == {
+        "full gradients": 2,
+        "communication buffers": 1,
+        "gloo's copy (CPU only)": 1,
+    }
 
 
 def test_parts_have_their_numbers_and_bars_their_sums():
@@ -244,7 +258,7 @@ def test_collectives_differ_in_height_not_in_color_alone():
     assert gather == other > 1.5 * reduce
 
 
-HATCHED = {"plot_held_and_peak": PEAK_COLORS["whole gradients"]}
+HATCHED = {"plot_held_and_peak": PEAK_COLORS["full gradients"]}
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from fsdp_helpers.teaching.figures.style import (
+    FULL_GRADIENTS,
     GREEN,
     OP_COLORS,
     PEAK_COLORS,
     SERIES_COLORS,
     STRATEGY_COLORS,
     VERMILION,
-    WHOLE_GRADIENTS,
     ink_on,
 )
 
@@ -50,7 +50,7 @@ def test_the_simulation_confuses_what_dichromats_confuse():
         assert distance(who, "#ff0000", green) < APART / 2 < 100 < distance("all cones", "#ff0000", green)
 
 
-NOT_HATCHED = {kind: color for kind, color in PEAK_COLORS.items() if kind != WHOLE_GRADIENTS}
+NOT_HATCHED = {kind: color for kind, color in PEAK_COLORS.items() if kind != FULL_GRADIENTS}
 
 
 def alike(who: str, colors: dict[str, str]) -> list[tuple[str, str]]:

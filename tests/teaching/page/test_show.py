@@ -23,10 +23,10 @@ from fsdp_helpers.training import loop, worker
 
 
 def test_source_of_functions_and_methods():
-    shown = show.source(size_policy, FlatUnit.gather, show_all_reduce)
+    shown = show.source(size_policy, FlatUnit.unshard, show_all_reduce)
     assert shown.code.startswith("from collections.abc import Set\nfrom functools import partial\n\nimport torch\n")
     assert "\n\n\ndef size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:\n" in shown.code
-    assert "\n\n\ndef gather(self) -> None:\n    " in shown.code  # a method starts at the left margin too
+    assert "\n\n\ndef unshard(self) -> None:\n    " in shown.code  # a method starts at the left margin too
     assert shown.code.endswith("return before, values.tolist()\n")
 
 
@@ -51,7 +51,7 @@ def test_the_imports_are_those_that_the_code_needs():
 
 
 def test_what_a_module_defines_itself_is_imported_from_it_unless_it_is_shown():
-    of_module = "from fsdp_helpers.teaching.lessons.by_hand import FlatUnit\n"
+    of_module = "from fsdp_helpers.teaching.lessons.by_hand import FlatUnit"
     assert of_module in show.needed_imports(by_hand.train_fsdp_by_hand)
     assert of_module not in show.needed_imports(by_hand.train_fsdp_by_hand, FlatUnit)
     # a constant, and an alias of a type
@@ -144,9 +144,9 @@ def test_the_loops_by_hand_differ_in_the_lesson_alone():
     assert [line.split("(")[0] for line in added] == [
         "unit = FlatUnit",
         "optimizer = torch.optim.Adam",
-        "unit.gather",
+        "unit.unshard",
         "unit.reduce_gradients",
-        "unit.free",
+        "unit.reshard",
     ]
     assert [line.split("(")[0].split(" ")[0] for line in removed] == [
         "optimizer",

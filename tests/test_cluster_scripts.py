@@ -1,0 +1,55 @@
+"""The job scripts of notebooks/cluster, run with stand-ins of a line each; tests/cluster has a real Slurm."""
+
+import os
+import subprocess
+
+import pytest
+import yaml
+from leftovers import PROJECT
+
+SCRIPTS = PROJECT / "notebooks" / "cluster"
+# The time is up at once: srun signals the script, as Slurm would, and its ranks save a checkpoint or don't.
+STAND_INS = {
+    "srun": 'kill -USR1 $PPID; sleep 0.3; [ "$SAVES" = no ] || mkdir -p "run/step-$SAVES"; exit 1',
+    "scancel": "true",
+    "scontrol": 'if [ "$1" = requeue ]; then echo "requeued $2"; else echo gpu-0; fi',
+}
+
+
+@pytest.fixture
+def submit(tmp_path):
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def run(saves: str) -> tuple[int, str, str]:
+        variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAVES": saves}
+        variables |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "2"}
+        command = ["bash", SCRIPTS / "train.sbatch", "checkpoint.py", "run", "1000"]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_a_job_that_runs_out_of_time_without_a_checkpoint_is_queued_once_more_only(submit):
+    assert submit(saves="no") == (1, "requeued 7\n", "")
+    status, said, why = submit(saves="no")
+    assert (status, said) == (1, "") and why.startswith("Not queued again: out of time twice without a new checkpoint")
+
+
+def test_a_job_that_saves_is_queued_each_time(submit):
+    for saves in ("no", "00000020", "no", "00000040"):  # a checkpoint gives the next try its second chance back
+        assert submit(saves)[1] == "requeued 7\n"
+
+
+def test_the_job_script_asks_for_a_nodes_memory_and_names_the_network():
+    text = (SCRIPTS / "train.sbatch").read_text()
+    assert "\n#SBATCH --mem=0 " in text and "NCCL_SOCKET_IFNAME=" in text
+
+
+def test_the_pods_share_memory_is_not_the_default_64_mb():
+    runtime, _ = yaml.safe_load_all((SCRIPTS / "trainjob.yaml").read_text())
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (name,) = [mount["name"] for mount in pod["containers"][0]["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+    assert {"name": name, "emptyDir": {"medium": "Memory"}} in pod["volumes"]
