@@ -12,6 +12,7 @@ MOST_CARDS = 3
 LEAST_SCORE = 0.35  # of a line's words, weighted by how rare they are; below it, nothing is known
 QUOTED = 10.0  # what a whole quoted message counts more than likeness
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
+IN_EVERY_OUTPUT = "crash-no-traceback"  # torchrun's report comes with each failure; what else is known says more
 PAGE = "notebooks/11_when_it_breaks.ipynb"
 
 
@@ -62,6 +63,8 @@ def find_cards(text: str) -> list[Match]:
     for name, phrases in phrases_of_cards().items():
         scores = [(score_of(phrase, whole, bags), phrase) for phrase in phrases]
         score, phrase = max(scores)
+        if name == IN_EVERY_OUTPUT:
+            score = min(score, QUOTED)
         if score >= LEAST_SCORE:
             found.append(Match(name, score, phrase))
     return sorted(found, key=lambda match: -match.score)

@@ -34,11 +34,12 @@ def test_every_card_has_a_row():
 
 
 @pytest.mark.parametrize("name, text", MESSAGES)
-def test_a_quoted_message_is_in_a_saved_run_under_torchrun(name, text):
+def test_a_quoted_message_is_in_a_saved_run(name, text):
     """That torch still says so, test_failures asks the runs under `launch`; below, runs under torchrun."""
     assert name in {failure.name for failure in RUN}, "what a CPU can't show is a quote, with its source"
     saved = KEPT["torchrun"].get(name) or KEPT["torchrun"]["crash-connection-closed"]
-    assert normalized(text) in said_by(saved)
+    here = KEPT.get(name, {"broken": {"error": ""}})["broken"]["error"]  # of a program that torchrun does not start
+    assert normalized(text) in said_by(saved) or normalized(text) in normalized(here)
 
 
 @pytest.mark.parametrize("name, sight", QUOTES)
