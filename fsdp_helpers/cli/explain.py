@@ -13,6 +13,7 @@ LEAST_SCORE = 0.35  # of a line's words, weighted by how rare they are; below it
 QUOTED = 10.0  # what a whole quoted message counts more than likeness
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
 IN_EVERY_OUTPUT = "crash-no-traceback"  # torchrun's report comes with each failure; what else is known says more
+ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")  # "hangs" is "hang", and "decreasing" is "decrease"
 PAGE = "notebooks/11_when_it_breaks.ipynb"
 
 
@@ -94,7 +95,7 @@ def rarity() -> dict[str, float]:
     bags = [words_of(phrase) for phrases in phrases_of_cards().values() for phrase in phrases]
     counts = Counter(word for bag in bags for word in bag)
     return {word: math.log(1 + len(bags) / count) for word, count in counts.items()} | {
-        "": 0.5 * math.log(1 + len(bags))
+        "": 0.25 * math.log(1 + len(bags))
     }
 
 
@@ -109,8 +110,12 @@ def phrases_of_cards() -> dict[str, tuple[str, ...]]:
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return the words that tell something: no numbers, no words that any text has; "hangs" is "hang"."""
-    return frozenset(word.rstrip("s") for word in WORD.findall(text.lower()) if word not in COMMON)
+    """Return the words that tell something, without endings: no numbers, no words that any text has."""
+    return frozenset(
+        ENDING.sub("", word)
+        for word in WORD.findall(text.lower().replace("oom", "out of memory"))
+        if word not in COMMON
+    )
 
 
 def normalized(text: str) -> str:
@@ -121,5 +126,5 @@ def normalized(text: str) -> str:
 COMMON = frozenset(
     "a an and are as at be but by for from in into is it its me my not of on or our so than that the their then there "
     "they this to was we were when while with you your has have had i if no do does did can error runtimeerror file "
-    "line torch py".split()
+    "line torch py module name named".split()
 )

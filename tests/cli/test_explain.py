@@ -156,3 +156,4 @@ def test_nothing_to_explain_is_bad_input(monkeypatch, capsys):
 def test_rare_words_count_more():
     assert explain.weight({"watchdog"}) > explain.weight({"fail"})
     assert explain.words_of("Hangs in the 3 evaluations of a model") == {"hang", "evaluation", "model"}
+    assert explain.words_of("decreasing") == explain.words_of("decreases") == explain.words_of("decrease")

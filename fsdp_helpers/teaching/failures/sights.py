@@ -127,6 +127,7 @@ SIGHTS: dict[str, tuple[Sight, ...]] = {
     "crash-shared-memory": (
         quote("DataLoader worker (pid 4242) is killed by signal: Bus error", "torch/utils/data"),
         quote("It is possible that dataloader's workers are out of shared memory", "torch/utils/data"),
+        quote("Unexpected bus error encountered in worker", "torch's DataLoader.cpp"),
         behavior("data loaders with workers crash in a container"),
     ),
     "crash-uniform-dtype": (
@@ -163,6 +164,9 @@ SIGHTS: dict[str, tuple[Sight, ...]] = {
     "crash-offload-device": (
         quote("No backend type associated with device type cpu", "torch/csrc/distributed/c10d/ProcessGroup.hpp"),
         quote("Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0", "torch"),
+        quote(
+            "An FSDP-managed module with parameter CPU offloading enabled has parameters on cuda", "FSDP1; NeMo#9531"
+        ),
         behavior("gradient clipping fails with CPU offload"),
     ),
     "crash-nccl-system-error": (
@@ -257,6 +261,10 @@ SIGHTS: dict[str, tuple[Sight, ...]] = {
     ),
     "wrong-unused-parameters": (
         number("gradients of two heads or experts are mixed up: 11 and 11 instead of 1 and 10"),
+        quote(
+            "Expected to have finished reduction in the prior iteration before starting a new one",
+            "DDP, torch's reducer.cpp",
+        ),
         behavior("ranks use different heads; find_unused_parameters has no counterpart"),
     ),
     "wrong-unused-units": (

@@ -86,8 +86,7 @@ def test_the_symptoms_in_words():
     assert all(failure.symptom == name.partition("-")[0] for name, failure in GALLERY.items())
 
 
-def test_a_card_has_the_texts_of_its_own_failure(shown, monkeypatch):
-    monkeypatch.setattr(cards, "KEPT", NOTEBOOKS / "reference/failures.json")
+def test_a_card_has_the_texts_of_its_own_failure(shown):
     cards.kept_card("slow-many-units")
     failure, text = gallery.find("slow-many-units"), "\n".join(shown)
     assert f"**Why.** {failure.why}" in text and f"**How to tell.** {failure.tell}" in text
@@ -98,6 +97,7 @@ def test_a_card_has_the_texts_of_its_own_failure(shown, monkeypatch):
 def shown(monkeypatch):
     """What would be displayed, as text."""
     parts = []
+    monkeypatch.setattr(cards, "KEPT", NOTEBOOKS / "reference/failures.json")
     monkeypatch.setattr(cards, "display", lambda part: parts.append(getattr(part, "data", repr(part))))
     return parts
 
@@ -120,8 +120,7 @@ def test_a_card_has_five_parts_and_says_whether_it_holds(broken, fixed, verdict,
     assert "def count_padded_images" in text and "+mine = range(5)[rank::world_size]" in text
 
 
-def test_a_kept_card_says_so(shown, monkeypatch):
-    monkeypatch.setattr(cards, "KEPT", NOTEBOOKS / "reference/failures.json")
+def test_a_kept_card_says_so(shown):
     cards.kept_card("crash-frozen-flat")
     assert "saved run" in shown[0] and "uniform `requires_grad`" in "".join(shown)
 
