@@ -142,7 +142,10 @@ def take_the_memory(patch, folder):
 
 def fill_shared_memory(patch, folder):
     patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(64_000_000, 64_000_000, 0))
-    return "0 B of 64.0 MB free in /dev/shm, too little for a batch of a data loader; remove what ended programs left"
+    return (
+        "0 B of 64.0 MB free in /dev/shm, too little for a batch of a data loader; remove what ended programs left there "
+        "(ls -l /dev/shm), or start the container with --shm-size=1g or --ipc=host"
+    )
 
 
 def open_too_few_files(patch, folder):
@@ -175,7 +178,7 @@ def name_a_missing_interface(patch, folder):
 
 def lose_host_name(patch, folder):
     patch.setattr(socket, "gethostname", lambda: "lost.invalid")
-    return "lost.invalid does not resolve"
+    return "torchrun's ranks meet at that name; add the line `127.0.0.1 lost.invalid` to /etc/hosts"
 
 
 def give_host_name_to_a_different_machine(patch, folder):
@@ -239,7 +242,10 @@ def test_one_wrong_line_and_its_verdict(healthy, monkeypatch, tmp_path, capsys):
 
 def have_docker_s_shared_memory(patch, folder):
     patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**26, 2**20, 2**26 - 2**20))
-    return "66.1 MB of 67.1 MB free in /dev/shm, as Docker has it"
+    return (
+        "66.1 MB of 67.1 MB free in /dev/shm, as Docker has it; data loaders with workers and NCCL may run out: start the "
+        "container with --shm-size=1g or --ipc=host"
+    )
 
 
 def have_less_memory(patch, folder):
