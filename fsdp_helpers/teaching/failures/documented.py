@@ -104,13 +104,11 @@ DOCUMENTED = (
     Failure(
         name="hang-after-last-step",
         title="The job stands still after the last step, or ends badly although all steps are done",
-        why="The end is a step like others: `destroy_process_group`, a last save, a barrier in which not every rank takes part. "
-        "Threads outlive the group: NCCL's watchdog, gloo's, a data loader's; a reference to a sharded tensor or to a store "
-        "keeps them alive while Python shuts down.",
-        tell="The last step's line is in the log of every rank. *destroy_process_group() was not called before program exit*, "
-        "*terminate called without an active exception* and exit code -6 are about the end, not about the training.",
-        fix="On every rank, in this order: `dist.barrier()`, `del model, optimizer`, `dist.destroy_process_group()`. After the last "
-        "line only `os._exit(0)` is quicker than whatever still hangs.",
+        why="The end is a step like others: a last save or barrier in which not every rank takes part. And threads outlive the "
+        "group, as NCCL's watchdog does, while a reference to a sharded tensor keeps it alive.",
+        tell="Every rank has logged its last step. *destroy_process_group() was not called before program exit*, "
+        "*terminate called without an active exception* and exit code -6 are about the end.",
+        fix="On every rank, in this order: `dist.barrier()`, `del model, optimizer`, `dist.destroy_process_group()`.",
         source="PyTorch documentation, *Shutdown*; pytorch#75097; torchtitan#1342; measured under torchrun, 11 of 20 runs",
     ),
     Failure(
