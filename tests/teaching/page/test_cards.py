@@ -44,9 +44,10 @@ def test_a_kept_run_shows_what_its_test_asks_for(name):
 
 
 def test_each_symptom_was_there_within_15_seconds():
-    """As kept from one run on two cores; nothing here measures a time, which a busy machine would stretch."""
+    """As kept from one run on two idle cores, of the first 40; `cards.keep_seconds` adds more. Nothing here measures."""
     seconds = KEPT["seconds"]
-    assert seconds.keys() == {failure.name for failure in RUN} and max(seconds.values()) < 15
+    assert seconds.keys() <= {failure.name for failure in RUN} and len(seconds) >= 40
+    assert max(seconds.values()) < 15
 
 
 def test_the_index_leads_from_what_is_seen_to_every_card():
