@@ -440,9 +440,9 @@ def let_files_grow_to(size):
 
 def train_with_schedule(rank, world_size, config):
     """The losses of the run of notebook 06's accidents, if nobody stops it."""
-    dataset, built = load_rank_data(config, rank_device()), saving._build(config, seed=config.seed)
+    dataset, built = load_rank_data(config, rank_device()), saving.build_sharded(config, seed=config.seed)
     return [
         loss
         for step in range(config.max_steps)
-        for loss in saving._train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
+        for loss in saving.train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
     ]

@@ -46,17 +46,17 @@ def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str)
         }
         for way, save_it in ways.items():
             with record_function(way):
-                _finish(save_it(f"{folder}/traced-{way}"))
+                finish(save_it(f"{folder}/traced-{way}"))
     # Tracing takes time, so each is saved once more, for the clock.
-    return [_timed(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
+    return [timed(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
 
 
-def _timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
+def timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
     dist.barrier()
     start_s = time.perf_counter()
     writing = save_it(str(path))
     waiting_s = time.perf_counter() - start_s
-    _finish(writing)
+    finish(writing)
     dist.barrier()
     files = [*path.glob("*"), *path.parent.glob(f"{path.name}.pt")]
     return SavingRecord(
@@ -68,7 +68,7 @@ def _timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve:
     )
 
 
-def _finish(writing: Future | None) -> None:
+def finish(writing: Future | None) -> None:
     if writing is not None:
         writing.result()
 
@@ -101,17 +101,17 @@ def resume_through_shards(rank: int, world_size: int, config: TrainConfig, folde
     """
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
-    built = _build(config, seed=config.seed)
-    losses = _train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
+    built = build_sharded(config, seed=config.seed)
+    losses = train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
     model, optimizer, schedule = built
     save_shards(folder, model, optimizer)
     saved_for = len(optimizer.state)
-    model, optimizer, new_schedule = _build(config, seed=config.seed + 1)
+    model, optimizer, new_schedule = build_sharded(config, seed=config.seed + 1)
     load_shards(folder, model, optimizer)
     loaded_for = len(optimizer.state)
     new_schedule.load_state_dict(schedule.state_dict())
     built = model, optimizer, new_schedule
-    losses += _train_steps(rank, world_size, config, dataset, built, first_step=half, count=half)
+    losses += train_steps(rank, world_size, config, dataset, built, first_step=half, count=half)
     return saved_for, loaded_for, losses
 
 
@@ -122,21 +122,23 @@ def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, f
     """
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
-    model, optimizer, schedule = _build(config, seed=config.seed)
-    losses = _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=half)
+    model, optimizer, schedule = build_sharded(config, seed=config.seed)
+    losses = train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=half)
     save(folder, model, optimizer, extra={"schedule": schedule.state_dict(), "step": half})
 
-    model, optimizer, schedule = _build(config, seed=config.seed + 1)  # a new process knows nothing of the old one
+    model, optimizer, schedule = build_sharded(
+        config, seed=config.seed + 1
+    )  # a new process knows nothing of the old one
     extra = load(folder, model, optimizer)
     if lost == "optimizer":
-        optimizer, schedule = _optimize(model, config)
+        optimizer, schedule = optimize_with_schedule(model, config)
         optimizer.param_groups[0]["lr"] = extra["schedule"]["_last_lr"][0]
     if lost == "schedule":
         optimizer.param_groups[0]["lr"] = config.learning_rate
     else:
         schedule.load_state_dict(extra["schedule"])
     first_step = 0 if lost == "data position" else extra["step"]
-    losses += _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count=half)
+    losses += train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count=half)
     return losses
 
 
@@ -154,26 +156,26 @@ def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: i
 def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer with a state worth saving."""
     dataset = load_rank_data(config, rank_device())
-    model, optimizer, schedule = _build(config, seed=config.seed)
-    _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)
+    model, optimizer, schedule = build_sharded(config, seed=config.seed)
+    train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)
     optimizer.zero_grad()
     return model, optimizer
 
 
-def _build(config: TrainConfig, seed: int) -> Built:
+def build_sharded(config: TrainConfig, seed: int) -> Built:
     torch.manual_seed(seed)
     model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
-    return model, *_optimize(model, config)
+    return model, *optimize_with_schedule(model, config)
 
 
-def _optimize(
+def optimize_with_schedule(
     model: nn.Module, config: TrainConfig
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
 
 
-def _train_steps(
+def train_steps(
     rank: int, world_size: int, config: TrainConfig, dataset: Dataset, built: Built, first_step: int, count: int
 ) -> list[float]:
     """Take `count` steps, with a falling learning rate; return each one's mean loss over the global batch."""
