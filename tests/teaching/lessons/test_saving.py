@@ -51,6 +51,11 @@ def found(config, tmp_path_factory) -> dict:
     calls |= {lost: (lessons.resume_without, config, lost, str(folder / lost)) for lost in LOST}
     calls |= {way: (lessons.resume_through, config, way, str(folder / way)) for way in ("shards", "plain")}
     calls["undisturbed"] = (workers.train_with_schedule, config)
+    calls["a copy"] = (lessons.save_in_background, config, str(folder / "copy"))
+    calls["no copy"] = (workers.save_an_alias_in_background, config, str(folder / "alias"))
+    for way in ("package", "lesson"):
+        calls[f"late, {way}"] = (workers.go_on_with_a_late_head, str(folder / f"late-{way}"), way)
+    calls["planted"] = (workers.save_over_planted_files, str(folder / "planted"))
     return on_two_ranks(calls)
 
 
@@ -135,3 +140,20 @@ def test_the_background_writes_the_state_of_the_moment(config, tmp_path):
     found = launch(lessons.save_in_background, config, str(tmp_path), world_size=2, device="cpu")
     assert found == [True, True]
     assert sorted(path.parent.name for path in tmp_path.glob("*/.metadata")) == ["1", "2"]
+
+
+def test_the_background_writes_the_state_of_the_moment_and_the_lesson_would_notice(found):
+    assert found["a copy"] == (True, True)
+    assert found["no copy"] == (False, False)
+
+
+@pytest.mark.parametrize("way", ["package", "lesson"])
+def test_a_parameter_without_a_gradient_so_far_has_no_moments_after_the_load_either(way, found):
+    """Of four parameters two have moments. With zeros that count as steps, the losses would leave the right ones."""
+    for differs, before, after in found[f"late, {way}"]:
+        assert (differs, before, after) == (0.0, 2, 2)
+
+
+def test_what_a_killed_run_left_is_not_in_the_next_checkpoint(found):
+    for files in found["planted"]:
+        assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json", "state.json"]

@@ -13,8 +13,8 @@ KEPT = PROJECT / "notebooks" / "reference" / "accelerate.json"
 
 
 def test_every_knob_has_its_line_in_each_tool():
-    assert {len(row) for row in tools.KNOBS} == {5}
-    assert all(cell for row in tools.KNOBS for cell in row)
+    assert {len(row) for row in tools.SETTINGS} == {5}
+    assert all(cell for row in tools.SETTINGS for cell in row)
 
 
 def test_without_accelerate_the_record_is_shown_and_named(monkeypatch):
