@@ -177,10 +177,12 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     if strangers > len(whole):  # a root that is not resharded hides its shards, so it has as many of either
         findings.append(f"{strangers} of the optimizer's parameters are not the model's: build it after fully_shard")
     if whole:
-        findings.append(f"{len(whole)} parameters are whole, {whole[0]} among them: ignored, or reshard() is missing")
+        findings.append(
+            f"{len(whole)} parameters aren't sharded, {whole[0]} among them: ignored, or reshard() is missing"
+        )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if len(units) == 1:
-        findings.append("one unit: all of the model is gathered at once")
+        findings.append("one unit: the full model is unsharded at once")
     small = sum(sum(own.numel() for own in unit.parameters()) < SMALL_UNIT for unit in units)
     if small > len(units) // 2:
         findings.append(

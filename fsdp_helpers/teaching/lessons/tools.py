@@ -163,9 +163,11 @@ def make_up_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor
 
 
 def ask_accelerate(kept: str | Path) -> dict:
-    """Return the answers of two CPU ranks with accelerate, or, where it is not installed, the record in `kept`."""
+    """Return the answers of two CPU ranks with accelerate, or, where it is not installed, the output saved in `kept`."""
     if importlib.util.find_spec("accelerate") is None:
-        return json.loads(Path(kept).read_text()) | {"source": f"kept record, {kept}: accelerate is not installed here"}
+        return json.loads(Path(kept).read_text()) | {
+            "source": f"saved output, {kept}: accelerate is not installed here"
+        }
     answer = launch(train_with_accelerate, world_size=2, device="cpu")[0]
     versions = {name: version(name) for name in ("accelerate", "torch")}
     return {"versions": versions, "world_size": 2, **answer, "source": "run here"}
