@@ -14,7 +14,6 @@ MACHINE_PATH = re.compile(r"(?:^|[\s\"'(=:\[])(?:/home/|/root/|/work/|/tmp/|/Use
 WARNING = re.compile(r"\b\w*Warning\b: |^\[?W\d{3,}|\[W\d", re.MULTILINE)
 FOLD = re.compile(r"<details>.*?</details>", re.DOTALL)
 FENCE = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
-LAUNCHES_BY_HAND = {"02_ddp_baseline": 1}  # where it is introduced
 NOT_PROSE = (
     re.compile(  # folds of code, code, links (they name other chapters), and the line that announces the next one
         r"```.*?```|<code>.*?</code>|`[^`\n]*`|\[[^\]]*\]\([^)]*\)|^\*\*Next:\*\*.*?$", re.DOTALL | re.MULTILINE
@@ -22,7 +21,7 @@ NOT_PROSE = (
 )
 BOLD = re.compile(r"\*\*([^*]+)\*\*")
 OWN_ENVIRONMENT = ("12_xla",)  # no GPU is asked for there
-START_RANKS = ("launch", "train", "compare")  # each of them takes a device
+START_RANKS = ("Ranks", "launch", "train", "compare")  # each of them takes a device
 MAX_CODE_LINES, MAX_WORDS, MAX_FILE_BYTES = 25, 130, 1_500_000
 MAX_PIXELS = 1_008  # what JupyterLab shows without shrinking it, at 1440 x 900 with the side bar open
 
@@ -135,7 +134,7 @@ def test_notebook(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert problems(notebook) == []
-    assert direct_launches(notebook) == LAUNCHES_BY_HAND.get(path.stem, 0)
+    assert direct_launches(notebook) == 0
     assert path.stat().st_size < MAX_FILE_BYTES
 
 
