@@ -26,6 +26,8 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import mnist
 from fsdp_helpers.data.images import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.measuring.copies import trace_copies
+from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import BYTE_LLAMA
@@ -37,7 +39,7 @@ from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
 from fsdp_helpers.training import worker
 from fsdp_helpers.training.loop import train_step
-from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
+from fsdp_helpers.training.worker import config_batches, first_batches, load_rank_data, train_worker
 
 # ---------------------------------------------------------------- memory and collectives
 
@@ -284,3 +286,16 @@ def train_with_a_clock_of_its_own(rank, world_size, config):
     drawn = torch.rand(1).item()
     with patch.object(worker.StepWatch, "epoch_seconds", (1.0, 3.0)[rank]):
         return train_worker(rank, world_size, config).epochs[0].seconds, drawn
+
+
+def offloaded_step(rank, world_size, config):
+    """Take a few steps with FSDP2's offload policy: the last one's collectives, the policy's copies, and shards."""
+    batches = first_batches(rank, world_size, config)
+    torch.manual_seed(config.seed)
+    with trace_memory(rank_device()) as trace:
+        model = APPLY_STRATEGY["fsdp-offload"](build_model(config.model), rank_device(), config)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)  # steps on the host
+        for images, labels in batches:
+            with trace_copies(model) as copies:
+                train_step(model, images, labels, optimizer)
+    return trace.last("train step"), copies
