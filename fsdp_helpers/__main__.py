@@ -78,14 +78,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan_arguments(plan)
 
     doctor = commands.add_parser("doctor", help="check this machine; exit status 1 if anything is wrong")
+    doctor.add_argument("--gpu", action="store_true", help="what its GPUs can do: a table to paste into an issue")
     doctor.set_defaults(run=doctor_command)
 
-    gpu_check = commands.add_parser("gpu-check", help="check this machine's GPUs and print a table to paste")
-    gpu_check.add_argument(
-        "--limit", type=float, metavar="S", default=60.0, help="give up on a check after S seconds (default: 60)"
+    explain = commands.add_parser("explain", help="find the cards of notebook 11 that fit an error message")
+    explain.add_argument(
+        "message", nargs="*", metavar="MESSAGE", help="the message; without one, it is read from a pipe"
     )
-    gpu_check.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
-    gpu_check.set_defaults(run=gpu_check_command)
+    explain.set_defaults(run=explain_command)
 
     lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; it gets all other arguments")
     lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR, for example work")
@@ -214,25 +214,23 @@ def consolidate_command(options: argparse.Namespace) -> None:
 
 
 def doctor_command(options: argparse.Namespace) -> int:
-    from fsdp_helpers.cli.doctor.report import examine, line, verdict
+    from fsdp_helpers.cli.doctor import gpu, report
     from fsdp_helpers.cli.doctor.rows import FAIL
 
-    rows = examine(on_row=lambda row: print(line(row), flush=True))
-    print(verdict(rows))
+    if options.gpu:
+        rows = report.examine(gpu.LOOKS, on_row=lambda row: None)
+        print("\n".join([*gpu.table(rows), "", gpu.verdict(rows)]))
+    else:
+        rows = report.examine(report.LOOKS, on_row=lambda row: print(report.line(row), flush=True))
+        print(report.verdict(rows))
     return FAILED if any(row.result == FAIL for row in rows) else 0
 
 
-def gpu_check_command(options: argparse.Namespace) -> int:
-    from fsdp_helpers.cli.doctor.gpu_check import check_gpus, check_limit, say_row
-    from fsdp_helpers.cli.doctor.gpu_checks import CHECKS
+def explain_command(options: argparse.Namespace) -> int:
+    from fsdp_helpers.cli.explain import explain_text, read_message
 
-    check_limit(options.limit)
-    check_output_path(options.json)
-    report = check_gpus(CHECKS.values(), options.limit, on_row=say_row)
-    print("\n".join(report.lines()))
-    if options.json:
-        write_json(report.to_json(), options.json)
-    return 0 if report.passed else FAILED
+    print(explain_text(read_message(options.message)))
+    return 0
 
 
 def lab_command(options: argparse.Namespace) -> None:
