@@ -51,6 +51,9 @@ def found(config, tmp_path_factory) -> dict:
     calls |= {lost: (lessons.resume_without, config, lost, str(folder / lost)) for lost in LOST}
     calls["shards"] = (lessons.resume_through_shards, config, str(folder / "shards"))
     calls["undisturbed"] = (workers.train_with_schedule, config)
+    for way in ("package", "lesson"):
+        calls[f"late, {way}"] = (workers.go_on_with_a_late_head, str(folder / f"late-{way}"), way)
+    calls["planted"] = (workers.save_over_planted_files, str(folder / "planted"))
     return on_two_ranks(calls)
 
 
@@ -115,3 +118,15 @@ def test_killed_while_writing(config, tmp_path):
 def test_fsdp1_on_the_cpu_gathers_one_moment_twice(config):
     answers = launch(workers.gather_by_torch, replace(config, api="fsdp1"), world_size=2, device="cpu")
     assert answers == [False, True]
+
+
+@pytest.mark.parametrize("way", ["package", "lesson"])
+def test_a_parameter_without_a_gradient_so_far_has_no_moments_after_the_load_either(way, found):
+    """Of four parameters two have moments. With zeros that count as steps, the losses would leave the right ones."""
+    for differs, before, after in found[f"late, {way}"]:
+        assert (differs, before, after) == (0.0, 2, 2)
+
+
+def test_what_a_killed_run_left_is_not_in_the_next_checkpoint(found):
+    for files in found["planted"]:
+        assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json", "state.json"]
