@@ -1,0 +1,28 @@
+"""What README promises about its two scripts is what they say."""
+
+import re
+
+from leftovers import PROJECT
+
+README = (PROJECT / "README.md").read_text()
+TAKE_HOME = PROJECT / "notebooks" / "take_home"
+
+
+def code_of(name: str) -> list[str]:
+    """The lines of a script, without comments."""
+    return [line.partition("  #")[0].rstrip() for line in (TAKE_HOME / name).read_text().splitlines()]
+
+
+def test_the_difference_between_ddp_and_fsdp2_is_the_whole_difference():
+    (block,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    shown = [(line[0], line[1:]) for line in block.splitlines() if line]
+    ddp, fsdp2 = code_of("ddp.py"), code_of("fsdp2.py")
+    assert [line for sign, line in shown if sign in "- " and line not in ddp] == []
+    assert [line for sign, line in shown if sign in "+ " and line not in fsdp2] == []
+    assert [line for sign, line in shown if sign == "-" and line in fsdp2] == []
+    assert [line for sign, line in shown if sign == "+" and line in ddp] == []
+
+
+def test_every_picture_has_a_description_and_is_there():
+    for described, path in re.findall(r"!\[(.*?)\]\((.*?)\)", README):
+        assert len(described) > 40 and (PROJECT / path).is_file(), path
