@@ -6,23 +6,21 @@ What a cell prints goes through a pipe, as bytes, so that a C library or a progr
 import ast
 import builtins
 import importlib.machinery
+import io
 import linecache
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import pprint
 import re
-import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_helpers.ranks.group import process_group, rank_device
+from fsdp_helpers.ranks.launching.process import Failure, Sender, flush
+from fsdp_helpers.ranks.launching.setup import Setup
 
 INTERRUPT = getattr(signal, "SIGUSR2", None)  # the parent's request to end a cell; SIGINT is for the whole group
 WIDTH = 110  # of a value that is shown over several lines
@@ -38,40 +38,14 @@ CELLS = "<cells>"  # the file of the module in which all cells run
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What all ranks of a group start with."""
-
-    world_size: int
-    device: str
-    timeout_s: float
-    folder: str
-    environment: dict[str, str | None]  # what the parent changed (None: removed) since its ranks are forked
-
-    def stack_file(self, rank: int) -> Path:
-        return Path(self.folder, f"stack-{rank}.txt")
-
-    @property
-    def meeting_point(self) -> str:
-        return "file:///" + Path(self.folder, "meeting-point").as_posix().lstrip("/")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception that a cell did not catch."""
-
-    when_s: float
-    summary: str  # the traceback's last line
-    cell_lines: str  # the traceback without the libraries' frames
-    details: str  # all of it
-
-
-@dataclass(frozen=True)
 class Answer:
     """What one rank says at the end of a cell."""
 
     value: str | None = None  # of the last line, as it is shown
-    failure: Failure | None = None
-    collectives: Mapping[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # per group: ranks, how many
+    failure: Failure | None = None  # with the frames that are the reader's
+    collectives: Mapping[tuple, int] = field(
+        default_factory=dict
+    )  # of each group (its name and ranks): how many so far
 
 
 @dataclass(frozen=True)
@@ -83,86 +57,23 @@ class LocalShard:
     shape: torch.Size
 
 
-def serve(rank: int, setup: Setup, links: list, outputs: list) -> None:
+def serve(rank: int, setup: Setup, send: Sender, link: multiprocessing.connection.Connection) -> None:
     """Join the group, then run cells until the parent ends, or closes the link."""
-    if hasattr(os, "setsid"):
-        os.setsid()  # an interrupt of the parent's process group is not meant for ranks
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":  # so that workers of a DataLoader know what cells define
-        multiprocessing.set_start_method("fork", force=True)
-    link = links[rank]
-    _write_into(outputs[rank])
-    for connection in (*links[:rank], *links[rank + 1 :], *outputs):
-        connection.close()
-    _end_with_parent(setup.folder)
-    _take_environment(setup.environment)
-    if setup.device == "cpu":
-        from fsdp_helpers.ranks.gpus import hide_gpus
-
-        hide_gpus()
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.world_size), LOCAL_WORLD_SIZE=str(setup.world_size)
-    )
-    if sys.platform in ("linux", "darwin"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", {"linux": "lo", "darwin": "lo0"}[sys.platform])
-    from fsdp_helpers.ranks.launching.stacks import written_on_request
-
-    place = {"rank": rank, "world_size": setup.world_size, "device": setup.device}
-    group = process_group(**place, init_method=setup.meeting_point, launched=True)
-    with written_on_request(setup.stack_file(rank)), group:
+    place = {"device": setup.device, "init_method": setup.meeting_point, "launched": True}
+    with process_group(rank, setup.world_size, **place):
         _limit_waiting(setup.timeout_s)
         cells = Cells(rank, setup.world_size, rank_device())
-        link.send((0, Answer()))
-        while (message := _receive(link)) is not None:
-            number, kind, content = message
-            link.send((number, cells.run(*content) if kind == "cell" else cells.get(content)))
-    _leave()
-
-
-def _receive(link: multiprocessing.connection.Connection) -> tuple | None:
-    try:
-        return link.recv()
-    except (EOFError, OSError):
-        return None
-
-
-def _leave() -> None:
-    """End without Python's clean-up: gloo's threads outlive their group."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(0)
-
-
-def _write_into(output: multiprocessing.connection.Connection) -> None:
-    """Send everything that this process writes into the pipe, line by line."""
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        os.dup2(output.fileno(), number)
-        setattr(sys, name, open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False))
-
-
-def _end_with_parent(folder: str) -> None:
-    parent = multiprocessing.parent_process().sentinel
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent])
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end with parent", daemon=True).start()
-
-
-def _take_environment(changes: dict[str, str | None]) -> None:
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        send("answer", (setup.payload, None))
+        while True:
+            try:
+                number, kind, content = pickle.loads(link.recv_bytes())
+            except (EOFError, OSError):
+                return
+            send("answer", (number, cells.run(*content) if kind == "cell" else cells.get(content)))
 
 
 def _limit_waiting(timeout_s: float) -> None:
     """Give a collective so many seconds, in the group of all ranks and in those that a cell makes."""
-    from datetime import timedelta
-
     limit = timedelta(seconds=timeout_s)
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
     set_timeout(limit, dist.group.WORLD)
@@ -201,8 +112,7 @@ class Cells:
         except BaseException as error:
             self.running = False
             failure = describe_failure(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         return Answer(value, failure, self._count_collectives())
 
     def _execute(self, text: str, file: str) -> str | None:
@@ -237,12 +147,12 @@ class Cells:
         linecache.cache[CELLS] = (sum(map(len, self.source)), None, self.source, CELLS)
         return offset
 
-    def _count_collectives(self) -> dict[str, tuple[tuple[int, ...], int]]:
+    def _count_collectives(self) -> dict[tuple, int]:
         """Count the collectives of each group that this rank is in, messages from rank to rank left out."""
         counts = {}
         for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
-            count = group._get_sequence_number_for_group() - self.point_to_point.get(group.group_name, 0)
-            counts[group.group_name] = (tuple(ranks), count)
+            name = group.group_name
+            counts[name, *ranks] = group._get_sequence_number_for_group() - self.point_to_point.get(name, 0)
         return counts
 
     def get(self, name: str) -> tuple[bool, bytes]:
@@ -300,8 +210,6 @@ def portable(value: Any) -> Any:
 
 
 def _dumps(value: Any) -> bytes:
-    import io
-
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
@@ -317,9 +225,8 @@ class _Pickler(pickle.Pickler):
 
 
 def describe_failure(error: BaseException) -> Failure:
-    """Describe the end of a cell: its last line, the frames that are the reader's, and all of them."""
+    """Describe the end of a cell: its last line, and the frames that are the reader's."""
     frames = traceback.TracebackException.from_exception(error)
-    details = "".join(frames.format()).rstrip()
     for one in _chain(frames):
         one.stack = traceback.StackSummary.from_list([frame for frame in one.stack if _is_the_readers(frame.filename)])
         for frame in one.stack:
@@ -327,7 +234,7 @@ def describe_failure(error: BaseException) -> Failure:
                 frame.filename = os.path.basename(frame.filename)
     summary = "".join(frames.format_exception_only()).strip()
     text = without_addresses("".join(frames.format()).rstrip())
-    return Failure(time.monotonic(), without_addresses(summary), text, details)
+    return Failure(time.monotonic(), without_addresses(summary), text)
 
 
 def _chain(error: traceback.TracebackException | None) -> list[traceback.TracebackException]:
