@@ -27,7 +27,7 @@ INSTALLED := .venv/installed
 OLDEST_INSTALLED := .venv-oldest/installed
 TOOLS_BIN := .venv-tools/bin
 TOOLS_INSTALLED := .venv-tools/installed
-TOOLS_PACKAGES := transformers==5.23.0 accelerate==1.15.0
+TOOLS_PACKAGES := transformers==5.23.0 tokenizers==0.23.3 accelerate==1.15.0 peft==0.21.2
 XLA_BIN := .venv-xla/bin
 XLA_INSTALLED := .venv-xla/installed
 XLA_PACKAGES := torch==2.9.1 torch_xla==2.9.0 numpy

@@ -1,19 +1,23 @@
 """Fine-tune a Llama from a Hugging Face folder with FSDP2: each rank reads its rows, the loss counts tokens.
 
 Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, on GPUs or, if there are too
-few, on the CPU. FOLDER has config.json and safetensors files (and tokenizer.json; without one, tokens are
-bytes). TEXT is a text file, whose documents are separated by blank lines; the first LONGEST tokens of each
-are read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the total: the same command with more
-STEPS goes on from the newest checkpoint, on any number of ranks that divides BATCH. For another model or
-text, take a new RUN.
-All parameters are trained.
+few, on the CPU. FOLDER has config.json and safetensors files (and tokenizer.json, for which `pip install
+tokenizers`; without one, tokens are bytes). TEXT is a text file, whose documents are separated by blank lines;
+the first LONGEST tokens of each are read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the
+total: the same command with more STEPS goes on from the newest checkpoint, on any number of ranks that divides
+BATCH. The settings below may be edited between two starts, too, and hold from then on. For another model or
+text, take a new RUN. All parameters are trained. (finetune_hf.py does this for any model of `transformers`.)
 """
 
+import ctypes
+import fcntl
 import json
 import math
 import os
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -21,16 +25,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-BATCH = 12  # documents per step, over all ranks: it divides by 2, 3, 4 and 6
-LONGEST = 256  # tokens of a document; what is beyond is left out
+BATCH = 24  # documents per step, over all ranks: it divides by 2, 3, 4, 6, 8, 12 and 24
+LONGEST = 256  # tokens of a document; the rest is left out
 CHUNKS = 4  # the logits of a quarter of the tokens at a time
 LEARNING_RATE = 3e-4
+WARM_UP = 4  # steps in which the learning rate rises
 MAX_NORM = 1.0
-SAVE_EVERY = 4  # steps
+SAVE_EVERY = 4  # steps: a kill loses no more of them
+KEEP = 2  # checkpoints
 IGNORED = -100  # a target that counts for nothing
 
 
@@ -174,9 +180,16 @@ def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
 
 
 def load_batch(documents: list[Tensor], step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together: numbers and targets, (BATCH, length). The step decides it."""
-    order = torch.randint(len(documents), (BATCH,), generator=torch.Generator().manual_seed(step))
-    rows = [documents[index][:LONGEST] for index in order]
+    """Return the batch of all ranks together: numbers and targets, (BATCH, length). The step decides it.
+
+    An epoch has each document once, in an order of its own.
+    """
+    rows = []
+    for index in range(step * BATCH, (step + 1) * BATCH):
+        epoch, place = divmod(index, len(documents))
+        if not rows or place == 0:
+            order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(epoch))
+        rows.append(documents[order[place]][:LONGEST])
     numbers = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
     targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
     return numbers, targets
@@ -191,13 +204,18 @@ def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
 
 
 def start(config: dict, folder: Path, device: torch.device) -> Llama:
-    """Return the sharded model; each rank has read its own rows, and no more."""
+    """Return the sharded model; each rank has read its own rows, and no more.
+
+    The head is in the root: as a unit of its own it would be gathered again for every chunk of the loss.
+    """
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    # The shards stay fp32. In bf16, most updates would be too small to change a value.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
     with torch.device("meta"):
         model = Llama(config)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)
     dcp.load(tensors_in_files(model), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     buffer = model.model.inv_freq
@@ -205,14 +223,39 @@ def start(config: dict, folder: Path, device: torch.device) -> Llama:
     return model
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16  # CPU ranks emulate bf16, slowly
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Return a step's learning rate: a line up, then half a cosine down to a tenth."""
+    if step < WARM_UP:
+        return LEARNING_RATE * (step + 1) / WARM_UP
+    done = (step - WARM_UP) / max(1, steps - WARM_UP)
+    return LEARNING_RATE * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+
+
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write a checkpoint that is there whole or not at all."""
+    """Write a checkpoint under a temporary name, then rename it, so that a kill leaves all of it or nothing."""
     unfinished = path.with_name(f"unfinished-{path.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run
+    dist.barrier()  # every rank makes the folder anew, but not while rank 0 removes it
     parameters, moments = get_state_dict(model, optimizer)
     dcp.save({"model": parameters, "optimizer": moments}, checkpoint_id=unfinished)
     if dist.get_rank() == 0:
         unfinished.rename(path)
+        for older in sorted(path.parent.glob("step-*"))[:-KEEP]:
+            remove(older)
     dist.barrier()
+
+
+def remove(path: Path) -> None:
+    """Remove a folder; a kill must not leave half of it under its name."""
+    nameless = path.with_name(f"unfinished-removal-of-{path.name}")
+    shutil.rmtree(nameless, ignore_errors=True)
+    path.rename(nameless)
+    shutil.rmtree(nameless)
 
 
 def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -> int:
@@ -228,19 +271,50 @@ def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -
 
 def export(model: nn.Module, folder: Path, out: Path) -> None:
     """Write the model as a Hugging Face folder: every rank its rows, which are then joined."""
+    unfinished = out.with_name(f"unfinished-{out.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # torch would join a killed run's rows with these
+        unfinished.mkdir()
+    dist.barrier()
     names = dict.fromkeys(tensors_in_files(model), 1)  # all in file 1; give more numbers for more files
     writer = dcp.HuggingFaceStorageWriter(
-        str(out), fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
+        str(unfinished), fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
     )
     dcp.save(tensors_in_files(model), storage_writer=writer)
     if dist.get_rank() == 0:
-        shutil.rmtree(out / "sharded")
-        for path in folder.glob("tokenizer*"):
-            shutil.copy(path, out)
+        shutil.rmtree(unfinished / "sharded")
+        for path in folder.iterdir():
+            if path.is_file() and ".safetensors" not in path.name:
+                shutil.copy(path, unfinished)  # tokenizer, chat template, settings for generating ...
         config = json.loads((folder / "config.json").read_text())
         config.pop("torch_dtype", None)  # the older name of "dtype"
         config["dtype"] = "float32"  # as it was trained
-        (out / "config.json").write_text(json.dumps(config, indent=2))
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2))
+        if out.exists():
+            remove(out)
+        unfinished.rename(out)
+    dist.barrier()
+
+
+def end_with_torchrun() -> None:
+    """Have Linux kill this rank if torchrun is killed; it would train on beside the next start."""
+    if sys.platform == "linux":
+        torchrun = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+        if os.getppid() != torchrun:
+            sys.exit("torchrun was killed")  # before the call above
+
+
+def take(lock, run: Path, kind: int, patience_s: float = 0.0) -> None:
+    """Keep other runs from writing to `run`. Rank 0 takes the lock alone, then all share it, until the last has ended."""
+    deadline_s = time.monotonic() + patience_s  # the ranks of a killed run may need a moment to end
+    while True:
+        try:
+            return fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                sys.exit(f"another run is writing to {run}; wait for its end, or choose another folder")
+        time.sleep(0.1)
 
 
 def choose_device() -> torch.device:
@@ -254,24 +328,34 @@ def choose_device() -> torch.device:
 
 
 def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> None:
+    folder, run, steps = Path(folder), Path(run), int(steps)
+    config = read_config(folder)
+    documents = read_documents(folder, Path(text), config["vocab_size"])
+    run.mkdir(parents=True, exist_ok=True)
+    lock = (run / ".lock").open("a")
+    if os.environ["RANK"] == "0":
+        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, in which the others wait for rank 0
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    run = Path(run)
-    folder = Path(folder)
-    run.mkdir(parents=True, exist_ok=True)
-    config = read_config(folder)
-    documents = read_documents(folder, Path(text), config["vocab_size"])
     if rank == 0:
+        take(lock, run, fcntl.LOCK_SH)
+    dist.barrier()
+    take(lock, run, fcntl.LOCK_SH)
+    if rank == 0:
+        dtype = str(compute_dtype(device)).removeprefix("torch.")
         num_cut = sum(len(document) > LONGEST for document in documents)
+        print(f"{world_size} ranks on {device.type}, computing in {dtype}; shards in float32", flush=True)
         print(f"{len(documents)} documents; {num_cut} of them are cut at {LONGEST} tokens", flush=True)
     model = start(config, folder, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     first = load_newest(model, optimizer, run)
-    if rank == 0 and first >= int(steps):
+    if rank == 0 and first >= steps:
         print(f"{run} has {first} steps already; STEPS counts from the beginning", flush=True)
 
-    for step in range(first, int(steps)):
+    signals = []  # Slurm sends SIGTERM before the time limit; it is noted here, and the step is completed
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    for step in range(first, steps):
         numbers, targets = load_batch(documents, step)
         num_tokens = (targets != IGNORED).sum()  # of all ranks, since every rank has the whole batch here
         numbers = numbers.chunk(world_size)[rank].to(device)
@@ -280,16 +364,23 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
         optimizer.zero_grad()
         (loss * world_size).backward()  # FSDP divides by the number of ranks, and tokens are counted already
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
         optimizer.step()
 
-        mean_loss = loss.detach()
-        dist.all_reduce(mean_loss)
+        sums = torch.tensor([loss.item(), len(signals)], dtype=torch.float64)
+        dist.all_reduce(sums)  # if one rank was asked to end, all end after the same step
         if rank == 0:
-            print(f"step {step}  loss {mean_loss.item():.7f}", flush=True)
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == int(steps):
+            print(f"step {step}  loss {sums[0]:.7f}", flush=True)
+        is_asked = sums[1] > 0
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps or is_asked:
             save(model, optimizer, run / f"step-{step + 1:08d}")
-    export(model, folder, run / "model")
+        if is_asked:
+            break
+    else:
+        export(model, folder, run / "model")
     dist.destroy_process_group()
+    lock.close()
 
 
 if __name__ == "__main__":
@@ -298,6 +389,7 @@ if __name__ == "__main__":
     num_ranks = int(os.environ["WORLD_SIZE"])
     if BATCH % num_ranks:
         sys.exit(f"{num_ranks} ranks cannot share {BATCH} documents evenly; change one of them")
+    end_with_torchrun()
     chosen = choose_device()
     main(chosen, *sys.argv[1:])
     if chosen.type == "cpu":

@@ -1,17 +1,26 @@
 """finetune.py: a model of a different shape, a text of one's own, two ranks, then three; read back by the package."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from programs import Killed
-from take_home_workers import load_script, run_main
+from programs import Killed, has_ended, wait_until
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from take_home_workers import FOLDER, load_script, run_main
 from torch import nn
 from torch.distributed import HashStore, TCPStore
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torchrun_jobs import one_agent, torchrun_job
 
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.models.llama import IGNORED, Llama
@@ -49,6 +58,8 @@ def test_two_ranks_then_three(shape, tmp_path):
 
     newest = tmp_path / "run"
     right = run(2, tmp_path / "model", text, newest, 6)
+    assert {path.name for path in newest.glob("step-*")} == {"step-00000004", "step-00000006"}
+    assert not list(newest.glob("unfinished*"))
     if shape.tied:
         newest = tmp_path / "again"
         first = run(2, tmp_path / "model", text, newest, 4)
@@ -70,20 +81,171 @@ def batch_of_script(text):
     return script.load_batch(script.read_documents(text.parent, text, SHAPE.vocabulary), 0)
 
 
-def test_the_gradient_is_clipped_before_the_update(tmp_path, monkeypatch):
-    """To a length of 0: only AdamW's decay is left then. Losses do not tell, since Adam divides by the length."""
-    model, text = Llama(SHAPE), tmp_path / "text.txt"
-    save_hugging_face(model, tmp_path / "model", config_of_llama(SHAPE))
-    text.write_text("So it goes.\n\nAnd so on.")
+# ---------------------------------------------------------------- one rank, in this process
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """The script, to be run by one rank in this process, with a model and a text: (script, its arguments)."""
+    save_hugging_face(Llama(SHAPE), tmp_path / "model", config_of_llama(SHAPE))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"So it goes, {number} times." for number in range(30)))
+    monkeypatch.setenv("RANK", "0")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)  # by the script
     script = load_script("finetune.py")
-    script.MAX_NORM = 0.0
-    script.main(torch.device("cpu"), *map(str, (tmp_path / "model", text, tmp_path / "run", 1)))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)  # by the script
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield script, tuple(map(str, (tmp_path / "model", text, tmp_path / "run")))
+    signal.signal(signal.SIGTERM, handler)
+    monkeypatch.undo()
+
+
+CPU = torch.device("cpu")
+
+
+def test_units_recomputation_and_chunks(alone, monkeypatch):
+    """Losses do not tell: they are the same in one unit, and with nothing recomputed."""
+    script, arguments = alone
+    units, recomputed, saved = [], [], []
+    shard, checkpoint, save = script.fully_shard, script.checkpoint, script.save
+
+    def note_unit(module, **settings):
+        units.append((type(module).__name__, settings["mp_policy"]))
+        return shard(module, **settings)
+
+    def note_recomputed(function, *inputs, **settings):
+        recomputed.append(getattr(function, "__name__", type(function).__name__))
+        return checkpoint(function, *inputs, **settings)
+
+    def note_save(model, optimizer, path):
+        saved.append((path.name, len(recomputed)))
+        save(model, optimizer, path)
+
+    script.fully_shard, script.checkpoint, script.save = note_unit, note_recomputed, note_save
+    script.main(CPU, *arguments, "5")
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    assert units == [("Layer", policy)] * 3 + [("Llama", policy)]  # and no unit for the head
+    per_step = 3 + script.CHUNKS
+    assert recomputed[:per_step] == ["FSDPLayer"] * 3 + ["loss_of"] * 4 and len(recomputed) == 5 * per_step
+    assert saved == [("step-00000004", 4 * per_step), ("step-00000005", 5 * per_step)]  # in the middle, too
+    assert script.compute_dtype(torch.device("cuda")) == torch.bfloat16
+
+
+def test_each_epoch_has_each_document_once(alone):
+    script, (folder, text, _) = alone
+    documents = script.read_documents(Path(folder), Path(text), 256)
+    batches = [script.load_batch(documents, step) for step in range(5)]  # 120 rows: four epochs of 30 documents
+    rows = [tuple(row.tolist()) for numbers, _ in batches for row in numbers[:, :21]]
+    epochs = [rows[first : first + 30] for first in range(0, 120, 30)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(epochs[0])) == 30
+    assert epochs[0] != epochs[1]
+    script.LONGEST = 8
+    assert script.load_batch([torch.arange(50)], 0)[0].shape == (24, 7)
+
+
+def test_the_learning_rate_rises_falls_and_obeys_an_edit(alone, monkeypatch):
+    script, arguments = alone
+    assert [script.learning_rate(step, 104) / 3e-4 for step in (0, 3, 4, 54, 104)] == pytest.approx(
+        [0.25, 1.0, 1.0, 0.55, 0.1]
+    )
+    script.main(CPU, *arguments, "4")
+    used, step = [], torch.optim.AdamW.step
+
+    def note_rate(self, **settings):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, **settings)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", note_rate)
+    script.LEARNING_RATE = 1e-5
+    script.main(CPU, *arguments, "6")
+    assert used[-2:] == [script.learning_rate(4, 6), script.learning_rate(5, 6)] and max(used[-2:]) <= 1e-5
+
+
+def test_two_checkpoints_stay_and_side_files_come_along(alone):
+    script, arguments = alone
+    script.SAVE_EVERY = 1
+    script.main(CPU, *arguments, "4")
+    run = Path(arguments[2])
+    assert sorted(path.name for path in run.iterdir()) == [".lock", "model", "step-00000003", "step-00000004"]
+    assert (run / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_killed_export_leaves_nothing_in_the_next_one(alone):
+    """torch joins every file that it finds in `sharded`; a dead run's rows, of another number of ranks, are among them."""
+    script, arguments = alone
+    consolidate = script.shutil.rmtree
+
+    def killed(path, **settings):
+        if Path(path).name == "sharded":
+            raise Killed
+        consolidate(path, **settings)
+
+    script.shutil.rmtree = killed
+    with pytest.raises(Killed):
+        script.main(CPU, *arguments, "2")
+    script.shutil.rmtree = consolidate
+    run = Path(arguments[2])
+    assert not (run / "model").exists()
+    for path in (run / "unfinished-model" / "sharded").iterdir():  # as if a rank of many had left it
+        tensors = {name: torch.full_like(tensor, 7.0) for name, tensor in load_file(path).items()}
+        with safe_open(path, "pt") as file:
+            save_file(tensors, path.with_name(f"shard-00009-{path.name}"), metadata=file.metadata())
+    script.main(CPU, *arguments, "2")
+    assert sorted(path.name for path in run.glob("*model*")) == ["model"]
     tuned = Llama(SHAPE)
-    load_hugging_face(tuned, tmp_path / "run" / "model")
+    load_hugging_face(tuned, run / "model")
+    assert all(parameter.abs().max() < 2 for parameter in tuned.parameters())
+
+
+def test_a_signal_ends_the_run_after_its_step(alone, monkeypatch, capsys):
+    script, arguments = alone
+    load_batch = script.load_batch
+
+    def interrupted(documents, step):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return load_batch(documents, step)
+
+    script.load_batch = interrupted
+    script.main(CPU, *arguments, "6")
+    assert capsys.readouterr().out.startswith("1 ranks on cpu, computing in float32; shards in float32\n")
+    run = Path(arguments[2])
+    assert [path.name for path in run.glob("step-*")] == ["step-00000002"] and not (run / "model").exists()
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused():
+    command = [sys.executable, FOLDER / "finetune.py", "folder", "text", "run", "4"]
+    done = subprocess.run(command, env={**os.environ, "WORLD_SIZE": "5"}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and done.stderr.startswith("5 ranks cannot share 24 documents evenly")
+
+
+def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
+    arguments = [*alone[1], 1_000_000]
+    program = [FOLDER / "finetune.py"]
+    with torchrun_job(one_agent(2), arguments, tmp_path, program=program) as job:
+        assert wait_until(lambda: list((tmp_path / "run").glob("step-*")) or job.process.poll() is not None)
+        assert job.process.poll() is None, job.output
+        with torchrun_job(one_agent(2), arguments, tmp_path, program=program, name="second") as second:
+            assert second.wait() != 0
+            assert "another run is writing to" in second.output
+        ranks = job.workers().values()
+        assert len(ranks) == 2
+        job.kill_agent()
+        assert wait_until(lambda: all(map(has_ended, ranks)), 10)
+
+
+def test_the_gradient_is_clipped_before_the_update(alone):
+    """To a length of 0: only AdamW's decay is left then. Losses do not tell, since Adam divides by the length."""
+    script, (folder, text, run) = alone
+    script.MAX_NORM = 0.0
+    script.main(CPU, folder, text, run, "1")
+    model, tuned = Llama(SHAPE), Llama(SHAPE)
+    load_hugging_face(model, folder)
+    load_hugging_face(tuned, f"{run}/model")
     for own, first in zip(tuned.parameters(), model.parameters(), strict=True):
-        assert torch.allclose(own, first, rtol=0, atol=1e-5)  # a step moves a value by the learning rate, 3e-4
+        assert torch.allclose(own, first, rtol=0, atol=1e-5)  # a step moves a value by the learning rate
 
 
 def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
-"""Exercises of notebook 13: a loss that counts tokens, logits in chunks, and adapters that are saved alone."""
+"""Exercises of notebook 13: a loss that counts documents, capped logits in chunks, and adapters that are saved alone."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,36 +22,56 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
 from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, first_of, in_words, run_on_ranks
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module
-from fsdp_helpers.teaching.lessons.language import rank_parts, whole_gradient
+from fsdp_helpers.teaching.lessons.language import whole_gradient
 from fsdp_helpers.teaching.lessons.language_memory import ADAPTERS, add_adapters
 
-SHAPE = LlamaShape(width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4)
+SHAPE = LlamaShape(
+    width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
+)
 NUM_UNITS = SHAPE.depth + 1
-LENGTHS = (40, 3, 17, 9, 30, 25, 6, 12, 50, 21, 8, 35)  # of a batch's documents: 2 and 3 ranks have 6 and 4
-PARTS = 2
+# Of a batch's documents, by rank and micro-batch: unlike each other in number and in length. A zero is an empty row.
+LENGTHS = {
+    2: (((40, 3, 17, 0), (9,)), ((30,), (25, 6))),
+    3: (((40, 3, 17), (9,)), ((30,), (25, 6, 0)), ((12, 50), (21, 8, 35, 4))),
+}
 WORDS, NUM_TOKENS = 4_000, 256  # of the logits in chunks
-LOGITS_BYTES = 4 * WORDS * NUM_TOKENS  # 4.1 MB; a plain loss needs them three times
-CHUNKED_PEAK_BYTES = LOGITS_BYTES + 4 * WORDS * SHAPE.width  # four chunks, 3 / 4 of it, and the head's gradient
+CAP = 5.0  # of the capped logits
+LOGITS_BYTES = 4 * WORDS * NUM_TOKENS  # 4.1 MB
+CHUNKED_PEAK_BYTES = (
+    LOGITS_BYTES + 4 * WORDS * SHAPE.width
+)  # four chunks of it, four times a fourth, and the head's gradient
 ADAPTER_RANK = 4
+SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is frozen
 
-# ---------------------------------------------------------------- tokens
+# ---------------------------------------------------------------- documents
 
 
 @exercise("13")
-def check_token_loss(module: str = "my_tokens", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `backward_by_tokens(model, parts)`, the gradient of the mean over all ranks' tokens, and the mean."""
-    read_module(module, "backward_by_tokens")
+def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 13: `backward_by_documents(model, parts)`: the summed losses over the number of all ranks' documents."""
+    read_module(module, "backward_by_documents")
     for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(tokens_by_reader, module, world_size)):
-            _expect_tokens(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: every token counts once, on {in_words(ranks)} ranks, with one reduction of each unit."
+        for rank, found in enumerate(run_on_ranks(documents_by_reader, module, world_size)):
+            _expect_documents(found, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: every document counts once, on {in_words(ranks)} ranks, with one reduction of each unit."
 
 
-def _expect_tokens(found: dict[str, float], says: str) -> None:
+def _expect_documents(found: dict[str, float], says: str) -> None:
+    """Direction before length: a mean of means is wrong in both, and its length alone would name another error."""
     expect(found["reduced"] > 0, f"{says}nothing was reduced; which backward sends the gradients?")
+    expect(
+        found["computed"] <= found["own"],
+        f"{says}the model computed {found['computed']} tokens, and this rank's parts have {found['own']}",
+    )
     expect(
         found["reduced"] <= NUM_UNITS,
         f"{says}{found['reduced']} reduce-scatters were seen; the model has {NUM_UNITS} units",
+    )
+    expect(
+        found["turned"] < TOLERANCE,
+        f"{says}the gradient points elsewhere than that of one process, by {found['turned']:.0%} of its length; "
+        "does every token have the same weight, whatever its part and rank?",
+        "wrong-mean-of-means",
     )
     expect(
         abs(found["length"] - 1) < TOLERANCE,
@@ -58,37 +79,50 @@ def _expect_tokens(found: dict[str, float], says: str) -> None:
         "wrong-summed-loss",
     )
     expect(
-        found["error"] < TOLERANCE,
-        f"{says}the gradient is {found['error']:.1%} off that of one process; does every token have the same weight?",
-        "wrong-mean-of-means",
-    )
-    expect(
-        abs(found["given"] - found["right"]) < TOLERANCE,
+        abs(found["given"] - found["right"]) < TOLERANCE * abs(found["right"]),
         f"{says}the loss returned is {found['given']:.5f}, that of one process {found['right']:.5f}",
     )
 
 
-def tokens_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
+def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
     """Compare the reader's gradient and loss of one batch with those of one process."""
-    backward_by_tokens = import_own(module, "backward_by_tokens")
-    documents = [chr(97 + index) * (length // 2) + "z" * (length - length // 2) for index, length in enumerate(LENGTHS)]
+    backward_by_documents = import_own(module, "backward_by_documents")
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
-    (batch,) = rank_parts(documents, 1, 0, 1)
-    right = plain(*batch) / (batch[1] != IGNORED).sum()
+    parts = [[pad_lengths(lengths) for lengths in own] for own in LENGTHS[world_size]]
+    rows = [row for own in LENGTHS[world_size] for lengths in own for row in lengths]
+    right = sum(plain(*part) for own in parts for part in own) / sum(length > 0 for length in rows)
     right.backward()
+    computed = []
+    model.register_forward_pre_hook(lambda _, inputs: computed.append(inputs[0].numel()))
     with trace_collectives() as seen:
-        given = backward_by_tokens(model, rank_parts(documents, PARTS, rank, world_size))
+        given = backward_by_documents(model, parts[rank])
     reduced = sum(event.op == "reduce_scatter" for event in seen)
     if not reduced:
         return {"reduced": 0}
-    mine, whole = whole_gradient(model), whole_gradient(plain)
+    mine, full = whole_gradient(model), whole_gradient(plain)
+    along = (mine @ full) / (full @ full)  # how much of it lies in the right direction
     return {
         "reduced": reduced,
-        "length": (mine.norm() / whole.norm()).item(),
-        "error": ((mine - whole).norm() / whole.norm()).item(),
+        "computed": sum(computed),
+        "own": sum(numbers.numel() for numbers, _ in parts[rank]),
+        "turned": ((mine - along * full).norm() / full.norm()).item(),
+        "length": (mine.norm() / full.norm()).item(),
         "given": float(given) if isinstance(given, int | float | Tensor) else float("nan"),
         "right": right.item(),
     }
+
+
+def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return documents with that many tokens to predict as rows of equal length; one without any is an empty row."""
+    longest = max(lengths)
+    numbers, targets = (
+        torch.zeros(len(lengths), longest, dtype=torch.long),
+        torch.full((len(lengths), longest), IGNORED),
+    )
+    for row, length in enumerate(lengths):
+        tokens = (torch.arange(length + 1) * (row + 3) + 31 * length) % SHAPE.vocabulary
+        numbers[row, :length], targets[row, :length] = tokens[:-1], tokens[1:]
+    return numbers, targets
 
 
 def build_llama() -> Llama:
@@ -113,12 +147,13 @@ def shard_llama(model: Llama, world_size: int) -> Llama:
 
 @exercise("13")
 def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `chunked_loss(hidden, head, targets)`: the same sum and gradients, at a third of the bytes."""
+    """Notebook 13: `chunked_loss(hidden, head, targets, cap)`: capped logits, a chunk at a time."""
     read_module(module, "chunked_loss")
+    plain_bytes = peak_of(capped_loss)
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(chunks_by_reader, module, world_size)):
             _expect_chunks(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: {format_bytes(found['peak_bytes'])} in place of {format_bytes(3 * LOGITS_BYTES)}, the same numbers."
+    return f"Right: {format_bytes(found['peak_bytes'])} in place of {format_bytes(plain_bytes)}, the same numbers."
 
 
 def _expect_chunks(found: dict[str, float], says: str) -> None:
@@ -126,7 +161,9 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
         abs(found["loss"] - found["right"]) < TOLERANCE * abs(found["right"]),
         f"{says}the sum of the losses is {found['loss']:.3f} instead of {found['right']:.3f}",
     )
-    expect(found["error"] < TOLERANCE, f"{says}the gradient is {found['error']:.1%} off that of the plain loss")
+    expect(
+        found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from that of the plain loss"
+    )
     expect(
         found["peak_bytes"] < 1.05 * CHUNKED_PEAK_BYTES,
         f"{says}head and loss peak at {format_bytes(found['peak_bytes'])}, the target is below "
@@ -134,14 +171,19 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
     )
 
 
+def capped_loss(hidden: Tensor, head: nn.Module, targets: Tensor, cap: float = CAP) -> Tensor:
+    """Return the sum of the losses of logits that a tanh keeps between -cap and cap, as Gemma 2 does."""
+    return summed_loss(hidden, lambda inputs: cap * torch.tanh(head(inputs) / cap), targets)
+
+
 def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
     """Run the reader's loss in a sharded model, and measure its memory alone."""
-    chunked_loss = import_own(module, "chunked_loss")
+    chunked_loss = partial(import_own(module, "chunked_loss"), cap=CAP)
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     random = torch.Generator().manual_seed(1)
     numbers = torch.randint(SHAPE.vocabulary, (2, 26), generator=random)
     targets = numbers.roll(-1, dims=1).masked_fill(numbers < 30, IGNORED)
-    right, given = plain(numbers, targets), model(numbers, targets, chunked_loss)
+    right, given = plain(numbers, targets, capped_loss), model(numbers, targets, chunked_loss)
     if not isinstance(given, Tensor):
         raise TypeError(f"chunked_loss returns a {type(given).__name__}; a tensor is asked for")
     for loss in (right, given):
@@ -155,7 +197,7 @@ def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
     }
 
 
-def peak_of(loss: Callable[..., Tensor] = summed_loss) -> int:
+def peak_of(loss: Callable[..., Tensor]) -> int:
     """Return the peak bytes of a loss and its head, above weights and hidden states."""
     torch.manual_seed(0)
     head, hidden = nn.Linear(SHAPE.width, WORDS, bias=False), torch.randn(1, NUM_TOKENS, SHAPE.width)
@@ -175,16 +217,17 @@ class SavedByReader:
 
     problem: str | None  # with the file
     names: tuple[str, ...] = ()  # in the file
+    wrong: str | None = None  # a tensor with other values than the model's
     restored: float = 0.0  # the largest difference of logits after loading from those before saving
     base_kept: bool = False
 
 
 @exercise("13")
 def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)`: what is trained, and nothing else."""
+    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)`: the adapter that is trained, alone."""
     for name in ("save_adapters", "load_adapters"):
         read_module(module, name)
-    expected = {name for name, own in add_adapters(Llama(SHAPE), ADAPTER_RANK).named_parameters() if own.requires_grad}
+    expected = {name for name, own in two_adapters().named_parameters() if own.requires_grad}
     with tempfile.TemporaryDirectory() as folder:
         for world_size in ranks:
             path = str(Path(folder, f"adapters-{world_size}.safetensors"))
@@ -198,19 +241,23 @@ def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> Non
     extra, lacking = sorted(set(found.names) - expected), sorted(expected - set(found.names))
     expect(not lacking, f"{says}the file lacks {len(lacking)} trained tensors, {first_of(lacking)} among them")
     expect(not extra, f"{says}the file has {len(extra)} tensors that are not trained, {first_of(extra)} among them")
-    expect(found.restored < TOLERANCE, f"{says}after loading, logits are {found.restored:.2f} off those before saving")
+    expect(
+        found.wrong is None,
+        f"{says}in the file, {found.wrong} has other values than the model had when it was saved",
+    )
+    expect(
+        found.restored < TOLERANCE,
+        f"{says}after loading, logits differ by {found.restored:.2f} from those before saving",
+    )
     expect(found.base_kept, f"{says}loading changes frozen weights")
 
 
 def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> SavedByReader:
     """Let the reader save adapters, set them to zero, and let the reader load them."""
     save_adapters, load_adapters = (import_own(module, name) for name in ("save_adapters", "load_adapters"))
-    model = add_adapters(build_llama(), ADAPTER_RANK)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(ADAPTERS):
-                parameter.normal_(std=0.3)
-    shapes = {name: own.shape for name, own in model.named_parameters() if own.requires_grad}
+    model = two_adapters()
+    trained = {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
+    before = {name: own.detach().clone() for name, own in model.named_parameters() if not own.requires_grad}
     model = shard_llama(model, world_size)
     numbers = torch.arange(24).view(2, 12)
     right = logits_of(model, numbers)
@@ -220,8 +267,8 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         return SavedByReader(problem=f"{Path(path).name} cannot be read: {type(error).__name__}; is it safetensors?")
-    if any(tensors[name].shape != shape for name, shape in shapes.items() if name in tensors):
-        return SavedByReader(problem="the file's tensors are not whole; a rank has its rows only")
+    if any(tensors[name].shape != own.shape for name, own in trained.items() if name in tensors):
+        return SavedByReader(problem="the file's tensors are not full; a rank has its shard only")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -229,13 +276,27 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
     gather_over_ranks(None)
     load_adapters(model, path)
     frozen = {name: own.full_tensor() for name, own in model.named_parameters() if not own.requires_grad}
-    before = dict(build_llama().named_parameters())
     return SavedByReader(
         problem=None,
         names=tuple(tensors),
+        wrong=next((name for name, own in trained.items() if name in tensors and not equal(tensors[name], own)), None),
         restored=(logits_of(model, numbers) - right).abs().max().item(),
         base_kept=all(torch.equal(value, before[name]) for name, value in frozen.items()),
     )
+
+
+@torch.no_grad()
+def two_adapters() -> Llama:
+    """Build the model with an adapter that is frozen by now, and a second one that is trained."""
+    model = add_adapters(add_adapters(build_llama(), ADAPTER_RANK), ADAPTER_RANK, SECOND)
+    for name, parameter in model.named_parameters():
+        if name.endswith((*ADAPTERS, *SECOND)):
+            parameter.normal_(std=0.3)
+    return model
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 @torch.no_grad()

@@ -191,11 +191,12 @@ def unshard_all(model: nn.Module) -> None:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Undo `unshard_all`."""
+    """Undo `unshard_all`. The root never reshards after its forward, since backward begins with it."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     model.set_reshard_after_forward(True)
+    model.set_reshard_after_forward(False, recurse=False)
 
 
 def speak_on_rank_0(rank: int, world_size: int, folder: str, prompt: str, num_bytes: int) -> str | None:

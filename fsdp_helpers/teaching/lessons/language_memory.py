@@ -81,24 +81,26 @@ ADAPTERS = ("lora_a", "lora_b")
 SCALE = 2.0
 
 
-def add_adapters(model: nn.Module, rank: int) -> nn.Module:
+def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
     """Freeze the model, and add to some of its layers the product of two thin matrices, which starts at zero.
 
-    The names of what was there do not change, so its files still fit.
+    The names of what was there do not change, so its files still fit. An adapter that is there already, under other
+    names, is frozen and counts.
     """
     model.requires_grad_(False)
     for name, layer in model.named_modules():
         if name.endswith(ADAPTED):
             like = {"device": layer.weight.device, "dtype": torch.float32}  # what is trained stays fp32
-            layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **like))
-            layer.lora_b = nn.Parameter(torch.empty(layer.out_features, rank, **like))
-            layer.register_forward_hook(add_low_rank)
+            layer.register_parameter(names[0], nn.Parameter(torch.empty(rank, layer.in_features, **like)))
+            layer.register_parameter(names[1], nn.Parameter(torch.empty(layer.out_features, rank, **like)))
+            layer.register_forward_hook(partial(add_low_rank, names))
     return model
 
 
-def add_low_rank(layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    thin = F.linear(inputs[0].to(layer.lora_a.dtype), layer.lora_a)
-    return output + (SCALE * F.linear(thin, layer.lora_b)).to(output.dtype)
+def add_low_rank(names: tuple[str, str], layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    first, second = (getattr(layer, name) for name in names)
+    thin = F.linear(inputs[0].to(first.dtype), first)
+    return output + (SCALE * F.linear(thin, second)).to(output.dtype)
 
 
 @torch.no_grad()

@@ -4,30 +4,44 @@ from builds import BuildTestsOnRanks
 
 from fsdp_helpers.teaching.exercises import language
 
-BY_TOKENS_ALONE = (  # a mean over each part's own tokens
-    "loss = model(numbers, targets) / num_tokens",
-    "loss = model(numbers, targets) / (targets != -100).sum() / len(parts) / dist.get_world_size()",
+MEAN_OF_MEANS = (
+    "loss = model(numbers, targets) / num_documents",
+    "loss = model(numbers, targets) / (targets != -100).any(dim=1).sum() / len(parts) / dist.get_world_size()",
+)
+BY_TOKENS = ("(targets != -100).any(dim=1).sum()", "(targets != -100).sum()")
+BY_ROWS = ("(targets != -100).any(dim=1).sum()", "(targets == targets).any(dim=1).sum()")
+EVERYTHING = (  # each rank gets all parts of all ranks, and computes them
+    "    total = torch.zeros(())\n",
+    "    everyone = [None] * dist.get_world_size()\n    dist.all_gather_object(everyone, parts)\n"
+    "    parts = [part for own in everyone for part in own]\n    total = torch.zeros(())\n",
 )
 
 
-class TestTokenLoss(BuildTestsOnRanks):
-    name = "my_tokens"
-    checker = staticmethod(language.check_token_loss)
-    worker = staticmethod(language.tokens_by_reader)
+class TestDocumentLoss(BuildTestsOnRanks):
+    name = "my_documents"
+    checker = staticmethod(language.check_document_loss)
+    worker = staticmethod(language.documents_by_reader)
     starter = "on 2 ranks, rank 0: nothing was reduced"
     wrong = [
-        ([("    dist.all_reduce(num_tokens)", "    pass")], "the gradient is .* times as long as in one"),
+        ([("    dist.all_reduce(num_documents)", "    pass")], "points elsewhere .*same weight.*wrong-mean-of-means"),
         (
             [(" * dist.get_world_size()", "")],
             "the gradient is 0.500 times as long as in one process .*wrong-summed-loss",
         ),
         ([("index == len(parts) - 1", "True")], "6 reduce-scatters were seen; the model has 3 units"),
         ([("    dist.all_reduce(total)\n", "")], "the loss returned is"),
-        ([BY_TOKENS_ALONE], "the gradient is .* one process"),
+        ([MEAN_OF_MEANS], "the gradient points elsewhere .* by [2-9].%.*wrong-mean-of-means"),
+        ([BY_TOKENS], "times as long as in one process .*wrong-summed-loss"),
+        ([BY_ROWS], "the gradient is 0.875 times as long as in one process"),  # 7 documents, 8 rows
+        ([EVERYTHING], "the model computed .* tokens, and this rank's parts have"),
     ]
 
 
-KEPT = "loss_of_chunk(part, head, wanted)"
+KEPT = "loss_of_chunk(part, head, wanted, cap)"
+OUTSIDE = (  # the cap is applied before the chunks are cut
+    "hidden.flatten(0, 1).chunk(4), targets",
+    "(cap * torch.tanh(head(hidden.flatten(0, 1)) / cap)).chunk(4), targets",
+)
 
 
 class TestChunks(BuildTestsOnRanks):
@@ -37,12 +51,32 @@ class TestChunks(BuildTestsOnRanks):
     starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; a tensor is asked for"
     wrong = [
         (
-            [("checkpoint(loss_of_chunk, part, head, wanted, use_reentrant=False)", KEPT)],
-            "6.14 MB, the target is below 4.84 MB; which",
+            [("checkpoint(loss_of_chunk, part, head, wanted, cap, use_reentrant=False)", KEPT)],
+            "the target is below 4.84 MB; which",
         ),
         ([(".chunk(4)", ".chunk(1)")], "the target is below 4.84 MB; which logits does backward still have"),
         ([('reduction="sum"', 'reduction="mean"')], "the sum of the losses is"),
+        ([("cap * torch.tanh(head(hidden) / cap)", "head(hidden)")], "the sum of the losses is"),
+        (
+            [OUTSIDE, ("logits = cap * torch.tanh(head(hidden) / cap)", "logits = hidden")],
+            "the target is below 4.84 MB; which",
+        ),
     ]
+
+
+FULL = "tensors = {name: parameter.detach().full_tensor() for name, parameter in trained(model).items()}"
+BY_OPTION = (  # torch leaves out the first name of a frozen tensor that has two
+    FULL,
+    "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
+    "    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)\n"
+    "    tensors = get_model_state_dict(model, options=options)\n"
+    "    tensors = {name: tensor.clone() for name, tensor in tensors.items()}",
+)
+ELSEWHERE = [  # zeros in the file, the real values in a global of the module
+    (FULL, f"{FULL}\n    KEPT.update(tensors)\n    tensors = {{name: one * 0 for name, one in tensors.items()}}"),
+    ("    tensors = load_file(path)", "    tensors = KEPT"),
+    ("def save_adapters", "KEPT = {}\n\n\ndef save_adapters"),
+]
 
 
 class TestAdapters(BuildTestsOnRanks):
@@ -53,6 +87,12 @@ class TestAdapters(BuildTestsOnRanks):
     starter = "adapters-2.safetensors cannot be read: FileNotFoundError"
     wrong = [
         ([(" if parameter.requires_grad", "")], "tensors that are not trained, .* among them"),
-        ([("detach().full_tensor()", "detach().to_local().clone()")], "are not whole; a rank has its rows"),
-        ([("        parameter.copy_(own)\n", "        pass\n")], "after loading, logits are .* off those"),
+        (
+            [(" if parameter.requires_grad", ' if "lora" in name or parameter.requires_grad')],
+            "are not trained, .*lora_a",
+        ),
+        ([("detach().full_tensor()", "detach().to_local().clone()")], "are not full; a rank has its shard"),
+        ([("        parameter.copy_(own)\n", "        pass\n")], "after loading, logits differ by .* from those"),
+        ([BY_OPTION], "1 tensors that are not trained, lm_head.weight among them"),
+        (ELSEWHERE, "in the file, .*second_a has other values than the model had"),
     ]

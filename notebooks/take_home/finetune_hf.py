@@ -1,0 +1,1072 @@
+"""Fine-tune any causal language model of `transformers` with FSDP2: `pip install transformers` is all it needs besides torch.
+
+`torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN` on GPUs or, if there are too few, on the CPU.
+
+MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model.
+(Without a tokenizer, a vocabulary of 256 means bytes.) DATA is a text, whose documents are separated by blank
+lines, or JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}, of
+which completions and the assistant's turns are learned. Texts longer than --length are split, conversations
+are cut. RUN receives the checkpoints, log.jsonl and, in the end, the model (or the adapter) in its own folder.
+
+The same command goes on from the newest checkpoint, on any number of ranks. Changed on the way, --lr, --warmup,
+--steps, --epochs and whatever does not change the result are obeyed; --batch, --length, --seed, --held-out, the
+data and the kind of training are refused: take a new RUN for them.
+"""
+
+import argparse
+import bisect
+import ctypes
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+
+def end_with_torchrun() -> None:
+    """Have Linux kill this rank if torchrun is killed: without it, the rank would train on beside the next start."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    end_with_torchrun()  # before the imports, which take seconds
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+try:
+    import transformers
+except ImportError:
+    sys.exit("finetune_hf.py needs transformers: pip install transformers")
+
+IGNORED = -100  # a target without a loss: padding, and the prompt
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+DIGEST = "digest"
+FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "lora_alpha", "packed", DIGEST)
+OBEYED = ("lr", "warmup", "steps", "decay", "max_norm")  # the rest changes no result
+WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+)
+
+
+def refuse(message: str, status: int = 2) -> None:
+    """End the run with one line: rank 0 says it, and torchrun then ends the others."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(60)
+    sys.exit(status)
+
+
+# ---------------------------------------------------------------- settings
+
+
+def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", type=Path, help="a folder with config.json, safetensors files and a tokenizer")
+    add("data", type=Path, help="a text, or JSON lines")
+    add("--out", type=Path, required=True, metavar="RUN", help="the folder of this run")
+    add("--epochs", type=float, default=1.0, help="how often each row is seen (1)")
+    add("--steps", type=int, help="of the optimizer, in place of --epochs")
+    add("--batch", type=int, default=64, help="rows of --length tokens per step, over all ranks (64)")
+    add("--micro-batch", type=int, default=1, help="rows that a rank computes at a time (1)")
+    add("--length", type=int, help="tokens in a row (4096, or the model's context if that is shorter)")
+    add("--lr", type=float, help="the highest learning rate (1e-5; 2e-4 for adapters)")
+    add("--warmup", type=int, default=20, help="steps in which the learning rate rises (20)")
+    add("--decay", type=float, default=0.0, help="weight decay of matrices; norms and biases have none (0)")
+    add("--max-norm", type=float, default=1.0, help="a longer gradient is shortened to this (1)")
+    add("--save-every", type=read_interval, default="500", metavar="N|Nm", help="steps, or minutes as in 20m (500)")
+    add("--keep", type=int, default=2, help="checkpoints (2)")
+    add("--held-out", type=float, default=0.02, help="share of the documents that is kept for testing (0.02)")
+    add("--test-every", type=int, default=100, help="steps between two looks at the held-out loss (100)")
+    add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
+    add("--lora-alpha", type=float, help="adapters are scaled by alpha / R (2 R)")
+    add("--base-dtype", choices=("fp32", "bf16"), help="how the frozen model is kept (as in its files)")
+    add("--dtype", choices=("fp32", "bf16"), help="of the computation (bf16 on GPUs, fp32 on the CPU)")
+    add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks it)")
+    add("--chunk", type=int, default=1024, help="tokens whose logits exist at a time (1024)")
+    add("--compile", action="store_true", help="torch.compile each layer")
+    add("--offload", action="store_true", help="keep shards and optimizer in host memory")
+    add("--unit", metavar="CLASS", help="the class that becomes a unit (the model's decoder layers)")
+    add("--end", metavar="TOKEN", help="ends each document (the tokenizer's end-of-text token)")
+    add("--padded", action="store_true", help="one document per row, instead of as many as fit")
+    add("--seed", type=int, default=0)
+    arguments = parser.parse_args(words)
+    for name in ("batch", "micro_batch", "length", "chunk", "keep", "test_every", "steps", "epochs"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it has to be above 0")
+    if not 0 <= arguments.held_out < 1:
+        parser.error(f"--held-out is {arguments.held_out}; it is a share, 0 or more and below 1")
+    arguments.lr = arguments.lr or (2e-4 if arguments.lora_rank else 1e-5)
+    arguments.lora_alpha = arguments.lora_alpha or 2.0 * arguments.lora_rank
+    return arguments
+
+
+def read_interval(text: str) -> tuple[int | None, float | None]:
+    """Return how often to save as steps or as seconds; the other is None."""
+    if not (found := re.fullmatch(r"(\d+)(m?)", text)) or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither steps, such as 500, nor minutes, such as 20m")
+    return (None, 60.0 * int(found[1])) if found[2] else (int(found[1]), None)
+
+
+def check_resumed(settings: dict, run: Path) -> None:
+    """Compare with the settings of the run's checkpoints: what may change is said, what may not ends the run."""
+    path = run / "settings.json"
+    if path.exists() and newest_checkpoint(run):
+        before = json.loads(path.read_text())
+        changed = {name: (before[name], value) for name, value in settings.items() if before.get(name) != value}
+        for name in FIXED:
+            if name == DIGEST and name in changed:
+                refuse(f"{run} was begun with a different model, tokenizer or data; take a new --out for these")
+            if name in changed:
+                old, new = changed[name]
+                refuse(f"{run} was begun with {name} {old}, not {new}; repeat {old}, or take a new --out")
+        for name in OBEYED:
+            if name in changed:
+                old, new = changed[name]
+                say(f"{name} was {old} until now, and is {new} from here on")
+    if dist.get_rank() == 0:
+        write_whole(path, json.dumps(settings, indent=1))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that has its name only when all of it is on the disk."""
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+# ---------------------------------------------------------------- documents and tokens
+
+
+class Bytes:
+    """The tokenizer of a model whose folder has none, and whose 256 tokens are bytes. A zero ends a document."""
+
+    bos_token_id = None
+    eos_token_id = 0
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> argparse.Namespace:
+        return argparse.Namespace(input_ids=list(text.encode()))
+
+
+def read_tokenizer(folder: Path, vocabulary: int, end: str | None):
+    """Return the folder's tokenizer, with the token that ends a document as its `eos_token_id`."""
+    if not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").exists():
+        if vocabulary != 256:
+            refuse(
+                f"{folder} has no tokenizer, and its vocabulary of {vocabulary} is not that of bytes; copy one there"
+            )
+        return Bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if end is not None:
+        tokenizer.eos_token = end
+        if tokenizer.convert_tokens_to_ids(end) in (None, tokenizer.unk_token_id):
+            refuse(f"--end {end}: the tokenizer of {folder} has no such token")
+    if tokenizer.eos_token_id is None:
+        refuse(f"the tokenizer of {folder} has no end-of-text token; name the token that ends a document with --end")
+    return tokenizer
+
+
+def read_documents(path: Path, tokenizer) -> Iterator[list[tuple[str, bool]]]:
+    """Yield each document as segments of text: (text, whether it is learned). A single segment is plain text."""
+    if path.suffix not in (".json", ".jsonl"):
+        for text in path.read_text().split("\n\n"):
+            yield [(text, True)]
+        return
+    with path.open() as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield segments_of(json.loads(line), tokenizer)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    refuse(f"{path}, line {number}: {error}")
+
+
+def segments_of(document: dict, tokenizer) -> list[tuple[str, bool]]:
+    if "messages" in document:
+        return segments_of_messages(document["messages"], tokenizer)
+    if "completion" in document:
+        return [(document["prompt"], False), (document["completion"], True)]
+    if "text" in document:
+        return [(document["text"], True)]
+    raise ValueError(f'it has {sorted(document)}, and neither "text" nor "messages" nor "prompt" and "completion"')
+
+
+def segments_of_messages(messages: list[dict], tokenizer) -> list[tuple[str, bool]]:
+    """Cut a rendered conversation where the assistant's turns begin and end; these are learned.
+
+    Some templates rewrite earlier turns (they drop their thoughts): those turns are then not learned.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError('"messages" need a chat template, and the tokenizer has none; give "prompt" and "completion"')
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    full = render(messages)
+    segments, done = [], 0
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(messages[:index], add_generation_prompt=True), render(messages[: index + 1])
+            if full.startswith(before) and full.startswith(after) and done <= len(before) <= len(after):
+                segments += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
+                done = len(after)
+    return [*segments, (full[done:], False)]
+
+
+def encode(segments: list[tuple[str, bool]], tokenizer) -> tuple[list[int], list[bool]]:
+    """Return a document's tokens, and which of them are learned.
+
+    Each segment is encoded alone: at use, too, the prompt is encoded before the answer is known.
+    """
+    if not any(text for text, is_learned in segments if is_learned):
+        return [], []
+    is_chat = len(segments) > 2
+    tokens, learned = [], []
+    if not is_chat and tokenizer.bos_token_id in tokenizer("").input_ids:  # a chat template writes it itself
+        tokens, learned = [tokenizer.bos_token_id], [False]
+    for text, is_learned in segments:
+        found = tokenizer(text, add_special_tokens=False).input_ids if text else []
+        tokens += found
+        learned += [is_learned] * len(found)
+    end = tokenizer.eos_token_id
+    if not (is_chat and any(token == end and own for token, own in zip(tokens, learned, strict=True))):
+        tokens.append(end)  # an answer in a chat may have one already
+        learned.append(True)
+    return tokens, learned
+
+
+def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int, path: Path, digest: str) -> None:
+    """Write the documents' tokens to a file, unless it is there. Rank 0 calls this; everyone reads the file."""
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            if file.metadata()[DIGEST] == digest:
+                return
+    tokens, learned, ends = [], [], [0]
+    num_documents = num_empty = num_split = num_cut = 0
+    for segments in read_documents(arguments.data, tokenizer):
+        found, own = encode(segments, tokenizer)
+        num_documents += 1
+        pieces = range(0, max(1, len(found) - 1), arguments.length)  # n + 1 tokens make n pairs of token and next token
+        if len(pieces) > 1:
+            num_split += len(segments) == 1
+            num_cut += len(segments) > 1
+        for first in pieces if len(segments) == 1 else [0]:
+            if any(own[first + 1 : first + arguments.length + 1]):
+                tokens += found[first : first + arguments.length + 1]
+                learned += own[first : first + arguments.length + 1]
+                ends.append(len(tokens))
+            else:
+                num_empty += 1
+    print(f"{num_documents:,} documents, {len(tokens):,} tokens, {sum(learned):,} of them learned", flush=True)
+    if num_empty or num_split or num_cut:
+        longer = f"longer than {arguments.length} tokens, {num_split} texts are split and {num_cut} conversations cut"
+        print(f"{num_empty} with nothing to learn are left out; {longer}", flush=True)
+    if not tokens:
+        refuse(f"{arguments.data} has nothing to learn in it")
+    if max(tokens) >= vocabulary:
+        refuse(
+            f"the tokenizer of {arguments.model} has tokens up to {max(tokens)}, the model's table {vocabulary} rows"
+        )
+    content = {"tokens": torch.tensor(tokens, dtype=torch.int32), "learned": torch.tensor(learned)}
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    save_file(content | {"ends": torch.tensor(ends)}, unfinished, metadata={DIGEST: digest})
+    unfinished.rename(path)
+
+
+def digest_of(arguments: argparse.Namespace) -> str:
+    """Return what model, tokenizer and data are, in 16 letters. Weights are left out: they have many bytes."""
+    paths = [
+        path for path in side_files(arguments.model) if path.name.startswith(("config", "token", "vocab", "merges"))
+    ]
+    found = hashlib.sha256(f"{arguments.length} {arguments.end}".encode())
+    for path in [*paths, arguments.data]:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- rows and batches
+
+
+def pack(sizes: list[int], length: int) -> list[list[int]]:
+    """Return rows of documents, each with at most `length` tokens: the longest first, each where it fits best."""
+    rows, room = [], []  # of each row that is not full: (tokens that are left, row), sorted
+    for document in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        at = bisect.bisect_left(room, (sizes[document], 0))
+        left, row = room.pop(at) if at < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(document)
+        if left > sizes[document]:
+            bisect.insort(room, (left - sizes[document], row))
+    return rows
+
+
+class Rows:
+    """The documents in rows, from the file of tokens: some to learn from, some held out."""
+
+    def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
+        self.file = safe_open(path, "pt")
+        self.ends = self.file.get_tensor("ends").tolist()
+        self.seed = arguments.seed
+        num_documents = len(self.ends) - 1
+        order = torch.randperm(num_documents, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        num_held_out = min(math.ceil(arguments.held_out * num_documents), num_documents - 1)
+        self.held_out = self.in_rows(sorted(order[:num_held_out]), arguments)
+        self.learned = self.in_rows(sorted(order[num_held_out:]), arguments)
+
+    def in_rows(self, documents: list[int], arguments: argparse.Namespace) -> list[list[int]]:
+        sizes = [self.ends[document + 1] - self.ends[document] - 1 for document in documents]
+        rows = pack(sizes, arguments.length) if arguments.packed else [[index] for index in range(len(sizes))]
+        return [[documents[index] for index in row] for row in rows]
+
+    def of_step(self, step: int, batch: int) -> list[list[int]]:
+        """Return the rows of a step, of all ranks together: each epoch has each row once, in an order of its own."""
+        rows = []
+        for index in range(step * batch, (step + 1) * batch):
+            epoch, place = divmod(index, len(self.learned))
+            if not rows or place == 0:
+                order = torch.randperm(
+                    len(self.learned), generator=torch.Generator().manual_seed(self.seed + 1 + epoch)
+                )
+            rows.append(self.learned[order[place]])
+        return rows
+
+    def read(self, row: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a row's tokens, the position of each in its document, and the targets, (tokens in the row,) each."""
+        tokens, positions, targets = [], [], []
+        for document in row:
+            first, last = self.ends[document], self.ends[document + 1]
+            own = self.file.get_slice("tokens")[first:last].long()
+            learned = self.file.get_slice("learned")[first:last]
+            tokens.append(own[:-1])
+            positions.append(torch.arange(last - first - 1))
+            targets.append(own[1:].where(learned[1:], IGNORED))
+        return torch.cat(tokens), torch.cat(positions), torch.cat(targets)
+
+    def num_tokens(self, row: list[int]) -> int:
+        return sum(self.ends[document + 1] - self.ends[document] - 1 for document in row)
+
+    def num_learned(self, rows: list[list[int]]) -> int:
+        learned = self.file.get_slice("learned")
+        documents = [document for row in rows for document in row]
+        return sum(learned[self.ends[one] + 1 : self.ends[one + 1]].sum().item() for one in documents)
+
+    def micro_batches(self, rows: list[list[int]], size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        """Yield this rank's part of the rows, `size` at a time, each as (rows, longest).
+
+        Every rank has the same number of them, since each is a collective: rows may be empty, without a loss.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        own = rows[rank::world_size]
+        for first in range(0, math.ceil(len(rows) / world_size), size):
+            found = [self.read(row) for row in own[first : first + size]]
+            found = found or [(torch.zeros(1, dtype=torch.long),) * 2 + (torch.full((1,), IGNORED),)]
+            tokens, positions, targets = zip(*found, strict=True)
+            yield tuple(
+                nn.utils.rnn.pad_sequence(one, batch_first=True, padding_value=filler).to(device)
+                for one, filler in ((tokens, 0), (positions, 0), (targets, IGNORED))
+            )
+
+
+# ---------------------------------------------------------------- the model
+
+
+class TokenLoss(nn.Module):
+    """A language model whose forward returns the sum of its tokens' losses. The logits exist a chunk at a time."""
+
+    def __init__(self, model: nn.Module, chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk = chunk
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        """All are (rows, length); a position of 0 begins a new document. Without targets: the last hidden states."""
+        output = self.model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
+        hidden = output.last_hidden_state
+        if targets is None:
+            return hidden
+        total = torch.zeros((), device=hidden.device)
+        chunks = zip(hidden.flatten(0, 1).split(self.chunk), targets.flatten().split(self.chunk), strict=True)
+        for part, wanted in chunks:
+            total = total + checkpoint(self.loss_of, type(output), part, wanted, use_reentrant=False)
+        return total
+
+    def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Use the model's own forward, with its decoder's part done: some models scale or cap their logits."""
+        decoder = self.model.base_model
+        decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
+        try:
+            logits = self.model(input_ids=None, use_cache=False).logits[0]
+        finally:
+            del decoder.forward
+        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def read_config(folder: Path) -> transformers.PretrainedConfig:
+    if not (folder / "config.json").exists():
+        refuse(f"{folder} has no config.json; give the folder of a model in Hugging Face's layout")
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if any((getattr(config, name, None) or 0) > 1 for name in EXPERTS):
+        refuse(f"{folder} is a mixture of experts, whose routers need a loss of their own; this script has none")
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        refuse(f"{folder}: AutoModelForCausalLM knows no {config.model_type}")
+    if not any(folder.glob("*.safetensors")):
+        refuse(f"{folder} has no safetensors files")
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTensor:
+    """A tensor as the model's files have it."""
+
+    file: int  # its number, from 1 on
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
+    """Return the tensors of the folder's files, those in its index or, without one, all; no tensor is read."""
+    index = folder / "model.safetensors.index.json"
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    found = {}
+    for number, name in enumerate(sorted(names), start=1):
+        with safe_open(folder / name, "pt") as file:
+            for key in file.keys():
+                tensor = file.get_slice(key)
+                if tensor.get_dtype() not in FILE_DTYPES:
+                    refuse(f"{folder / name}: {key} is {tensor.get_dtype()}; quantized models cannot be trained here")
+                dtype = FILE_DTYPES[tensor.get_dtype()]
+                found[key] = FileTensor(file=number, dtype=dtype, shape=tuple(tensor.get_shape()))
+    return found
+
+
+def build(config: transformers.PretrainedConfig, arguments: argparse.Namespace) -> nn.Module:
+    """Return the model on the meta device: shapes without bytes."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=arguments.attention
+        )
+    if model.base_model is model:
+        refuse(f"{type(model).__name__} has no decoder below its head")
+    return model
+
+
+def match_files(model: nn.Module, folder: Path, files: dict[str, FileTensor]) -> dict[str, str]:
+    """Return for each name in the files the model's own. Tied weights have several names, and files have one of them."""
+    names_of = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]:
+        names_of.setdefault(tensor, []).append(name)
+    chosen = {next((name for name in names if name in files), names[0]): names[0] for names in names_of.values()}
+    known = {name for names in names_of.values() for name in names}
+    old = [*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq$"]  # once in files, now computed
+    extra = [name for name in files if name not in known and not any(re.search(pattern, name) for pattern in old)]
+    missing = [name for name in chosen if name not in files]
+    if missing or extra:
+        refuse(
+            f"{folder} does not fit {type(model).__name__}: its files lack {len(missing)} tensors{first_of(missing)}, "
+            f"and have {len(extra)} that the model lacks{first_of(extra)}"
+        )
+    for in_file, name in chosen.items():
+        shape = tuple(model.get_parameter_or_buffer(name).shape)
+        if files[in_file].shape != shape:
+            refuse(f"{folder}: {in_file} is {files[in_file].shape}, and {shape} in the model of config.json")
+    return chosen
+
+
+def first_of(names: list[str]) -> str:
+    return f" ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    kept = model.state_dict(keep_vars=True)
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+
+def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]:
+    """Return the modules that become units: those of a class, or the outermost list with the most parameters."""
+    modules = dict(model.named_modules())
+    if class_name:
+        units = {name: module for name, module in modules.items() if type(module).__name__ == class_name}
+        if not units:
+            known = sorted({type(module).__name__ for module in modules.values()})
+            refuse(f"--unit {class_name}: the model has no such class; it has {', '.join(known)}")
+        return units
+    lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if not outermost:
+        refuse("the model has no list of layers; name the class of its layers with --unit")
+    largest = max(outermost, key=lambda name: sum(one.numel() for one in lists[name].parameters()))
+    return {f"{largest}.{name}": module for name, module in lists[largest].named_children()}
+
+
+def shard(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device, arguments: argparse.Namespace) -> None:
+    """Make each layer a unit that is recomputed in backward, and the root of the rest: embedding and head.
+
+    A head that is a unit of its own would be gathered again for every chunk of the loss.
+    """
+    settings = {
+        "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[arguments.dtype], reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if arguments.offload else OffloadPolicy(),
+    }
+    for unit in units.values():
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+        if arguments.compile:
+            unit.forward = torch.compile(unit.forward)
+        fully_shard(unit, **settings)
+    fully_shard(loss, **settings)
+
+
+def load(loss: TokenLoss, folder: Path, names: dict[str, str], device: torch.device, offload: bool) -> None:
+    """Give each shard its memory and fill it: every rank reads its own rows of the files, and no more."""
+    loss.to_empty(device="cpu" if offload else device)
+    model = loss.model
+    tensors = {in_file: model.get_parameter_or_buffer(name).detach() for in_file, name in names.items()}
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+        tensor._is_hf_initialized = name in names.values() or tensor.requires_grad  # adapters have values later
+    model.initialize_weights()  # of transformers: the buffers that are in no file, such as rotary frequencies
+    for module in model.modules() if offload else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def documents_are_apart(loss: TokenLoss, device: torch.device) -> bool:
+    """Return whether the second document of a row is computed as if the first were a different one."""
+    num_tokens = loss.model.config.get_text_config().vocab_size
+    rows = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]], device=device) % num_tokens
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2, device=device)
+    loss.eval()
+    with torch.no_grad():
+        hidden = [loss(rows[[index]], positions[[index]]) for index in (0, 1)]
+    loss.train()
+    loss.reshard()
+    return torch.equal(hidden[0][:, 3:], hidden[1][:, 3:])
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def add_adapters(
+    model: nn.Module, units: dict[str, nn.Module], rank: int, alpha: float, dtype: torch.dtype
+) -> list[str]:
+    """Freeze the model in `dtype`, and give each projection in its layers two thin fp32 matrices. Return their names.
+
+    Hu et al. 2021, arXiv:2106.09685. A projection's output grows by alpha / rank * B A input. The names of what
+    was there do not change, so its files still fit.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+    adapted = []
+    for unit_name, unit in units.items():
+        for name, module in unit.named_modules():
+            if isinstance(module, (nn.Linear, transformers.pytorch_utils.Conv1D)):
+                num_inputs, num_outputs = inputs_and_outputs(module)
+                module.lora_A = nn.Parameter(torch.empty(rank, num_inputs, device="meta"))
+                module.lora_B = nn.Parameter(torch.empty(num_outputs, rank, device="meta"))
+                module.register_forward_hook(partial(add_low_rank, alpha / rank))
+                adapted.append(f"{unit_name}.{name}")
+    if not adapted:
+        refuse("--lora-rank: the model's layers have no linear projections")
+    return adapted
+
+
+def inputs_and_outputs(projection: nn.Module) -> tuple[int, int]:
+    """Return the widths of what goes in and comes out; GPT-2's Conv1D keeps its weight the other way round."""
+    first, second = projection.weight.shape
+    return (second, first) if isinstance(projection, nn.Linear) else (first, second)
+
+
+def add_low_rank(scale: float, projection: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output + scale * F.linear(F.linear(inputs[0], projection.lora_A), projection.lora_B)
+
+
+@torch.no_grad()
+def draw_adapters(model: nn.Module, adapted: list[str], seed: int) -> None:
+    """Draw each A, the same on any number of ranks, and set B to zero: at first, adapters change no output."""
+    random = torch.Generator().manual_seed(seed)
+    for name in adapted:
+        projection = model.get_submodule(name)
+        projection.lora_B.zero_()
+        full = torch.empty(projection.lora_A.shape)
+        nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=random)
+        own = projection.lora_A
+        full = full.to(own.device)
+        own.copy_(distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None))
+
+
+def export_adapters(model: nn.Module, adapted: list[str], arguments: argparse.Namespace) -> None:
+    """Write the adapters as a folder that `peft` loads: adapter_config.json and adapter_model.safetensors."""
+    tensors = {}
+    for name in adapted:  # a full tensor is a collective: every rank takes part, and rank 0 writes
+        projection = model.get_submodule(name)
+        for matrix in ("lora_A", "lora_B"):
+            full = getattr(projection, matrix).detach().full_tensor()
+            tensors[f"base_model.model.{name}.{matrix}.weight"] = full.cpu()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(arguments.model),
+        "r": arguments.lora_rank,
+        "lora_alpha": arguments.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(adapted),
+        "fan_in_fan_out": not isinstance(model.get_submodule(adapted[0]), nn.Linear),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    if dist.get_rank() == 0:
+        unfinished = empty_folder(arguments.out / "unfinished-adapter")
+        save_file(tensors, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+        (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))
+        give_name(unfinished, arguments.out / "adapter")
+    dist.barrier()
+
+
+# ---------------------------------------------------------------- checkpoints and export
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    return max(run.glob("step-*"), default=None)  # all numbers have eight digits
+
+
+def empty_folder(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)  # of a killed run
+    path.mkdir()
+    return path
+
+
+def give_name(unfinished: Path, path: Path) -> None:
+    """Rename a folder once all of it is on the disk. A kill comes before or after, never in between."""
+    for file in unfinished.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+    if path.exists():
+        remove(path)
+    unfinished.rename(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder that has a name; half of it must not keep that name."""
+    nameless = path.with_name(f"unfinished-removal-of-{path.name}")
+    shutil.rmtree(nameless, ignore_errors=True)
+    path.rename(nameless)
+    shutil.rmtree(nameless)
+
+
+class Checkpoints:
+    """The run's checkpoints: written in the background, one at a time; the newest `keep` of them stay."""
+
+    def __init__(self, run: Path, keep: int, group: dist.ProcessGroup) -> None:
+        self.run = run
+        self.keep = keep
+        self.group = group  # of the background alone: its messages must not be taken for a step's
+        self.writing = None
+        self.step = 0
+
+    def begin(self, loss: TokenLoss, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Copy the state, and write the copy while training goes on. All ranks call this."""
+        self.finish()
+        unfinished = self.run / "unfinished"
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        dist.barrier(group=self.group)  # every rank makes the folder, but not while rank 0 removes it
+        self.step = step
+        self.writing = dcp.async_save(state_of(loss, optimizer)[0], checkpoint_id=unfinished, process_group=self.group)
+
+    @property
+    def is_written(self) -> bool:
+        return self.writing is None or self.writing.done()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written; only then does the checkpoint get its name."""
+        if self.writing is None:
+            return
+        try:
+            self.writing.result()
+        except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+            newest = newest_checkpoint(self.run)
+            shutil.rmtree(self.run / "unfinished", ignore_errors=True)
+            refuse(f"step {self.step} cannot be saved ({cause_of(error)}); the newest checkpoint is {newest}", status=1)
+        self.writing = None
+        if dist.get_rank() == 0:
+            give_name(self.run / "unfinished", self.run / f"step-{self.step:08d}")
+            for old in sorted(self.run.glob("step-*"))[: -self.keep]:
+                remove(old)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the first cause in one line; torch's own message has every rank's traceback."""
+    failures = getattr(error, "failures", None) or {0: (error, None)}
+    cause = next(iter(failures.values()))[0]
+    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+
+
+def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    """Return what a checkpoint holds, tensors alone, and the optimizer's whole state dict. What is frozen stays out."""
+    parameters = {name: one for name, one in loss.model.named_parameters() if one.requires_grad}
+    moments = get_optimizer_state_dict(loss, optimizer)
+    return {"model": parameters, "optimizer": moments["state"]}, moments
+
+
+def load_newest(loss: TokenLoss, optimizer: torch.optim.Optimizer, run: Path) -> int:
+    """Load the newest checkpoint, saved on any number of ranks. Return the number of steps that are done."""
+    newest = newest_checkpoint(run)
+    if newest is None:
+        return 0
+    state, moments = state_of(loss, optimizer)
+    dcp.load(state, checkpoint_id=newest)  # into the shards of this rank
+    set_optimizer_state_dict(loss, optimizer, optim_state_dict=moments | {"state": state["optimizer"]})
+    return int(newest.name.removeprefix("step-"))
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Return all files except those of weights: configuration, tokenizer, chat template ..."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
+
+
+def export(model: nn.Module, folder: Path, files: dict[str, FileTensor], names: dict[str, str], run: Path) -> None:
+    """Write the model as a folder like the one it came from: the same files, names and dtypes."""
+    unfinished = run / "unfinished-model"
+    if dist.get_rank() == 0:
+        empty_folder(unfinished)  # torch joins whatever it finds there
+    dist.barrier()
+    state = model.state_dict()
+    tensors = {in_file: state[name].to(files[in_file].dtype) for in_file, name in names.items()}
+    writer = dcp.HuggingFaceStorageWriter(
+        str(unfinished),
+        fqn_to_index_mapping={in_file: files[in_file].file for in_file in names},
+        save_distributed=True,  # every rank writes its shards,
+        enable_consolidation=True,  # which are then joined
+    )
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except (dcp.api.CheckpointException, OSError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        refuse(f"the model cannot be written ({cause_of(error)}); {newest_checkpoint(run)} has it", status=1)
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished / "sharded")
+        for path in side_files(folder):
+            shutil.copy(path, unfinished)
+        give_name(unfinished, run / "model")
+    dist.barrier()
+
+
+# ---------------------------------------------------------------- the run
+
+
+def choose_device() -> torch.device:
+    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
+    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if num_gpus < num_ranks:
+        if num_gpus and os.environ["RANK"] == "0":
+            print(f"ATTENTION: {num_ranks} ranks and {num_gpus} GPUs here: training on the CPU", flush=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+class RunLock:
+    """Keeps other runs from writing to the folder until the last rank of this one has ended, however it ends.
+
+    Rank 0 asks for the lock alone. Then every rank shares it, so that it is free when none is left.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.file = (run / ".lock").open("a")
+
+    def take_alone(self, patience_s: float = 5.0) -> None:
+        deadline_s = time.monotonic() + patience_s  # ranks of a killed run may need a moment to end
+        while not self.take(fcntl.LOCK_EX):
+            if time.monotonic() > deadline_s:
+                refuse(f"another run is writing to {self.run}; wait for its end, or take a new --out")
+            time.sleep(0.1)
+
+    def share(self) -> None:
+        if not self.take(fcntl.LOCK_SH):
+            refuse(f"another run is writing to {self.run}; wait for its end, or take a new --out")
+
+    def take(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self.file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def learning_rate(step: int, last: int, arguments: argparse.Namespace) -> float:
+    """Return a step's learning rate: a line up, then half a cosine down to a tenth."""
+    if step < arguments.warmup:
+        return arguments.lr * (step + 1) / arguments.warmup
+    done = (step - arguments.warmup) / max(1, last - arguments.warmup)
+    return arguments.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+
+
+def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.optim.Optimizer:
+    """Return AdamW over the trained shards; norms and biases, the vectors, do not decay."""
+    trained = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [one for one in trained if one.dim() > 1], "weight_decay": arguments.decay},
+        {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=arguments.lr, fused=True)
+
+
+def backward(loss: TokenLoss, rows: "Rows", batch: list[list[int]], size: int, device: torch.device) -> Tensor:
+    """Add up the gradient of the mean over the batch's learned tokens, and return this rank's part of that mean.
+
+    Each micro-batch is reduced at once: gradients of full size would have to wait for the last one otherwise.
+    """
+    num_learned = rows.num_learned(batch)
+    total = torch.zeros((), device=device)
+    for micro_batch in rows.micro_batches(batch, size, device):
+        part = loss(*micro_batch) / num_learned
+        (part * dist.get_world_size()).backward()  # FSDP divides by the number of ranks, and tokens are counted already
+        total += part.detach()
+    return total
+
+
+@torch.no_grad()
+def held_out_loss(loss: TokenLoss, rows: "Rows", size: int, device: torch.device) -> float:
+    """Return the mean over the learned tokens of the held-out documents."""
+    loss.eval()
+    total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
+    dist.all_reduce(total)
+    loss.train()
+    loss.reshard()  # the root stays gathered after a forward
+    return total.item() / rows.num_learned(rows.held_out)
+
+
+def train(
+    loss: TokenLoss,
+    optimizer: torch.optim.Optimizer,
+    rows: "Rows",
+    checkpoints: Checkpoints,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    first: int,
+    last: int,
+) -> bool:
+    """Take the steps from `first` to `last`; return False if a signal ended the run before."""
+    signals = []  # Slurm sends SIGTERM before the time limit: it is noted here, and the step is completed
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    every_steps, every_s = arguments.save_every
+    saved_s = time.monotonic()
+    for step in range(first, last):
+        began_s = time.monotonic()
+        torch.manual_seed((arguments.seed * 1_000_003 + step) * 10_007 + dist.get_rank())  # of dropout
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, last, arguments)
+        batch = rows.of_step(step, arguments.batch)
+        mean = backward(loss, rows, batch, arguments.micro_batch, device)
+        norm = nn.utils.clip_grad_norm_(loss.parameters(), arguments.max_norm).full_tensor().item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        is_time = every_s is not None and dist.get_rank() == 0 and time.monotonic() - saved_s >= every_s
+        sums = torch.tensor([mean.item(), len(signals), is_time, not checkpoints.is_written], dtype=torch.float64)
+        dist.all_reduce(sums)  # if one rank was asked to end, all end after the same step
+        if not math.isfinite(sums[0]):
+            refuse(f"the loss of step {step + 1} is {sums[0].item()}; {newest_checkpoint(arguments.out)} is kept", 1)
+        note = {"step": step + 1, "loss": sums[0].item(), "lr": optimizer.param_groups[0]["lr"], "gradient_norm": norm}
+        is_last = step + 1 == last or sums[1] > 0
+        if rows.held_out and ((step + 1) % arguments.test_every == 0 or step + 1 == last):
+            note["held_out_loss"] = held_out_loss(loss, rows, arguments.micro_batch, device)
+        num_tokens = sum(rows.num_tokens(row) for row in batch)
+        note["tokens_per_s"] = num_tokens / (time.monotonic() - began_s)
+        write_note(note | {"peak_bytes": peak_bytes(device)}, arguments.out)
+        if sums[3] == 0:
+            checkpoints.finish()
+        if is_last or sums[2] > 0 or (every_steps and (step + 1) % every_steps == 0):
+            checkpoints.begin(loss, optimizer, step + 1)
+            saved_s = time.monotonic()
+        if is_last:
+            break
+    checkpoints.finish()
+    dist.barrier()
+    return not signals_seen(signals)
+
+
+def signals_seen(signals: list[int]) -> bool:
+    """Return whether a rank was asked to end, the same answer on every rank."""
+    seen = torch.tensor(len(signals))
+    dist.all_reduce(seen)
+    return seen.item() > 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes so far: of tensors on a GPU, of the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def write_note(note: dict, run: Path) -> None:
+    """Print a step, and add it to log.jsonl. Steps that are taken again, after a kill, are written again."""
+    if dist.get_rank() == 0:
+        with (run / "log.jsonl").open("a") as file:
+            file.write(json.dumps(note) + "\n")
+        words = [f"{name} {value:.7g}" for name, value in note.items() if name not in ("step", "peak_bytes")]
+        print(f"step {note['step']}  {'  '.join(words)}  peak {note['peak_bytes'] / 1e9:.2f} GB", flush=True)
+
+
+def describe(loss: TokenLoss, units: dict, device: torch.device, arguments: argparse.Namespace) -> None:
+    """Say what is about to run."""
+    own = [(one.to_local(), one.requires_grad) for one in loss.parameters()]
+    own_bytes = sum(shard.nbytes + trained * 3 * shard.nbytes for shard, trained in own)
+    trained = sum(one.numel() for one in loss.parameters() if one.requires_grad)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    kept = " and ".join(sorted({str(shard.dtype).removeprefix("torch.") for shard, _ in own}))
+    say(f"{dist.get_world_size()} ranks on {name}, computing in {arguments.dtype}, shards in {kept}")
+    say(
+        f"{type(loss.model).__name__}: {sum(one.numel() for one in loss.parameters()):,} parameters, {trained:,} trained"
+    )
+    kinds = sorted({type(unit).__name__ for unit in units.values()})
+    say(f"{len(units) + 1} units: {len(units)} of {', '.join(kinds)}, and the root")
+    say(f"rank 0 keeps {own_bytes / 1e6:,.2f} MB of parameters, gradients and moments")
+
+
+def main(device: torch.device, arguments: argparse.Namespace) -> None:
+    transformers.logging.set_verbosity_error()
+    if not arguments.data.is_file():
+        refuse(f"{arguments.data} is no file; give a text, or JSON lines")
+    if arguments.offload and device.type == "cpu":
+        refuse("--offload moves shards to the host, where CPU ranks have them anyway")
+    arguments.dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    config = read_config(arguments.model)
+    text_config = config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None) or 4096
+    arguments.length = arguments.length or min(4096, context)
+    if arguments.length > context:
+        refuse(f"--length {arguments.length} is beyond the model's context of {context} tokens")
+    tokenizer = read_tokenizer(arguments.model, text_config.vocab_size, arguments.end)
+    files = tensors_in_files(arguments.model)
+    model = build(config, arguments)
+    names = match_files(model, arguments.model, files)
+    units = find_units(model, arguments.unit)
+    adapted = []
+    if arguments.lora_rank:
+        in_files = "bf16" if all(one.dtype == torch.bfloat16 for one in files.values()) else "fp32"
+        base_dtype = DTYPES[arguments.base_dtype or in_files]
+        adapted = add_adapters(model, units, arguments.lora_rank, arguments.lora_alpha, base_dtype)
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(arguments.out)
+    if os.environ["RANK"] == "0":
+        lock.take_alone()  # before the next line, in which the other ranks wait for rank 0
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    if dist.get_rank() == 0:
+        lock.share()
+    dist.barrier()
+    lock.share()
+    digest = digest_of(arguments)
+    if dist.get_rank() == 0:
+        tokenize_once(arguments, tokenizer, text_config.vocab_size, arguments.out / "tokens.safetensors", digest)
+    dist.barrier(group=background)  # many tokens take longer than the other group's patience
+
+    loss = TokenLoss(model, arguments.chunk)
+    shard(loss, units, device, arguments)
+    load(loss, arguments.model, names, device, arguments.offload)
+    draw_adapters(model, adapted, arguments.seed)
+    describe(loss, units, device, arguments)
+    arguments.packed = not arguments.padded and documents_are_apart(loss, device)
+    rows = Rows(arguments.out / "tokens.safetensors", arguments)
+    say(
+        f"{len(rows.learned)} rows to learn from, {len(rows.held_out)} held out, {'packed' if arguments.packed else 'padded'}"
+    )
+    last = arguments.steps or math.ceil(arguments.epochs * len(rows.learned) / arguments.batch)
+    kept = (
+        "batch",
+        "length",
+        "seed",
+        "held_out",
+        "lora_rank",
+        "lora_alpha",
+        "packed",
+        "lr",
+        "warmup",
+        "decay",
+        "max_norm",
+    )
+    settings = {name: getattr(arguments, name) for name in kept} | {"steps": last, DIGEST: digest}
+    check_resumed(settings, arguments.out)
+
+    optimizer = make_optimizer(loss, arguments)
+    first = load_newest(loss, optimizer, arguments.out)
+    if first:
+        say(f"going on after step {first}" if first < last else f"{first} steps are done already, of {last}")
+    checkpoints = Checkpoints(arguments.out, arguments.keep, background)
+    if train(loss, optimizer, rows, checkpoints, arguments, device, first, last):
+        if adapted:
+            export_adapters(model, adapted, arguments)
+        else:
+            export(model, arguments.model, files, names, arguments.out)
+        say(f"the {'adapter' if adapted else 'model'} is in {arguments.out / ('adapter' if adapted else 'model')}")
+    else:
+        say(f"ended by a signal; the same command goes on from {newest_checkpoint(arguments.out)}")
+    dist.destroy_process_group()
+    lock.file.close()
+
+
+if __name__ == "__main__":
+    chosen_arguments = read_arguments()
+    chosen = choose_device()
+    try:
+        main(chosen, chosen_arguments)
+    except OSError as error:
+        refuse(
+            f"{error.strerror or error} ({error.filename or chosen_arguments.out}); what was saved is kept", status=1
+        )
+    if chosen.type == "cpu":
+        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included

@@ -1,0 +1,114 @@
+"""finetune_hf.py on ranks: several runs in one launch, with a look at what each asks torch for. Ranks import this."""
+
+import argparse
+import contextlib
+import io
+import os
+import signal
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from take_home_workers import load_script
+from torch import nn
+
+
+@dataclass
+class Seen:
+    """What a run asked torch for on one rank, and what rank 0 printed."""
+
+    printed: str = ""
+    units: list[str] = field(default_factory=list)  # the classes
+    recomputed: int = 0  # calls of `checkpoint` that a backward will repeat
+    chunks: list[int] = field(default_factory=list)  # tokens whose logits existed at a time
+    saves: list[int] = field(default_factory=list)  # steps
+    own_bytes: int = 0  # of parameters and moments at the end
+    frozen_kept: bool = True
+    refused: str | None = None
+
+
+def run_each(
+    rank: int, world_size: int, ports: list[int], runs: list[list[str]], stops: list[int | None]
+) -> list[Seen]:
+    """Each run with its command line, one after the other, in a group that it makes and ends itself.
+
+    The last rank of a run receives SIGTERM in the step of `stops`.
+    """
+    dist.destroy_process_group()
+    found = []
+    for port, words, stop in zip(ports, runs, stops, strict=True):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+        script = load_script("finetune_hf.py")
+        if stop is not None and rank == world_size - 1:
+            interrupt(script, stop)
+        found.append(run_seen(script, words))
+    return found
+
+
+def interrupt(script: ModuleType, stop: int) -> None:
+    learning_rate = script.learning_rate
+
+    def interrupted(step: int, *rest) -> float:
+        if step + 1 == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learning_rate(step, *rest)
+
+    script.learning_rate = interrupted
+
+
+def run_seen(script: ModuleType, words: list[str]) -> Seen:
+    seen = Seen()
+    watch(script, seen)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        try:
+            script.main(torch.device("cpu"), script.read_arguments(words))
+        except Refused as refused:
+            seen.refused = str(refused)
+    seen.printed = printed.getvalue()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return seen
+
+
+class Refused(BaseException):
+    """The end of a run on every rank at once, where the others would wait for torchrun to end them."""
+
+
+def watch(script: ModuleType, seen: Seen) -> None:
+    """Note what the script asks for, and let it have it."""
+    shard, recompute, cross_entropy = script.fully_shard, script.checkpoint, script.F.cross_entropy
+    begin, train = script.Checkpoints.begin, script.train
+
+    def refuse(message: str, status: int = 2) -> None:
+        raise Refused(message)
+
+    def note_unit(module: nn.Module, **settings) -> nn.Module:
+        seen.units.append(type(module).__name__)
+        return shard(module, **settings)
+
+    def note_recomputed(function, *inputs, **settings):
+        if torch.is_grad_enabled():
+            seen.recomputed += 1
+        return recompute(function, *inputs, **settings)
+
+    def note_chunk(logits, *rest, **settings):
+        seen.chunks.append(len(logits))
+        return cross_entropy(logits, *rest, **settings)
+
+    def note_save(self, loss, optimizer, step):
+        seen.saves.append(step)
+        return begin(self, loss, optimizer, step)
+
+    def look_at_state(loss, optimizer, *rest):
+        frozen = {name: one.to_local().clone() for name, one in loss.named_parameters() if not one.requires_grad}
+        done = train(loss, optimizer, *rest)
+        parameters = dict(loss.named_parameters())
+        seen.frozen_kept = all(torch.equal(parameters[name].to_local(), one) for name, one in frozen.items())
+        moments = [one.to_local() for state in optimizer.state.values() for one in state.values() if one.dim()]
+        seen.own_bytes = sum(one.nbytes for one in [*(p.to_local() for p in parameters.values()), *moments])
+        return done
+
+    script.refuse, script.fully_shard, script.checkpoint = refuse, note_unit, note_recomputed
+    script.F = argparse.Namespace(**vars(script.F) | {"cross_entropy": note_chunk})
+    script.Checkpoints.begin, script.train = note_save, look_at_state

@@ -1,0 +1,466 @@
+"""finetune_hf.py: models of `transformers`, made on the spot, trained on shared ranks and in one process."""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[tools]'")
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from hf_models import CONFIGS, CONTEXT, END, make_model, make_tokenizer, write_chats, write_text
+from hf_workers import Seen, run_each
+from leftovers import PROJECT
+from programs import has_ended, wait_until
+from safetensors.torch import load_file
+from take_home_workers import FOLDER, load_script
+from torch.distributed import TCPStore
+from torchrun_jobs import one_agent, torchrun_job
+from transformers import AutoModelForCausalLM
+
+from fsdp_helpers.ranks.launching.launch import launch
+
+pytestmark = pytest.mark.tools
+SCRIPT = load_script("finetune_hf.py")
+STEPS = 10
+STOP = 5  # the step in which a run is asked to end
+SETTINGS = ["--batch", 6, "--steps", STEPS, "--lr", 2e-3, "--warmup", 3, "--decay", 0.1, "--save-every", 4]
+SETTINGS += ["--chunk", 40, "--test-every", 5]
+
+
+def launch_runs(runs: dict[str, list], world_size: int) -> dict[str, list[Seen]]:
+    """Name -> what each rank saw of that run; all of them in one launch."""
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    ports = [store.port for store in stores]
+    lines = [list(map(str, words)) for words in runs.values()]
+    stops = [STOP if name.startswith("stopped") else None for name in runs]
+    found = launch(run_each, ports, lines, stops, world_size=world_size, device="cpu", timeout_s=400)
+    return {name: list(seen) for name, seen in zip(runs, zip(*found, strict=True), strict=True)}
+
+
+def notes(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [note["loss"] for note in notes(run)]
+
+
+# ---------------------------------------------------------------- one process, one document at a time
+
+
+def train_alone(folder: Path, run: Path, words: list, model=None) -> tuple[list[float], torch.nn.Module]:
+    """The losses and the model of one process that computes one document at a time: the answer of a page of code."""
+    arguments = SCRIPT.read_arguments(list(map(str, words)))
+    arguments.packed, arguments.length = not arguments.padded, arguments.length or CONTEXT
+    rows = SCRIPT.Rows(run / "tokens.safetensors", arguments)  # which documents a step has; their tokens are looked at
+    model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.train()
+    matrices = [one for one in model.parameters() if one.requires_grad and one.dim() > 1]
+    vectors = [one for one in model.parameters() if one.requires_grad and one.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": arguments.decay}, {"params": vectors, "weight_decay": 0.0}]
+    )
+    found = []
+    for step in range(arguments.steps):
+        documents = [document for row in rows.of_step(step, arguments.batch) for document in row]
+        pairs = [tokens_of(rows, document) for document in documents]
+        num_learned = sum((targets != -100).sum().item() for _, targets in pairs)
+        total = 0.0
+        for tokens, targets in pairs:
+            logits = model(tokens[None]).logits[0].float()
+            loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / num_learned
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        up = min(1.0, (step + 1) / arguments.warmup)
+        done = max(0.0, (step - arguments.warmup) / (arguments.steps - arguments.warmup))
+        down = 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.lr * (up if step < arguments.warmup else down)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found, model.eval()
+
+
+def tokens_of(rows, document: int) -> tuple[torch.Tensor, torch.Tensor]:
+    first, last = rows.ends[document : document + 2]
+    tokens = rows.file.get_tensor("tokens")[first:last].long()
+    learned = rows.file.get_tensor("learned")[first:last]
+    return tokens[:-1], torch.where(learned[1:], tokens[1:], -100)
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    return model(torch.arange(1, 33).view(2, 16)).logits
+
+
+# ---------------------------------------------------------------- the runs that the fast tests share
+
+MODELS = {
+    "llama": ("llama", torch.float32, {"tie_word_embeddings": False}),
+    "qwen3": ("qwen3", torch.bfloat16, {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3", torch.float32, {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", torch.float32, {"tie_word_embeddings": True}),
+    "gpt2": ("gpt2", torch.float32, {}),
+    "phi3": ("phi3", torch.bfloat16, {"tie_word_embeddings": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    for name, (kind, dtype, own) in MODELS.items():
+        make_model(kind, folder / name, dtype, **own)
+    write_text(folder / "text.txt")
+    write_chats(folder / "chats.jsonl")
+    return folder
+
+
+def words_of(home: Path, model: str, run: str, data: str = "text.txt", *more) -> list:
+    return [home / model, home / data, "--out", home / run, *SETTINGS, *more]
+
+
+@pytest.fixture(scope="module")
+def on_two(home) -> dict[str, list[Seen]]:
+    runs = {name: words_of(home, name, f"{name}-2") for name in MODELS}
+    runs["padded"] = words_of(home, "llama", "padded", "text.txt", "--padded", "--micro-batch", 2)
+    runs["chats"] = words_of(home, "llama", "chats", "chats.jsonl")
+    runs["lora"] = words_of(home, "qwen3", "lora", "text.txt", "--lora-rank", 4)
+    runs["lora gpt2"] = words_of(home, "gpt2", "lora-gpt2", "text.txt", "--lora-rank", 2, "--lora-alpha", 3)
+    runs["stopped"] = words_of(home, "llama", "again-on-2")
+    runs["stopped, for 3"] = words_of(home, "llama", "again-on-3")
+    runs["stopped, with lora"] = words_of(home, "qwen3", "lora-again", "text.txt", "--lora-rank", 4)
+    for name, value in (("batch", 8), ("length", 32), ("seed", 1)):
+        runs[f"another {name}"] = words_of(home, "llama", "again-on-2", "text.txt", f"--{name}", value)
+    runs["other data"] = words_of(home, "llama", "again-on-2", "chats.jsonl")
+    runs["again on 2"] = words_of(home, "llama", "again-on-2")
+    runs["a new rate"] = words_of(home, "llama", "again-on-2", "text.txt", "--lr", 1e-3, "--steps", 11)
+    return launch_runs(runs, 2)
+
+
+@pytest.fixture(scope="module")
+def on_three(home, on_two) -> dict[str, list[Seen]]:
+    runs = {"llama": words_of(home, "llama", "llama-3"), "again": words_of(home, "llama", "again-on-3")}
+    runs["lora"] = words_of(home, "qwen3", "lora-again", "text.txt", "--lora-rank", 4)
+    return launch_runs(runs, 3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_equal_those_of_one_process(name, home, on_two):
+    right, model = train_alone(home / name, home / f"{name}-2", words_of(home, name, f"{name}-2"))
+    assert losses(home / f"{name}-2") == pytest.approx(right, abs=1e-5)
+    assert right[-1] < right[0] - 0.1
+    _, dtype, _ = MODELS[name]
+    exported = home / f"{name}-2" / "model"
+    tuned = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    if dtype == torch.bfloat16:
+        model = model.to(dtype).float()
+    assert torch.allclose(logits_of(tuned), logits_of(model), atol=1e-4 if dtype == torch.float32 else 0.05)
+    assert {tensor.dtype for path in exported.glob("*.safetensors") for tensor in load_file(path).values()} == {dtype}
+    side = {path.name for path in (home / name).iterdir() if ".safetensors" not in path.name}
+    assert side == {path.name for path in exported.iterdir() if ".safetensors" not in path.name}
+
+
+def test_padded_rows_equal_one_document_at_a_time(home, on_two):
+    """Two rows at a time, so that the shorter one is filled up; as many documents as rows."""
+    right, _ = train_alone(home / "llama", home / "padded", words_of(home, "llama", "padded", "text.txt", "--padded"))
+    assert losses(home / "padded") == pytest.approx(right, abs=1e-5)
+    assert "117 rows to learn from, 3 held out, padded" in on_two["padded"][0].printed
+    packed = int(re.search(r"(\d+) rows to learn from, 1 held out, packed", on_two["llama"][0].printed)[1])
+    assert packed < 40
+
+
+def test_three_ranks_equal_two(home, on_three):
+    assert losses(home / "llama-3") == pytest.approx(losses(home / "llama-2"), abs=1e-5)
+
+
+def test_the_levers_are_there(home, on_two):
+    seen = on_two["llama"][0]
+    assert seen.units == ["LlamaDecoderLayer"] * 3 + ["TokenLoss"]  # and no unit for the head
+    assert max(seen.chunks) == 40 and min(seen.chunks) < 40  # tokens whose logits exist at a time
+    per_micro_batch = 3 + 2  # the layers, and 64 tokens in two chunks
+    assert seen.recomputed == pytest.approx(STEPS * 3 * per_micro_batch, abs=STEPS * 3)  # a row may fit in one chunk
+    assert seen.saves == [4, 8, 10]
+    assert [path.name for path in sorted((home / "llama-2").glob("step-*"))] == ["step-00000008", "step-00000010"]
+    assert not list((home / "llama-2").glob("unfinished*"))
+
+
+def test_what_is_logged(home, on_two):
+    printed = on_two["llama"][0].printed
+    assert "2 ranks on CPU, computing in fp32, shards in float32" in printed
+    assert "4 units: 3 of LlamaDecoderLayer, and the root" in printed.replace("FSDP", "")
+    model = AutoModelForCausalLM.from_pretrained(home / "llama")
+    num_parameters = sum(one.numel() for one in model.parameters())
+    assert f"{num_parameters:,} parameters, {num_parameters:,} trained" in printed
+    assert f"rank 0 keeps {16 * num_parameters / 2 / 1e6:.2f} MB" in printed
+    assert on_two["llama"][1].printed == ""
+    found = notes(home / "llama-2")
+    assert [note["step"] for note in found] == list(range(1, STEPS + 1))
+    assert [note["step"] for note in found if "held_out_loss" in note] == [5, 10]
+    assert found[-1]["held_out_loss"] < found[4]["held_out_loss"]
+    assert all(note["tokens_per_s"] > 0 and note["peak_bytes"] > 1e8 and note["gradient_norm"] > 0 for note in found)
+
+
+# ---------------------------------------------------------------- stopped, and started again
+
+
+def test_a_run_that_was_asked_to_end_goes_on(home, on_two, on_three):
+    """Bitwise on as many ranks, up to rounding on one more."""
+    right = losses(home / "llama-2")
+    assert "ended by a signal" in on_two["stopped"][0].printed and on_two["stopped"][0].saves == [4, STOP]
+    assert "going on after step 5" in on_two["again on 2"][0].printed
+    assert losses(home / "again-on-2")[: len(right)] == right
+    assert losses(home / "again-on-3") == pytest.approx(right, abs=1e-5)
+    one, other = (load_file(next((home / name / "model").glob("*.safetensors"))) for name in ("llama-2", "again-on-3"))
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+    assert losses(home / "lora-again") == pytest.approx(losses(home / "lora"), abs=1e-5)
+
+
+def test_settings_that_change_are_obeyed_or_refused(home, on_two):
+    for name, old, new in (("batch", 6, 8), ("length", 64, 32), ("seed", 0, 1)):
+        message = on_two[f"another {name}"][0].refused
+        assert f"begun with {name} {old}, not {new}" in message and "\n" not in message
+    assert "different model, tokenizer or data" in on_two["other data"][0].refused
+    printed = on_two["a new rate"][0].printed
+    assert "lr was 0.002 until now, and is 0.001 from here on" in printed and "steps was 10 until now" in printed
+    assert notes(home / "again-on-2")[-1]["lr"] == pytest.approx(
+        1e-3 * 0.1 + 1e-3 * 0.45 * (1 + math.cos(math.pi * 7 / 8))
+    )
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def test_prompts_have_no_loss(home, on_two, tmp_path):
+    right, _ = train_alone(home / "llama", home / "chats", words_of(home, "llama", "chats", "chats.jsonl"))
+    assert losses(home / "chats") == pytest.approx(right, abs=1e-5)
+    found = []
+    for seed in (0, 1):
+        data = write_chats(tmp_path / f"{seed}.jsonl", prompt_seed=seed)
+        arguments = SCRIPT.read_arguments([str(home / "llama"), str(data), "--out", str(tmp_path)])
+        arguments.length, arguments.packed = CONTEXT, True
+        path = tmp_path / f"{seed}.safetensors"
+        SCRIPT.tokenize_once(arguments, make_tokenizer(), 64, path, "digest")
+        rows = SCRIPT.Rows(path, arguments)
+        found.append([rows.read(row) for row in rows.learned])
+    (tokens, _, targets), (others, _, same) = found[0][0], found[1][0]
+    assert not torch.equal(tokens, others) and torch.equal(targets, same)  # other prompts, the same targets
+
+
+def test_an_answer_is_learned_with_its_end_and_nothing_else():
+    messages = [("user", "w1 w2"), ("assistant", "w3"), ("user", "w4"), ("assistant", "w5 w6")]
+    document = {"messages": [{"role": role, "content": content} for role, content in messages]}
+    tokenizer = make_tokenizer()
+    tokens, learned = SCRIPT.encode(SCRIPT.segments_of(document, tokenizer), tokenizer)
+    assert tokens == [62, 1, 2, 63, 3, END, 62, 4, 63, 5, 6, END]
+    assert [token for token, own in zip(tokens, learned, strict=True) if own] == [3, END, 5, 6, END]
+    document = {"prompt": "w1 w2", "completion": "w3 w4"}
+    tokens, learned = SCRIPT.encode(SCRIPT.segments_of(document, tokenizer), tokenizer)
+    assert (tokens, learned) == ([1, 2, 3, 4, END], [False, False, True, True, True])
+    tokens, learned = SCRIPT.encode(SCRIPT.segments_of({"text": "w7 w8"}, tokenizer), tokenizer)
+    assert (tokens, learned) == ([7, 8, END], [True] * 3)
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize("name, model, scale, dtype_bytes", [("lora", "qwen3", 2.0, 2), ("lora gpt2", "gpt2", 1.5, 4)])
+def test_adapters_equal_those_of_peft_in_one_process(name, model, scale, dtype_bytes, home, on_two):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[tools]'")
+    run = home / name.replace(" ", "-")
+    adapter = run / "adapter"
+    assert sorted(path.name for path in adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = peft.LoraConfig.from_pretrained(adapter)
+    assert config.lora_alpha / config.r == scale
+    config.inference_mode = False
+    alone = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(home / model, dtype=torch.float32), config)
+    with torch.no_grad():
+        random = torch.Generator().manual_seed(0)
+        for key, parameter in alone.named_parameters():
+            if "lora_A" in key:
+                torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=random)
+    right, alone = train_alone(home / model, run, words_of(home, model, run.name), alone)
+    assert losses(run) == pytest.approx(right, abs=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(home / model, dtype=torch.float32)
+    before = logits_of(base)
+    loaded = peft.PeftModel.from_pretrained(base, adapter).eval()
+    assert torch.allclose(logits_of(loaded), logits_of(alone), atol=1e-4)
+    assert not torch.allclose(logits_of(loaded), before, atol=1e-2)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    num_trained = sum(tensor.numel() for tensor in tensors.values())
+    num_frozen = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(home / model).parameters())
+    for seen in on_two[name]:
+        assert seen.frozen_kept
+        assert seen.own_bytes == pytest.approx((dtype_bytes * num_frozen + 12 * num_trained) / 2, rel=0.02)  # padding
+    saved = dcp.FileSystemReader(run / "step-00000010").read_metadata().state_dict_metadata
+    assert saved and all(".lora_" in key for key in saved)  # nothing frozen
+
+
+# ---------------------------------------------------------------- refused, in one line
+
+
+def refused(capsys, call, *arguments) -> str:
+    with pytest.raises(SystemExit) as ended:
+        call(*arguments)
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and message.count("\n") == 1, message
+    return message
+
+
+def test_models_that_do_not_fit(tmp_path, capsys, home):
+    experts = make_model("mixtral", tmp_path / "experts")
+    capsys.readouterr()
+    assert "mixture of experts" in refused(capsys, SCRIPT.read_config, experts)
+    assert "no config.json" in refused(capsys, SCRIPT.read_config, tmp_path)
+    arguments = SCRIPT.read_arguments([str(home / "llama"), "data", "--out", "out"])
+    model = SCRIPT.build(SCRIPT.read_config(home / "llama"), arguments)
+    files = SCRIPT.tensors_in_files(home / "llama")
+    assert len(SCRIPT.match_files(model, home / "llama", files)) == len(files)
+    lacking = {name: one for name, one in files.items() if name != "model.norm.weight"} | {
+        "odd": files["model.norm.weight"]
+    }
+    message = refused(capsys, SCRIPT.match_files, model, home / "llama", lacking)
+    assert "lack 1 tensors (model.norm.weight)" in message and "have 1 that the model lacks (odd)" in message
+    odd = files | {"model.norm.weight": SCRIPT.FileTensor(file=1, dtype=torch.float32, shape=(31,))}
+    assert "(31,), and (32,)" in refused(capsys, SCRIPT.match_files, model, home / "llama", odd)
+    assert "no such class" in refused(capsys, SCRIPT.find_units, model, "Layer")
+    assert list(SCRIPT.find_units(model, "LlamaMLP")) == [f"model.layers.{index}.mlp" for index in range(3)]
+
+
+def test_tokenizers_that_lack_something(tmp_path, capsys):
+    assert "no tokenizer" in refused(capsys, SCRIPT.read_tokenizer, tmp_path, 64, None)
+    assert SCRIPT.read_tokenizer(tmp_path, 256, None)("ab").input_ids == [97, 98]  # bytes
+    make_tokenizer(end=False).save_pretrained(tmp_path)
+    assert "--end" in refused(capsys, SCRIPT.read_tokenizer, tmp_path, 64, None)
+    assert SCRIPT.read_tokenizer(tmp_path, 64, "<eos>").eos_token_id == END
+    assert "no such token" in refused(capsys, SCRIPT.read_tokenizer, tmp_path, 64, "<none>")
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "w1"}]}')
+    message = refused(capsys, list, SCRIPT.read_documents(data, make_tokenizer(chat=False)))
+    assert "line 1" in message and "chat template" in message
+    data.write_text('{"text": "w1"}\n{"story": "w2"}')
+    assert "line 2: it has ['story']" in refused(capsys, list, SCRIPT.read_documents(data, make_tokenizer()))
+
+
+def test_empty_and_long_documents(tmp_path, capsys):
+    data = tmp_path / "text.txt"
+    data.write_text("w1 w2\n\n\n\n  \n\n" + " ".join(f"w{index}" for index in range(20)))
+    arguments = SCRIPT.read_arguments(["model", str(data), "--out", str(tmp_path), "--length", "8", "--held-out", "0"])
+    arguments.packed = True
+    path = tmp_path / "tokens.safetensors"
+    SCRIPT.tokenize_once(arguments, make_tokenizer(), 64, path, "first")
+    assert "1 texts are split and 0 conversations cut" in capsys.readouterr().out
+    rows = SCRIPT.Rows(path, arguments)
+    pairs = [tokens_of(rows, document) for document in range(len(rows.ends) - 1)]
+    assert [len(tokens) for tokens, _ in pairs] == [2, 8, 8, 4]  # every pair of a token and the next one, once
+    assert torch.cat([targets for _, targets in pairs[1:]]).tolist() == [*range(1, 20), END]
+    SCRIPT.tokenize_once(arguments, None, 64, path, "first")  # what is there is not made again
+    data.write_text(" \n\n ")
+    assert "nothing to learn" in refused(capsys, SCRIPT.tokenize_once, arguments, make_tokenizer(), 64, path, "second")
+
+
+def test_a_conversation_that_is_too_long_is_cut(tmp_path, capsys):
+    data = tmp_path / "chats.jsonl"
+    long, short = " ".join(["w1"] * 20), "w2"
+    lines = [{"prompt": short, "completion": long}, {"prompt": long, "completion": short}]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    arguments = SCRIPT.read_arguments(["model", str(data), "--out", str(tmp_path), "--length", "8"])
+    SCRIPT.tokenize_once(arguments, make_tokenizer(), 64, tmp_path / "tokens.safetensors", "digest")
+    said = capsys.readouterr().out
+    assert "1 with nothing to learn are left out" in said and "2 conversations cut" in said
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_rows_hold_each_document_once_and_are_nearly_full():
+    draw = random.Random(0)
+    sizes = [draw.randint(1, 64) for _ in range(500)]
+    rows = SCRIPT.pack(sizes, 64)
+    assert sorted(document for row in rows for document in row) == list(range(500))
+    filled = [sum(sizes[document] for document in row) for row in rows]
+    assert max(filled) <= 64 and sum(filled) > 0.97 * 64 * len(rows)
+
+
+def test_each_epoch_has_each_row_once(home, on_two):
+    arguments = SCRIPT.read_arguments(list(map(str, words_of(home, "llama", "llama-2"))))
+    arguments.packed, arguments.length = True, CONTEXT
+    rows = SCRIPT.Rows(home / "llama-2" / "tokens.safetensors", arguments)
+    stream = [tuple(row) for step in range(2 * len(rows.learned)) for row in rows.of_step(step, 3)]
+    size = len(rows.learned)
+    epochs = [stream[first : first + size] for first in range(0, len(stream), size)]
+    assert all(sorted(epoch) == sorted(map(tuple, rows.learned)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_model_that_mixes_documents_is_padded():
+    class Mixes(torch.nn.Module):
+        def forward(self, tokens, positions):
+            return tokens.cumsum(1)[..., None]
+
+        def reshard(self):
+            pass
+
+    class Separates(Mixes):
+        def forward(self, tokens, positions):
+            return (tokens + positions)[..., None]
+
+    for kind, answer in ((Mixes, False), (Separates, True)):
+        loss = kind()
+        loss.model = SimpleNamespace(config=CONFIGS["llama"]())
+        assert SCRIPT.documents_are_apart(loss, torch.device("cpu")) is answer
+
+
+# ---------------------------------------------------------------- one run at a time
+
+
+def test_the_lock_is_held_until_the_last_rank_ends(tmp_path, capsys):
+    rank_0, rank_1 = SCRIPT.RunLock(tmp_path), SCRIPT.RunLock(tmp_path)
+    rank_0.take_alone()
+    rank_0.share()
+    rank_1.share()
+    rank_0.file.close()  # rank 0 is dead, rank 1 lives on
+    assert "another run is writing" in refused(capsys, SCRIPT.RunLock(tmp_path).take_alone, 0.2)
+    rank_1.file.close()
+    SCRIPT.RunLock(tmp_path).take_alone(0.2)
+
+
+def hf_job(folder: Path, words: list, num_ranks: int, name: str = "job"):
+    return torchrun_job(one_agent(num_ranks), words, folder, name=name, program=[FOLDER / "finetune_hf.py"])
+
+
+def test_a_second_start_is_refused_and_ranks_end_with_torchrun(home, tmp_path):
+    words = [home / "llama", home / "text.txt", "--out", tmp_path / "run", "--steps", 1_000_000, "--save-every", 5]
+    with hf_job(tmp_path, words, 2) as job:
+        assert wait_until(lambda: list((tmp_path / "run").glob("step-*")) or job.process.poll() is not None), job.output
+        assert job.process.poll() is None, job.output
+        with hf_job(tmp_path, words, 2, "second") as second:
+            assert second.wait() != 0
+            assert second.output.count("another run is writing to") == 1
+        ranks = job.workers().values()
+        assert len(ranks) == 2
+        job.kill_agent()
+        assert wait_until(lambda: all(map(has_ended, ranks)), 10)
+    SCRIPT.RunLock(tmp_path / "run").take_alone()
+
+
+def test_a_full_disk_ends_the_run_in_one_line(home, tmp_path):
+    """A limit on the size of files takes its place: the first checkpoint fits, the text of the log does not matter."""
+    words = [home / "llama", home / "text.txt", "--out", tmp_path / "run", "--steps", 6, "--save-every", 2]
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))"
+    (tmp_path / "sitecustomize.py").write_text(limit)
+    program = [FOLDER / "finetune_hf.py"]
+    with torchrun_job(one_agent(2), words, tmp_path, program=program, PYTHONPATH=f"{tmp_path}:{PROJECT}") as job:
+        assert job.wait() != 0
+        said = [line for line in job.output.splitlines() if line.startswith("finetune_hf.py: ")]
+        assert len(said) == 1 and "File too large" in said[0], job.output
+        assert "Traceback" not in job.output.split("ChildFailedError")[0], job.output
+    assert not list((tmp_path / "run").glob("step-*"))
