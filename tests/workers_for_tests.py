@@ -24,7 +24,7 @@ from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.in_turn import in_turn
-from fsdp_helpers.ranks.launching.worker import describe_error
+from fsdp_helpers.ranks.launching.process import describe_error
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
 from fsdp_helpers.training.loop import train_step

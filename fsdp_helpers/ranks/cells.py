@@ -150,9 +150,9 @@ class Cells:
     def _count_collectives(self) -> dict[tuple, int]:
         """Count the collectives of each group that this rank is in, messages from rank to rank left out."""
         counts = {}
-        for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+        for group in dist.distributed_c10d._world.pg_map:
             name = group.group_name
-            counts[name, *ranks] = group._get_sequence_number_for_group() - self.point_to_point.get(name, 0)
+            counts[name, *dist.get_process_group_ranks(group)] = group._get_sequence_number_for_group() - self.point_to_point.get(name, 0)
         return counts
 
     def get(self, name: str) -> tuple[bool, bytes]:

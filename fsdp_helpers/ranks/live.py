@@ -151,7 +151,7 @@ class Ranks:
         self._get_ready()
         self._tell(everyone, "get", name)
         self._collect(everyone, answers)
-        if missing := [rank for rank in everyone if not answers[rank][0]]:
+        if missing := [rank for rank in everyone if rank not in answers or not answers[rank][0]]:
             with shown_by_message(NameError):
                 raise NameError(f"{name!r} is not defined on {list_ranks(missing)}")
         return [pickle.loads(answers[rank][1]) for rank in everyone]
@@ -166,17 +166,20 @@ class Ranks:
         self._joining = True
 
     def _await_start(self) -> None:
-        answers: dict[int, None] = {}
+        answers: dict[int, Any] = {}
         try:
             self._collect(range(self.world_size), answers, START_S)
-            if len(answers) < self.world_size:
-                raise self._start_error()
+            if any(answers.values()) or len(answers) < self.world_size:
+                raise self._start_error(answers)
         except BaseException:
             self.close()
             raise
         self._joining = False
 
-    def _start_error(self) -> Exception:
+    def _start_error(self, answers: dict[int, Any]) -> Exception:
+        for rank, answer in answers.items():
+            if answer is not None:
+                return RankError(rank, self.world_size, answer.failure.summary, answer.failure.details)
         for rank in self._processes.ends:
             if details := self._processes.own_traceback(rank):
                 return RankError(rank, self.world_size, details.splitlines()[-1], details)
@@ -240,7 +243,10 @@ class Ranks:
             if (left_s := until_s - time.monotonic()) <= 0:
                 return
             for rank, kind, content in self._processes.wait(waiting, left_s):
-                if kind == "answer" and content[0] == self._number:  # else of a cell that was interrupted
+                if kind == "failure":  # not of a cell: of the rank
+                    answers[rank] = Answer(failure=content)
+                    self._processes.note_end(rank)
+                elif kind == "answer" and content[0] == self._number:  # else of a cell that was interrupted
                     answers[rank] = content[1]
                     if isinstance(content[1], Answer):
                         self._counts[rank] = content[1].collectives
@@ -307,10 +313,12 @@ class Ranks:
 
     def _find_cause(self, failures: dict[int, Failure], behind: dict[int, int]) -> "_Cause":
         """Return the first rank, in rank order, that failed by itself: others fail because they wait for it in vain."""
-        for rank in sorted(self._processes.ends):
-            return _Cause(rank, self._processes.describe_end(rank))
-        for rank in sorted(failures, key=lambda rank: (_waited_in_vain(failures[rank]), rank)):
+        own = {rank: failure for rank, failure in failures.items() if not _waited_in_vain(failure)}
+        ends = self._processes.ends.keys() - own.keys()
+        for rank in sorted(own) or ([] if ends else sorted(failures)):
             return _Cause(rank, failures[rank].summary, failures[rank].details)
+        for rank in sorted(ends):
+            return _Cause(rank, self._processes.describe_end(rank))
         for rank in sorted(behind):
             return _Cause(rank, f"it took no part in {_count_collectives(behind[rank])} that others began")
         return _Cause(-1, "")  # the cell was interrupted

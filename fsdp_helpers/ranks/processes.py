@@ -106,7 +106,7 @@ class Processes:
             messages += self._receive(links[link], link)
         for rank in {ends[end] for end in ends.keys() & set(ready)} - self.ends.keys():
             if not self.links[rank].poll():  # else it has left a message behind
-                messages.append(self._note_end(rank))
+                messages.append(self.note_end(rank))
         self.read_outputs()
         return messages
 
@@ -114,7 +114,7 @@ class Processes:
         try:
             return [(rank, *pickle.loads(link.recv_bytes()))]
         except (EOFError, OSError):
-            return [self._note_end(rank)]
+            return [self.note_end(rank)]
 
     def read_outputs(self) -> None:
         """Pass on what lies in the pipes now; a rank that never stops writing does not hold us up."""
@@ -126,7 +126,8 @@ class Processes:
                     output.close()
                     del self._outputs[output]
 
-    def _note_end(self, rank: int) -> tuple[int, str, None]:
+    def note_end(self, rank: int) -> tuple[int, str, None]:
+        """Wait for a process that ends, and note its exit code; return its last message."""
         process = self._processes[rank]
         process.join(TERM_S)
         self.ends[rank] = process.exitcode
@@ -138,7 +139,7 @@ class Processes:
         """Note the ranks that have ended since the last look."""
         for rank in range(self.world_size):
             if rank not in self.ends and not self._processes[rank].is_alive():
-                self._note_end(rank)
+                self.note_end(rank)
 
     def describe_end(self, rank: int) -> str:
         """Return how a process ended that sent no message of its own."""

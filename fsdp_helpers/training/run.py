@@ -20,7 +20,7 @@ from fsdp_helpers.ranks.group import check_timeout, choose_device, process_group
 from fsdp_helpers.ranks.in_turn import in_turn
 from fsdp_helpers.ranks.launching.errors import shown_by_message
 from fsdp_helpers.ranks.launching.launch import RankError, launch
-from fsdp_helpers.ranks.launching.worker import describe_error
+from fsdp_helpers.ranks.launching.process import describe_error
 from fsdp_helpers.ranks.progress import ProgressBar, is_notebook, send_reports_to
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm

@@ -10,7 +10,12 @@ import shutil
 import signal
 import sys
 import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_helpers.ranks.gpus import hide_gpus
@@ -19,6 +24,7 @@ from fsdp_helpers.ranks.launching.stacks import written_on_request
 from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
 
 STREAMS = ("stdout", "stderr")
+OWN_FILES = (__file__, str(Path(__file__).with_name("worker.py")))
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,11 @@ def run_rank(rank: int, setup: Setup, links: list, outputs: list) -> None:
     _set_rank_variables(rank, setup.world_size)
     if sys.platform == "linux":  # so that the workers of a DataLoader know what a cell defines
         multiprocessing.set_start_method("fork", force=True)
-    status = 1
+    send, status = Sender(link), 1
     try:
-        with written_on_request(setup.stack_file(rank)):
-            pickle.loads(setup.body)(rank, setup, Sender(link), link)
+        with written_on_request(setup.stack_file(rank)), failures_sent(send):
+            pickle.loads(setup.body)(rank, setup, send, link)
         status = 0
-    except SystemExit:
-        pass  # its failure is sent
     finally:
         leave(status)
 
@@ -141,3 +145,22 @@ def _set_rank_variables(rank: int, world_size: int) -> None:
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+@contextmanager
+def failures_sent(send: Sender) -> Iterator[None]:
+    """Tell the parent about every end except a normal one, sys.exit() included."""
+    try:
+        yield
+    except BaseException as error:
+        send("failure", Failure(time.monotonic(), *describe_error(error)))
+        raise SystemExit(1) from error
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Return the last line of a traceback, and all of it from the worker on."""
+    worker_frames = error.__traceback__
+    while worker_frames and worker_frames.tb_frame.f_code.co_filename in OWN_FILES:
+        worker_frames = worker_frames.tb_next
+    details = "".join(traceback.format_exception(type(error), error, worker_frames)).rstrip()
+    return traceback.format_exception_only(error)[-1].strip(), details
