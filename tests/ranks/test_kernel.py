@@ -317,7 +317,7 @@ def test_a_cell_on_ranks_shows_its_lines_while_it_runs(with_variable):
 def test_the_lines_of_an_error_are_those_of_the_cell(with_variable):
     first, *lines = the_error(with_variable.run("%%ranks\nif rank == 1:\n    1 / 0"))
     assert first == "RankError: rank 1 of 2 failed, with this traceback of its own:"
-    assert lines[1].startswith('  File "Cell In[') and lines[1].endswith("], line 3, in <module>")
+    assert lines[1].startswith('  File "Cell In[') and lines[1].endswith("line 3, in <module>")
     assert lines[-2:] == ["rank 0 had finished the cell", "The ranks keep their variables."]
     (line, *_) = the_error(with_variable.run("%%ranks\n\nx = (\n"))
     assert line.endswith(", line 3")
@@ -345,7 +345,7 @@ def test_stop_in_a_cell_without_ranks_leaves_them_alone(with_variable):
     request = with_variable.begin("import time; time.sleep(600)")
     time.sleep(1)
     with_variable.manager.interrupt_kernel()
-    assert the_error(with_variable.end(request))[-1].startswith("KeyboardInterrupt")
+    assert "KeyboardInterrupt" in the_error(with_variable.end(request))[-1]
     assert text_of(with_variable.run("ranks.pids")[0]) == pids
     assert text_of(with_variable.run("%%ranks\nkept")[0]) == "rank 0: 100\nrank 1: 101"
 
