@@ -81,6 +81,7 @@ def end_group(rank: int) -> None:
 
 def watch_over_ranks(parent: int) -> None:
     """In the server of ranks: adopt orphans, and end everything below it when its parent has ended, even by a kill."""
+    os.setsid()  # Jupyter kills a kernel together with its process group
     adopt_orphans()
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # of an orphan
 
