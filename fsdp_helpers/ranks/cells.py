@@ -152,7 +152,9 @@ class Cells:
         counts = {}
         for group in dist.distributed_c10d._world.pg_map:
             name = group.group_name
-            counts[name, *dist.get_process_group_ranks(group)] = group._get_sequence_number_for_group() - self.point_to_point.get(name, 0)
+            counts[name, *dist.get_process_group_ranks(group)] = (
+                group._get_sequence_number_for_group() - self.point_to_point.get(name, 0)
+            )
         return counts
 
     def get(self, name: str) -> tuple[bool, bytes]:
