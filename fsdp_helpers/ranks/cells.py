@@ -5,6 +5,7 @@ What a cell prints goes through a pipe, as bytes, so that a C library or a progr
 
 import ast
 import builtins
+import codeop
 import importlib.machinery
 import io
 import linecache
@@ -34,6 +35,7 @@ from fsdp_helpers.ranks.launching.setup import Setup
 INTERRUPT = getattr(signal, "SIGUSR2", None)  # the parent's request to end a cell; SIGINT is for the whole group
 WIDTH = 110  # of a value that is shown over several lines
 ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
+LONGER_S = 300.0  # for a collective while another rank may compile
 CELLS = "<cells>"  # the file of the module in which all cells run
 
 
@@ -61,8 +63,8 @@ def serve(rank: int, setup: Setup, send: Sender, link: multiprocessing.connectio
     """Join the group, then run cells until the parent ends, or closes the link."""
     place = {"device": setup.device, "init_method": setup.meeting_point, "launched": True}
     with process_group(rank, setup.world_size, **place):
-        _limit_waiting(setup.timeout_s)
-        cells = Cells(rank, setup.world_size, rank_device())
+        limit_waiting(setup.timeout_s)
+        cells = Cells(rank, setup, rank_device())
         send("answer", (setup.payload, None))
         while True:
             try:
@@ -72,11 +74,14 @@ def serve(rank: int, setup: Setup, send: Sender, link: multiprocessing.connectio
             send("answer", (number, cells.run(*content) if kind == "cell" else cells.get(content)))
 
 
-def _limit_waiting(timeout_s: float) -> None:
-    """Give a collective so many seconds, in the group of all ranks and in those that a cell makes."""
+def limit_waiting(timeout_s: float) -> None:
+    """Give a collective so many seconds, in all groups that there are and in those that a cell makes."""
     limit = timedelta(seconds=timeout_s)
+    if dist.distributed_c10d.default_pg_timeout == limit:
+        return
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
-    set_timeout(limit, dist.group.WORLD)
+    for group in dist.distributed_c10d._world.pg_map:
+        set_timeout(limit, group)
     dist.distributed_c10d.default_pg_timeout = limit
     dist.distributed_c10d.default_pg_nccl_timeout = limit
 
@@ -84,14 +89,17 @@ def _limit_waiting(timeout_s: float) -> None:
 class Cells:
     """The module in which a rank's cells run: its names stay from cell to cell."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, setup: Setup, device: torch.device) -> None:
         # Its name is that of a script's module, so that what is shown can be copied into a script.
         module = types.ModuleType("__main__")
         module.__file__ = CELLS
         module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)  # nothing for a further process to import
-        module.__dict__.update(__builtins__=builtins, rank=rank, world_size=world_size, device=device)
+        module.__dict__.update(__builtins__=builtins, rank=rank, world_size=setup.world_size, device=device)
         sys.modules["__main__"] = module
         self.names = module.__dict__
+        self.timeout_s, self.compiles = setup.timeout_s, False
+        self.compile = codeop.Compile()  # remembers `from __future__ import ...`
+        self.line_file = os.open(setup.line_file(rank), os.O_WRONLY | os.O_CREAT)
         self.source: list[str] = []
         self.running = False
         self.point_to_point = _count_point_to_point()
@@ -105,6 +113,7 @@ class Cells:
     def run(self, text: str, file: str) -> Answer:
         """Run a cell, and return the value of its last line, or the exception that ended it."""
         value = failure = None
+        self._limit_waiting(text)
         try:
             self.running = True
             value = self._execute(text, file)
@@ -121,15 +130,28 @@ class Cells:
         tree = ast.parse(text, file)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         try:
-            exec(compile(tree, file, "exec"), self.names)
+            for statement in tree.body:
+                self._begin_line(statement.lineno)
+                exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)  # type: ignore[arg-type]
             if last is None:
                 return None
-            value = eval(compile(ast.Expression(last.value), file, "eval"), self.names)
+            self._begin_line(last.lineno)
+            value = eval(self.compile(ast.Expression(last.value), file, "eval"), self.names)  # type: ignore[arg-type]
             return None if value is None or text.rstrip().endswith(";") else show_value(value)
         finally:
             for defined in set(self._classes()) - known:
                 if "__firstlineno__" in vars(defined):
                     defined.__firstlineno__ += offset
+
+    def _limit_waiting(self, text: str) -> None:
+        """Give collectives longer from the first cell on that compiles, and for the first of NCCL: ranks may differ."""
+        self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
+        first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
+        limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
+
+    def _begin_line(self, line: int) -> None:
+        """Note the line of the statement that runs: a process that dies cannot say it any more."""
+        os.pwrite(self.line_file, f"{line:8}".encode(), 0)
 
     def _classes(self) -> list[type]:
         return [value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"]

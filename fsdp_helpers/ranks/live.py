@@ -70,7 +70,7 @@ class Ranks:
         self.world_size, self.timeout_s = world_size, timeout_s
         self._processes: Processes | None = None
         self._number = 0  # of the last message: an answer has the number of what it answers
-        self._num_cells = 0
+        self._num_cells, self._cell = 0, ""
         self._counts: dict[int, dict] = {}  # per rank: how many collectives of each group it has taken part in
         self._idle = threading.Timer(IDLE_S, self._end_idle)
         with shown_by_message(RankError):
@@ -124,6 +124,7 @@ class Ranks:
         chosen = self._choose(ranks)
         compile(code, name, "exec")  # a syntax error runs on no rank
         self._get_ready()
+        self._cell = name
         answers: dict[int, Answer] = {}
         with CellOutput() as output:
             self._processes.on_output = output.add
@@ -318,10 +319,15 @@ class Ranks:
         for rank in sorted(own) or ([] if ends else sorted(failures)):
             return _Cause(rank, failures[rank].summary, failures[rank].details)
         for rank in sorted(ends):
-            return _Cause(rank, self._processes.describe_end(rank))
+            return _Cause(rank, self._processes.describe_end(rank), self._last_line(rank))
         for rank in sorted(behind):
             return _Cause(rank, f"it took no part in {_count_collectives(behind[rank])} that others began")
         return _Cause(-1, "")  # the cell was interrupted
+
+    def _last_line(self, rank: int) -> str:
+        """Return the line of its cell that a rank was at when it ended."""
+        file = self._processes.line_file(rank)
+        return f"It was at {self._cell} line {int(file.read_text())}." if file.exists() and file.read_text() else ""
 
 
 class _Cause:

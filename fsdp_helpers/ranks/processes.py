@@ -166,6 +166,9 @@ class Processes:
     def where(self, rank: int) -> str:
         return stacks.describe(self._setup.stack_file(rank))
 
+    def line_file(self, rank: int) -> Path:
+        return self._setup.line_file(rank)
+
     def is_in_collective(self, rank: int) -> bool:
         """Return whether the rank was in torch's own code for groups when it was asked."""
         return stacks.is_in_collective(self._setup.stack_file(rank))

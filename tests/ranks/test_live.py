@@ -162,6 +162,7 @@ def test_messages_from_rank_to_rank_are_not_collectives(ranks, capsys):
 @pytest.mark.parametrize("code, end", [("os._exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")])
 def test_a_rank_that_dies_is_replaced(ranks, capsys, code, end):
     assert end in (text := failure(ranks, f"import os\nif rank == 1:\n    {code}")) and text.endswith(RESTARTED)
+    assert "It was at cell " in text and " line 2." in text
     assert shown(ranks, capsys, "rank") == "rank 0: 0\nrank 1: 1\n"
 
 
@@ -289,3 +290,9 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     with pytest.raises(ValueError, match="2 ranks need 2 CUDA devices, this machine has 1"):
         Ranks(2, device="cuda")
     assert started == []
+
+
+def test_a_collective_may_take_longer_where_a_cell_compiles(ranks):
+    code = "import time\n# compile\nif rank:\n    time.sleep(4)\ntotal = torch.ones(1)\ndist.all_reduce(total)"
+    ranks.run(code)
+    assert [total.item() for total in ranks["total"]] == [2.0, 2.0]

@@ -22,6 +22,9 @@ class Setup:
     def stack_file(self, rank: int) -> Path:
         return Path(self.folder, f"stack-{rank}.txt")
 
+    def line_file(self, rank: int) -> Path:
+        return Path(self.folder, f"line-{rank}.txt")
+
     @property
     def meeting_point(self) -> str:
         return "file:///" + Path(self.folder, "meeting-point").as_posix().lstrip("/")
