@@ -20,6 +20,8 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import mnist
 from fsdp_helpers.data.images import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.measuring.copies import trace_copies
+from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import BYTE_LLAMA
@@ -30,7 +32,7 @@ from fsdp_helpers.ranks.launching.process import describe_error
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
 from fsdp_helpers.training.loop import train_step
-from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
+from fsdp_helpers.training.worker import config_batches, first_batches, load_rank_data, train_worker
 
 # ---------------------------------------------------------------- memory and collectives
 
@@ -81,7 +83,7 @@ def trace_functional(rank, world_size):
         "gather": lambda: rows.redistribute(placements=[Replicate()]),
         "sum": lambda: terms.redistribute(placements=[Replicate()]),
         "scatter": lambda: terms.redistribute(placements=[Shard(0)]),
-        "product": lambda: (terms + terms).full_tensor(),
+        "implied": terms.relu,  # of a sum, not of its terms
         "there and back": there_and_back,
         "even": lambda: dist.all_to_all_single(torch.empty(world_size, 5), torch.ones(world_size, 5)),
         "around": send_around,
@@ -228,3 +230,16 @@ def run_failure(rank, world_size, name, way):
         return getattr(gallery.find(name), way)(rank, world_size)
     except Exception as error:  # what a broken run raises is what is asked for
         return f"{type(error).__name__}: {error}"
+
+
+def offloaded_step(rank, world_size, config):
+    """Take a few steps with FSDP2's offload policy: the last one's collectives, the policy's copies, and shards."""
+    batches = first_batches(rank, world_size, config)
+    torch.manual_seed(config.seed)
+    with trace_memory(rank_device()) as trace:
+        model = APPLY_STRATEGY["fsdp-offload"](build_model(config.model), rank_device(), config)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)  # steps on the host
+        for images, labels in batches:
+            with trace_copies(model) as copies:
+                train_step(model, images, labels, optimizer)
+    return trace.last("train step"), copies
