@@ -10,10 +10,9 @@ from typing import NoReturn
 
 from fsdp_helpers.cli.compare import add_compare_arguments
 from fsdp_helpers.cli.files import check_output_path, print_data_source, write_json
-from fsdp_helpers.cli.flags import Flag, flags
+from fsdp_helpers.cli.flags import Flag, add_flags, flags
+from fsdp_helpers.cli.plan import add_plan_arguments, plan_command
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.arguments import add_plan_arguments
-from fsdp_helpers.planning.command import plan_command
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.torchrun import end_with_agent
 from fsdp_helpers.training.summary import print_summary
@@ -51,8 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     train = commands.add_parser("train", help="train a model on one process or many")
-    for row in train_flags():
-        train.add_argument(row.name, **_argument(row))
+    add_flags(train, train_flags())
     train.set_defaults(run=train_command)
 
     consolidate = commands.add_parser("consolidate", help="turn a sharded checkpoint into one file for a plain model")
@@ -96,22 +94,6 @@ def build_parser() -> argparse.ArgumentParser:
 def train_flags() -> list[Flag]:
     """Add every flag of `train`: the settings of a run, and those of this one call of the command."""
     return [*flags(), *CALL_FLAGS]
-
-
-def _argument(flag: Flag) -> dict:
-    """Return the keyword arguments of argparse for a flag."""
-    if flag.kind is bool:
-        return {"dest": flag.setting, "action": f"store_{not flag.default}".lower(), "help": flag.meaning}
-    default = "" if flag.default is None else " (default: %(default)s)"
-    metavar = None if flag.choices else flag.value
-    return {
-        "dest": flag.setting,
-        "type": flag.kind,
-        "choices": flag.choices,
-        "metavar": metavar,
-        "default": flag.default,
-        "help": flag.meaning + default,
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -242,7 +224,7 @@ def lab_command(options: argparse.Namespace) -> None:
 def write_plan(options: argparse.Namespace) -> int:
     try:
         check_output_path(options.json)
-        plan_command(options, write_json)
+        plan_command(options)
     except ValueError as error:
         return _complain(BAD_INPUT, str(error))
     return 0

@@ -48,4 +48,4 @@ def verdict(rows: Sequence[Row]) -> str:
         return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."
     notes = [row.check for row in rows if row.result == NOTE]
     doubts = f" Worth a look: {', '.join(notes)}." if notes else ""
-    return f"This machine is ready for all notebooks on CPU ranks.{doubts} For its GPUs: fsdp_helpers doctor --gpu"
+    return f"This machine is ready for all notebooks on CPU ranks.{doubts} For its GPUs: python -m fsdp_helpers doctor --gpu"
