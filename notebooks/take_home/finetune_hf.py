@@ -971,7 +971,7 @@ def describe(loss: TokenLoss, units: dict, device: torch.device, arguments: argp
     say(
         f"{type(loss.model).__name__}: {sum(one.numel() for one in loss.parameters()):,} parameters, {trained:,} trained"
     )
-    kinds = sorted({type(unit).__name__ for unit in units.values()})
+    kinds = sorted({type(unit).__name__.removeprefix("FSDP") for unit in units.values()})
     say(f"{len(units) + 1} units: {len(units)} of {', '.join(kinds)}, and the root")
     say(f"rank 0 keeps {own_bytes / 1e6:,.2f} MB of parameters, gradients and moments")
 
