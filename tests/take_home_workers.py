@@ -4,7 +4,9 @@ import contextlib
 import importlib.util
 import io
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
 from fsdp_helpers.sharding.recompute import is_checkpointed
@@ -154,3 +157,27 @@ def train_vit_alone(steps: int, seed: int = 0) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def collectives_of(rank, world_size, name: str) -> dict[str, int]:
+    """How many collectives of each kind the script makes in its only step, in the group of this launch."""
+    dist.init_process_group = dist.destroy_process_group = lambda *_: None
+    script = load_script(name)
+    script.STEPS = 1
+    with contextlib.redirect_stdout(io.StringIO()), trace_collectives() as seen:
+        script.main(torch.device("cpu"))
+    return {counted.op: counted.count for counted in count_collectives(seen)}
+
+
+def save_beside_a_slow_removal(rank, world_size, folder: Path) -> list[str]:
+    """checkpoint.py saves where a killed run left a file, and rank 0 takes its time to remove it; the files it saved."""
+    script, remove = load_script("checkpoint.py"), shutil.rmtree
+
+    def remove_slowly(path: Path) -> None:
+        time.sleep(0.5)
+        remove(path)
+
+    with patch.object(script.shutil, "rmtree", remove_slowly):
+        script.save_checkpoint(folder, {"weights": torch.ones(2), "own": {rank: torch.ones(3)}, "step": 1})
+    dist.barrier()
+    return sorted(path.name for path in (folder / "000001").iterdir())

@@ -7,9 +7,11 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
@@ -54,6 +56,42 @@ def trace_one_of_each(rank, world_size):
         if rank < 2:
             dist.all_reduce(torch.ones(2), group=pair)
     return count_collectives(events) + tuple(replace(count, op="pair") for count in count_collectives(in_the_pair))
+
+
+def trace_functional(rank, world_size):
+    """What is counted of DTensors that are redistributed, of uneven all-to-alls, and of a send, each by itself."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    rows = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    terms = DTensor.from_local(torch.ones(2 * world_size, 3), mesh, [Partial()])
+    uneven = torch.ones(world_size * (rank + 1), 5, requires_grad=True)  # rank + 1 rows for each rank
+    arriving = [other + 1 for other in range(world_size)]
+
+    def there_and_back():
+        leaving = [rank + 1] * world_size
+        all_to_all_single_autograd(uneven, arriving, leaving, dist.group.WORLD).sum().backward()
+
+    def send_around():
+        received = torch.empty(4)
+        send = dist.P2POp(dist.isend, torch.ones(4), (rank + 1) % world_size)
+        receive = dist.P2POp(dist.irecv, received, (rank - 1) % world_size)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
+    steps = {
+        "gather": lambda: rows.redistribute(placements=[Replicate()]),
+        "sum": lambda: terms.redistribute(placements=[Replicate()]),
+        "scatter": lambda: terms.redistribute(placements=[Shard(0)]),
+        "product": lambda: (terms + terms).full_tensor(),
+        "there and back": there_and_back,
+        "even": lambda: dist.all_to_all_single(torch.empty(world_size, 5), torch.ones(world_size, 5)),
+        "around": send_around,
+    }
+    found = {}
+    for name, step in steps.items():
+        with trace_collectives() as events:
+            step()
+        found[name] = [(event.op, event.bytes, event.sent_bytes) for event in events]
+    return found
 
 
 def sum_and_gather(rank, world_size):

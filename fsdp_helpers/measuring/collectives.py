@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 from fsdp_helpers.records import Collective, CollectiveCount
 
-# c10d's operators, by the names that torch.distributed gives them.
+# The operators of c10d, which torch.distributed calls, and the functional ones, which DTensors call, by the names that
+# torch.distributed gives them.
 OP_NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -38,7 +40,14 @@ OP_NAMES = {
     "recv_any_source_": "recv",
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
 }
+NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+NO_COLLECTIVES = ("check_for_nan", "wait_tensor", "_wrap_tensor_autograd")  # in these namespaces
 SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
@@ -57,13 +66,16 @@ class CollectiveTrace(TorchDispatchMode):
         self.events: list[Collective] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first DTensor does it with local tensors; its collectives come here then
         waits = is_collective(func)
         if waits or func.namespace == "profiler":
             _let_gpu_catch_up()
         start_s = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         if waits:
-            _wait_for(result)
+            if not is_point_to_point(func):  # a send may wait for a receive that this rank has yet to begin
+                _wait_for(result)
             _let_gpu_catch_up()
             self.events.append(as_collective(func, args, kwargs or {}, (start_s, time.perf_counter())))
             if any(tensor.device.type == "cpu" for tensor in _tensors(args)):
@@ -93,20 +105,49 @@ def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tupl
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operator is a collective of c10d."""
-    return func.namespace == "c10d" and func._schema.name != "c10d::check_for_nan"
+    """Return whether an operator is a collective, of c10d or a functional one."""
+    namespace, _, name = func._schema.name.partition("::")
+    return namespace in NAMESPACES and name not in NO_COLLECTIVES
+
+
+def is_point_to_point(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operator sends to, or receives from, one other rank."""
+    return OP_NAMES.get(func._schema.name.partition("::")[2]) in ("send", "recv")
 
 
 def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_s: tuple[float, float]) -> Collective:
-    """Describe one call of c10d, for this rank in the process group of that call."""
+    """Describe one call of a collective, for this rank in the process group of that call."""
     named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    group = dist.ProcessGroup.unbox(named["process_group"])  # with hybrid sharding not all ranks belong to it
+    group = _group_of(named)
     name = func._schema.name.split("::")[1]
     op = OP_NAMES.get(name, name)
     full_bytes = _full_bytes(op, named.values(), group.size())
+    if op == "all_gather" and func.namespace != "c10d":
+        full_bytes *= group.size()  # a functional one returns the full tensor, and is given this rank's shard alone
     is_root = named.get("root_rank") == group.rank()
     sent_bytes = collective_sent_bytes(op, full_bytes, group.size(), is_root=is_root)
+    if op == "all_to_all":
+        sent_bytes = _sent_to_others(named, group)
     return Collective(op=op, bytes=full_bytes, sent_bytes=sent_bytes, start_s=times_s[0], end_s=times_s[1])
+
+
+def _group_of(named: dict[str, object]) -> dist.ProcessGroup:
+    """Return the process group of a call; functional collectives have its name instead."""
+    if "process_group" in named:
+        return dist.ProcessGroup.unbox(named["process_group"])  # with hybrid sharding not all ranks belong to it
+    group = named["group_name"]
+    return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+
+
+def _sent_to_others(named: dict, group: dist.ProcessGroup) -> int:
+    """Return the bytes of an all-to-all that are for other ranks; the rows for each may differ in number."""
+    sizes = [tensor.nbytes for tensor in _tensors(named.get("input_tensors", named.get("input")))]
+    rows = named.get("input_split_sizes")
+    if rows and sum(rows):
+        sizes = [sizes[0] * count // sum(rows) for count in rows]
+    if len(sizes) == 1:  # one tensor, the same number of rows for each rank
+        return sizes[0] * (group.size() - 1) // group.size()
+    return sum(sizes) - sizes[group.rank()]
 
 
 def _full_bytes(op: str, arguments: Iterable[object], num_ranks: int) -> int:
@@ -149,3 +190,5 @@ def _wait_for(result: object) -> None:
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.ScriptObject):
             dist.Work.unbox(leaf).wait()
+        elif isinstance(leaf, Tensor):  # of a functional collective; c10d's tensors have nothing to wait for
+            torch.ops._c10d_functional.wait_tensor(leaf)

@@ -1,5 +1,6 @@
 """Every byte of a rank: what it keeps, counted from live tensors, and a curve of everything allocated."""
 
+import gc
 import os
 import time
 import warnings
@@ -65,6 +66,7 @@ class MemoryTrace:
         self._reserved_bytes: int | None = None  # of CUDA's memory, at most
 
     def start(self) -> None:
+        gc.collect()  # or what was dropped before would be freed, and subtracted, within the trace
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on standard error otherwise
         self._stack = ExitStack()
         with warnings.catch_warnings():

@@ -241,6 +241,8 @@ class Cells:
         """Count the collectives of each group that this rank is in, messages from rank to rank left out."""
         counts = {}
         for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+            if group == dist.GroupMember.NON_GROUP_MEMBER:  # a group of other ranks
+                continue
             count = group._get_sequence_number_for_group() - self.point_to_point.get(group.group_name, 0)
             counts[group.group_name] = (tuple(ranks), count)
         return counts

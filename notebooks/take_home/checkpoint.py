@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
-from torch.distributed.checkpoint import load, save, state_dict
+from torch.distributed.checkpoint import FileSystemReader, load, save, state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -83,7 +83,8 @@ def save_checkpoint(folder: Path, state: dict) -> None:
     rank = dist.get_rank()
     unfinished = folder / "unfinished"
     if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run
+        if unfinished.exists():
+            shutil.rmtree(unfinished)  # of a killed run: what stays in it would become a part of this save
     dist.barrier()  # every rank makes the folder anew, but not while rank 0 removes it
     save(state, checkpoint_id=unfinished)  # returns when all ranks have written
     if rank == 0:
@@ -100,8 +101,16 @@ def load_newest(folder: Path, model: nn.Module, adam: Adam, schedule: CosineAnne
         return 0
     newest = max(checkpoints, key=lambda checkpoint: int(checkpoint.name))
     state = state_to_keep(model, adam, schedule, step=0)  # this rank's shards, to be loaded into
-    load(state, checkpoint_id=newest)
-    state_dict.set_state_dict(model, adam, model_state_dict=state["model"], optim_state_dict=state["adam"])
+    moments = state["adam"]["state"]
+    saved = FileSystemReader(newest).read_metadata().state_dict_metadata
+    for name in list(moments):
+        if f"adam.state.{name}.step" not in saved:
+            del moments[name]  # it had had no gradient yet: Adam starts with its first one
+    load(state, checkpoint_id=newest)  # fails if anything else is missing
+    options = state_dict.StateDictOptions(strict=False)  # not every parameter has moments
+    state_dict.set_state_dict(
+        model, adam, model_state_dict=state["model"], optim_state_dict=state["adam"], options=options
+    )
     schedule.load_state_dict(state["schedule"])
     return state["step"]
 

@@ -1,4 +1,4 @@
-"""From DDP to FSDP2 in mid-training: read the checkpoint of a DDP script, Adam's state included, and go on.
+"""From DDP to FSDP2 in mid-training: read what a DDP script saved, Adam and schedule included, and go on.
 
 `torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves them;
 `torchrun --nproc-per-node 2 from_ddp.py FILE` takes the rest under FSDP2, on any number of ranks.
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Adam
+from torch.optim.lr_scheduler import LambdaLR
 
 LAYERS = 4
 WIDTH = 64
@@ -51,27 +51,69 @@ def choose_device() -> torch.device:
     return device
 
 
-def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam) -> int:
-    """Read the file on rank 0 and hand each rank its shards. Return the number of steps that are done."""
+def make_optimizer(model: nn.Module) -> Adam:
+    """Return the optimizer, with the same groups in the same order as in the DDP script. Put your own here."""
+    return Adam(model.parameters(), lr=3e-3, fused=True)
+
+
+def make_schedule(adam: Adam) -> LambdaLR:
+    """Return the learning-rate schedule: constant, as in ddp.py. Put your own here."""
+    return LambdaLR(adam, lambda step: 1.0)
+
+
+def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
+    """Return the weights and Adam's state, both by name, and the rest of the file. Rank 0 calls this alone."""
+    checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+    plain = build_model()
+    weights = {}
+    for name, value in checkpoint["model"].items():
+        name = name.replace("_orig_mod.", "")  # of torch.compile
+        weights[name.removeprefix("module.")] = value  # of DDP
+    for name, parameter in plain.named_parameters():
+        if parameter.shape == (1,) and name in weights:
+            weights[name] = weights[name].reshape(1)  # was a scalar, which `fully_shard` does not take
+    plain.load_state_dict(weights)
+    # Adam's state is saved by number. A plain model with a plain Adam knows which name belongs to which.
+    plain_adam = make_optimizer(plain)
+    plain_adam.load_state_dict(checkpoint["optimizer"])
+    for parameter, moments in plain_adam.state.items():
+        for key in moments.keys() - {"step"}:
+            moments[key] = moments[key].view_as(parameter)
+    without_moments = []
+    for name, parameter in plain.named_parameters():
+        if parameter not in plain_adam.state:
+            without_moments.append(name)
+    rest = {
+        "step": checkpoint["step"],
+        "schedule": checkpoint.get("schedule"),
+        "without_moments": without_moments,
+    }
+    weights, moments = state_dict.get_state_dict(plain, plain_adam)
+    return weights, moments, rest
+
+
+def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: LambdaLR) -> int:
+    """Read the file on rank 0 and hand each rank its shards. Return the number of steps that are done.
+
+    `schedule` has to be there before: it gives each rank's groups the `initial_lr` that the load then fills.
+    """
     weights = {}
     moments = {}
-    step = [0]
+    rest = [None]
     if dist.get_rank() == 0:
-        checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
-        consume_prefix_in_state_dict_if_present(checkpoint["model"], "module.")
-        # Adam's state is saved by number. A plain model with a plain Adam knows which name belongs to which.
-        plain = build_model()
-        plain.load_state_dict(checkpoint["model"])
-        plain_adam = Adam(plain.parameters())  # the same groups in the same order as in the DDP script
-        plain_adam.load_state_dict(checkpoint["optimizer"])
-        weights, moments = state_dict.get_state_dict(plain, plain_adam)
-        step = [checkpoint["step"]]
+        weights, moments, rest[0] = read_ddp_checkpoint(path)
+    dist.broadcast_object_list(rest)
     # Two calls: `set_state_dict` would skip the model on the ranks that have nothing to give, and hang.
     options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, weights, options=options)
+    options.strict = False  # parameters that have had no gradient yet have no moments
     state_dict.set_optimizer_state_dict(model, adam, moments, options=options)
-    dist.broadcast_object_list(step)
-    return step[0]
+    parameters = dict(model.named_parameters())
+    for name in rest[0]["without_moments"]:
+        adam.state.pop(parameters[name], None)  # zeros that count as one step already
+    if rest[0]["schedule"] is not None:
+        schedule.load_state_dict(rest[0]["schedule"])
+    return rest[0]["step"]
 
 
 def main(device: torch.device, path: str) -> None:
@@ -83,8 +125,9 @@ def main(device: torch.device, path: str) -> None:
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    adam = Adam(model.parameters(), lr=3e-3, fused=True)  # after sharding: it needs the shards
-    first_step = load_ddp_checkpoint(path, model, adam)  # from here on, save as checkpoint.py does
+    adam = make_optimizer(model)  # after sharding: it needs the shards
+    schedule = make_schedule(adam)  # after the optimizer, before the load
+    first_step = load_ddp_checkpoint(path, model, adam, schedule)  # from here on, save as checkpoint.py does
 
     for step in range(first_step, STEPS):
         inputs, labels = load_batch(step)
@@ -95,6 +138,7 @@ def main(device: torch.device, path: str) -> None:
         adam.zero_grad()
         loss.backward()
         adam.step()
+        schedule.step()
 
         mean_loss = loss.detach() / world_size
         dist.all_reduce(mean_loss)

@@ -57,7 +57,7 @@ def main(device: torch.device) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # shards stay fp32
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
     for index, layer in enumerate(model[:-1]):
-        recomputed = checkpoint_wrapper(layer)  # inside the unit: its backward gathers once for both passes
+        recomputed = checkpoint_wrapper(layer)  # by convention first, so that the unit is what is called
         model[index] = fully_shard(recomputed, mesh=mesh, mp_policy=bf16)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
     # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on

@@ -42,7 +42,7 @@ CLOSE_ALL = """async () => {
 }"""
 # It goes on for longer than any test waits, also on the bundled digits.
 LONG_RUN = """from fsdp_helpers import TrainConfig, launch, train
-from fsdp_helpers.teaching.lessons.probes import say_hello
+from fsdp_helpers.teaching.lessons.probes import add_up_without
 train(TrainConfig(model="simple", strategy="ddp", epochs=100_000), device="cpu", watch={watch})"""
 
 
@@ -357,7 +357,7 @@ def test_listings_scroll_instead_of_breaking(lab, scratch):
 
 @pytest.mark.parametrize("watch", [False, True])
 def test_the_stop_button(lab, scratch, watch):
-    scratch(LONG_RUN.format(watch=watch), "launch(say_hello, world_size=2)[1]['rank']")
+    scratch(LONG_RUN.format(watch=watch), "launch(add_up_without, -1, world_size=2)[1]")
     lab.go_to(0)
     lab.run("notebook:run-cell")
     lab.wait_for_output(0, r"images/s, rank 0's loss")
@@ -371,7 +371,7 @@ def test_the_stop_button(lab, scratch, watch):
     assert wait_until(lambda: ranks_of(lab.server) == [], CELL_S)  # keepers end behind their ranks
     lab.go_to(1)
     lab.run("notebook:run-cell")
-    lab.wait_for_output(1, r"^1$|\n1$")
+    lab.wait_for_output(1, r"^2\.0$|\n2\.0$")
 
 
 # ---------------------------------------------------------------- the planner, on a projector

@@ -39,6 +39,21 @@ def test_every_collective_is_counted_with_its_full_bytes_and_what_the_rank_sends
         )
 
 
+def test_functional_collectives_are_counted_too():
+    # Three ranks. Rows of 3 values, 12 bytes: a full tensor of 6 rows has 72, of which 2/3 are sent, or 4/3 to sum them
+    for rank, found in enumerate(launch(workers.trace_functional, world_size=3, device="cpu")):
+        assert found["gather"] == [("all_gather", 72, 48)]
+        assert found["sum"] == found["product"] == [("all_reduce", 72, 96)]
+        assert found["scatter"] == [("reduce_scatter", 72, 48)]
+        # Rows of 20 bytes: rank + 1 of them to each of two others, and in backward back what they sent: 1 + 2 + 3 rows
+        # without one's own
+        out, back = 2 * (rank + 1) * 20, (6 - (rank + 1)) * 20
+        assert [(op, sent) for op, _, sent in found["there and back"]] == [("all_to_all", out), ("all_to_all", back)]
+        assert [sent for _, _, sent in found["even"]] == [2 * 20]
+        # Nobody waits for a send before its receive has begun
+        assert [(op, sent) for op, _, sent in found["around"]] == [("send", 16), ("recv", 0)]
+
+
 def test_a_ddp_step_sums_to_the_gradients(digits_dir):
     config = TrainConfig(
         strategy="ddp", global_batch_size=8, max_steps=4, test_images=10, data_dir=str(digits_dir), dropout=False

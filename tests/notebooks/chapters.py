@@ -4,11 +4,13 @@ A chapter's *body* is everything above its exercises. Cells are named by their i
 """
 
 import ast
+import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import Empty
+from types import ModuleType
 
 import nbformat
 from jupyter_client.manager import KernelManager
@@ -114,6 +116,15 @@ def statements(nodes: list[ast.stmt] | ast.Module) -> list[str]:
     return [line for line in text if not line.startswith(("'", '"'))]
 
 
+def contains(cell: ast.Module, module: ModuleType, worker: str) -> bool:
+    """Whether a cell has the lines of the rank function `worker`, but for its device, its data and its result."""
+    functions = ast.parse(inspect.getsource(module)).body
+    function = next(node for node in functions if getattr(node, "name", None) == worker)
+    lines = [line for line in statements(function.body) if not line.startswith(("device =", "batches =", "return "))]
+    in_cell = statements(cell)
+    return any(in_cell[place : place + len(lines)] == lines for place in range(len(in_cell)))
+
+
 def without_docstrings(node: ast.stmt) -> str:
     node = ast.parse(ast.unparse(node)).body[0]  # a copy
     for inner in ast.walk(node):
@@ -148,7 +159,9 @@ class Chapter:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FOLDERS:
             (folder / name).symlink_to(NOTEBOOKS / name)
-        places = {name: str(folder / "of-the-kernel") for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR")}
+        own = folder / "own"
+        own.mkdir()
+        places = {name: str(own) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "TMPDIR")}
         python_path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, **places, "PYTHONPATH": python_path, "FSDP_OFFLINE": "1"}
         environment.pop(SESSION_VARIABLE, None)  # the kernel lives for several tests, each of which may leave nothing
@@ -223,6 +236,10 @@ class Chapter:
                 break
             ids.append(cell_id)
         return ids
+
+    def run_ranks_cells_twice(self) -> None:
+        """Run every cell for ranks above the exercises twice in a row, and keep what both runs show in `twice`."""
+        self.twice = {cell_id: (self.run(cell_id), self.run(cell_id)) for cell_id in self.ranks_cells()}
 
     def ranks_cells(self) -> list[str]:
         return [cell.id for cell in code_cells(body(self.notebook)) if is_for_ranks(cell)]

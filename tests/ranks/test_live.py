@@ -142,6 +142,12 @@ def test_a_forgotten_asynchronous_collective_is_noticed_after_its_cell(ranks):
     assert "rank 1 of 2 failed: it did not take part in a collective" in text and text.endswith(RESTARTED)
 
 
+def test_a_group_without_this_rank_is_no_reason_to_end(ranks, capsys):
+    """Of a mesh of two dimensions a rank is in half of the groups."""
+    ranks.run("first, last = dist.new_group([0]), dist.new_group([1])")
+    assert shown(ranks, capsys, "dist.get_rank()") == "rank 0: 0\nrank 1: 1\n"
+
+
 def test_messages_from_rank_to_rank_are_not_collectives(ranks, capsys):
     code = "x = torch.zeros(1)\nfor _ in range(2):\n    dist.send(x + 7, 1) if rank == 0 else dist.recv(x, 0)\nx"
     assert shown(ranks, capsys, code) == "rank 0: tensor([0.])\nrank 1: tensor([7.])\n"

@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 from programs import Killed, has_ended, wait_until
-from take_home_workers import FOLDER, ask_one_rank_to_end, load_script, run_main, train_undisturbed
+from take_home_workers import (
+    FOLDER,
+    ask_one_rank_to_end,
+    load_script,
+    run_main,
+    save_beside_a_slow_removal,
+    train_undisturbed,
+)
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.checkpoint import CheckpointException
 from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_new_ranks, wait_for_output
@@ -121,6 +128,29 @@ def test_what_a_killed_run_was_writing_is_not_loaded_and_does_not_stay(tmp_path)
     assert not (tmp_path / "000001" / "__2_0.distcp").exists()
 
 
+def test_nobody_writes_before_what_a_killed_run_left_is_gone(tmp_path):
+    """Without the barrier, rank 1 would write into the folder that rank 0 is still removing."""
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "__2_0.distcp").write_bytes(b"half")
+    for files in launch(save_beside_a_slow_removal, tmp_path, world_size=2, device="cpu", timeout_s=60):
+        assert files == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+def test_what_cannot_be_removed_stops_the_save(tmp_path, monkeypatch):
+    """It would become a part of the next checkpoint."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    (tmp_path / "unfinished").mkdir()
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(f"{path} belongs to somebody else")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(PermissionError):
+        SCRIPT.save_checkpoint(tmp_path, {"weights": torch.ones(2), "step": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["unfinished"]
+
+
 def save_and_be_killed(folder: Path, step: int, at_change: int) -> bool:
     """Save on one rank, and end at this change of names or folders, a removal half way through; False: it had no more."""
     changes, rename, rmtree = count(), Path.rename, shutil.rmtree
@@ -153,6 +183,7 @@ def test_a_kill_at_any_change_of_the_folder_leaves_a_whole_checkpoint(tmp_path):
     for moment in count():
         folder = tmp_path / str(moment)
         assert not save_and_be_killed(folder, 5, at_change=100)
+        (folder / "unfinished").mkdir()  # of a run that was killed
         was_killed = save_and_be_killed(folder, 10, at_change=moment)
         state = {"weights": torch.zeros(2), "step": 0}
         SCRIPT.load(state, checkpoint_id=folder / newest(folder))

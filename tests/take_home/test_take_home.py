@@ -12,6 +12,7 @@ from runs import mostly_long
 from take_home_workers import (
     FOLDER,
     MAX_NORM,
+    collectives_of,
     load_script,
     run_main,
     shard_each,
@@ -217,6 +218,14 @@ def test_each_layer_is_a_unit_with_the_settings_of_its_script(run_script, tmp_pa
         assert settings == [SETTINGS[name] | recomputed] * 4 + [SETTINGS[name]], name
 
 
+def test_micro_batches_share_one_reduction():
+    """Four layers and the root, in one step of two micro-batches: five reductions, where all would be reduced, ten."""
+    for found in launch(collectives_of, "levers.py", world_size=2, device="cpu", timeout_s=240):
+        assert found["reduce_scatter"] == 5
+        # Layers for two forwards and two backwards, the root for two forwards: it stays whole until backward.
+        assert found["all_gather"] == 2 * (2 * 4 + 1)
+
+
 def check_resumed(first: dict[int, float], second: dict[int, float], folder: Path) -> None:
     assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
     undisturbed = train_undisturbed("checkpoint.py", 6)
@@ -243,6 +252,21 @@ def test_a_ddp_run_goes_on_under_fsdp2(world_size, run_script, tmp_path):
     second = losses(run_script("from_ddp.py", world_size, str(file)))
     assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
     assert first | second == pytest.approx(losses(run_script("ddp.py", 2)), abs=1e-5)  # with Adam's state, or not
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module."])
+def test_names_of_ddp_and_of_a_compiled_model_are_read(prefix, tmp_path):
+    script = load_script("from_ddp.py")
+    model = script.build_model()
+    adam = script.make_optimizer(model)
+    model(script.load_batch(0)[0]).sum().backward()
+    adam.step()
+    weights = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": adam.state_dict(), "step": 1}, tmp_path / "ddp.pt")
+    found, moments, rest = script.read_ddp_checkpoint(str(tmp_path / "ddp.pt"))
+    assert found.keys() == moments["state"].keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    assert rest == {"step": 1, "schedule": None, "without_moments": []}
 
 
 @pytest.mark.long

@@ -127,6 +127,7 @@ def call_or_none(function: Callable | None, *arguments: object, **named: object)
         given = function(*arguments, **named)
     except Exception as error:
         shown = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in named.items())])
+        shown = " ".join(shown.split())  # a tensor's repr has several lines
         raise Crash(f"called with ({shown}), your function fails: {error_line(error)}") from None
     expect(given is not ..., "replace the ... with your answer")
     return given

@@ -67,8 +67,10 @@ def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]]
     """Notebook 06: which old ranks' files a new rank opens, for a tensor cut along its first dimension."""
     draw = DRAW.randint
     fresh = [(draw(1, 200), draw(1, 9), draw(1, 9)) for _ in range(4 * FRESH_CASES)]
-    # with as many ranks as before; with rows for three of four ranks only; with ranges that meet and do not overlap
-    for num_rows, saved, loading in ((12, 4, 4), (5, 4, 4), (12, 4, 3), (12, 4, 1), (128, 4, 3), (10, 4, 2), *fresh):
+    # with as many ranks as before; with rows for three of four ranks only; with ranges that meet and do not overlap;
+    # with places beyond the last row that two ranks would share
+    edges = (12, 4, 4), (5, 4, 4), (3, 2, 4), (12, 4, 3), (12, 4, 1), (128, 4, 3), (10, 4, 2)
+    for num_rows, saved, loading in (*edges, *fresh):
         for rank in range(loading):
             given = call(ranks_to_read, num_rows, saved, loading, rank)
             _expect_files(given, num_rows, saved, _rows(num_rows, loading, rank), f"read by {loading}: rank {rank}")

@@ -69,7 +69,7 @@ true
 [ "$1 $2" = "-m torch.distributed.run" ] && { shift 2; exec torchrun "$@"; }
 PATH=${PATH#*:} exec python3 "$@"
 """,
-    "hostname": "echo ${CHECK_NODES%% *}\n",
+    "hostname": 'nodes=($CHECK_NODES); echo "${nodes[${SLURM_NODEID:-0}]}"\n',
     "module": "true\n",
 }
 

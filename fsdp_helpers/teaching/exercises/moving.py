@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.sharding.strategies import unit_names
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
@@ -41,6 +42,8 @@ class MovedByReader:
 
     whole: list[str]  # parameters that are not sharded
     units: list[str]
+    num_unsharded: int  # calls of `loss_of`, with gradients, on a model that was not sharded
+    num_reductions: int  # reduce-scatters of all steps
     losses: list[float]  # means over the ranks, one per step
     right: list[float]  # those of the run that stayed under DDP
     held_out: list[float]
@@ -70,6 +73,11 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
         f"{says}the units are {', '.join(found.units)}; one per block and the root, please",
         "memory-root-only",
     )
+    expect(
+        not found.num_unsharded,
+        f"{says}{found.num_unsharded} of the micro-batches were computed by a model that was not sharded yet; shard it"
+        " before the first step",
+    )
     expected = LAST_STEP - MOVED_AT
     expect(
         len(found.losses) == expected,
@@ -88,6 +96,12 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
         "save-plain-optimizer-state",
         "wrong-optimizer-first",
         "wrong-clip-local-norm",
+    )
+    expect(
+        found.num_reductions == expected * len(UNITS),
+        f"{says}{found.num_reductions} reductions in {expected} steps; one for each of the {len(UNITS)} units and step"
+        f" is enough for {PARTS} micro-batches: what takes the place of no_sync?",
+        "slow-gather-every-micro-batch",
     )
     expect(
         len(found.held_out) == expected,
@@ -138,7 +152,7 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
     go_on = import_own(module, "go_on")
     torch.manual_seed(0)
     checkpoint, written = Path(folder) / "ddp.pt", Path(folder) / "moved.pt"
-    losses, held_out_losses = [], []
+    losses, held_out_losses, unsharded = [], [], []
 
     def parts_of(step: int) -> Parts:
         columns = [whole.chunk(world_size)[rank].chunk(PARTS) for whole in load_batch(step)]
@@ -150,22 +164,27 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
             held_out_losses.append(loss.item())
             return loss
         losses.append(loss.item() / PARTS)
+        unsharded.append(not isinstance(model, FSDPModule))
         return loss / PARTS
 
     stayed = train_under_ddp(parts_of, loss_of, checkpoint)
     right, right_held_out = step_losses(losses)[MOVED_AT:], held_out_losses[MOVED_AT:]
     losses.clear()
+    unsharded.clear()
     held_out_losses.clear()
     torch.manual_seed(rank + 1)  # a model that is built now has different values on each rank
     mesh = init_device_mesh("cpu", (world_size,))
     saved = torch.load(checkpoint, weights_only=True)
-    model = go_on(MovedModel, mesh, parts_of, loss_of, load_batch(-1), saved, LAST_STEP, str(written))
+    with trace_collectives() as seen:
+        model = go_on(MovedModel, mesh, parts_of, loss_of, load_batch(-1), saved, LAST_STEP, str(written))
     if not isinstance(model, nn.Module):
         raise TypeError(f"go_on returns a {type(model).__name__}; the model is asked for")
     dist.barrier()  # the file is written by now
     return MovedByReader(
         whole=[name for name, own in model.named_parameters() if not isinstance(own, DTensor)],
         units=unit_names(model) if isinstance(model, FSDPModule) else [],
+        num_unsharded=sum(unsharded),
+        num_reductions=sum(event.op == "reduce_scatter" for event in seen),
         losses=step_losses(losses),
         right=right,
         held_out=list(held_out_losses),

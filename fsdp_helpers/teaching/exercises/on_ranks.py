@@ -13,14 +13,18 @@ RANKS = (2, 3)
 STALL_S, TIMEOUT_S = 15.0, 120.0  # for ranks that wait for one another, and for ranks that compute forever
 LONGEST = 200  # characters of an error's message; some print a whole model
 TOLERANCE = 1e-4  # fp32 sums in a different order differ by less
-# What torch says when a module is sharded after the unit that it lies in.
-TORCHS_WORDS = "Invariant encountered: value was None"
-IN_OUR_WORDS = "a part of a unit was made a unit after it; inner ones first, the root last"
+IN_OUR_WORDS = {  # by torch's, which do not say what to do
+    "Invariant encountered: value was None": "a part of a unit was made a unit after it; inner ones first, the root"
+    " last",
+    "KeyError: Parameter containing": "KeyError: the optimizer has parameters that the model no longer has, since"
+    " `fully_shard` has replaced them; build it afterward",
+}
 ABORTED = "SIGABRT"  # what gloo does to a rank that receives a different collective's bytes
 HANGS = ("hang-order", "hang-gather-on-rank-0")
 CARDS = {  # of 11, by what an error says; a regular expression
     ABORTED: "crash-skipped-step",
     "got mixed torch.Tensor and DTensor": "crash-mixed-tensor-dtensor",
+    "KeyError: Parameter containing": "wrong-optimizer-first",
     "already managed by another FSDP group": "crash-tied-weights",
     r"Missing key.*\bmodule\.": "save-module-prefix",
     "PytorchStreamReader": "save-half-written",
@@ -34,7 +38,8 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
         return launch_readers(worker, module, world_size, *arguments)
     except RankError as error:
         where = last_line_in(module, error.details)
-        summary = IN_OUR_WORDS if TORCHS_WORDS in error.summary else shorten(error.summary, LONGEST)
+        ours = (words for torchs, words in IN_OUR_WORDS.items() if torchs in error.summary)
+        summary = next(ours, shorten(error.summary, LONGEST))
         if ABORTED in summary:
             summary += "; the ranks' collectives do not match: is there a forward or a gather that some skip?"
         raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}", *cards_of(error.summary)) from None

@@ -46,11 +46,22 @@ class Block(nn.Module):
         return self.second(torch.tanh(self.first(inputs)))
 
 
+class Widen(nn.Module):
+    """Repeat the columns, without a parameter: what comes out needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.repeat(1, -(-HOOKED_WIDTH // WIDTH))[:, :HOOKED_WIDTH]
+
+
 def build_model() -> nn.Sequential:
-    """Build four blocks between two plain layers, the same on every rank. (B, WIDTH) -> (B, CLASSES)"""
+    """Build four blocks and a plain layer, the same on every rank. (B, WIDTH) -> (B, CLASSES)
+
+    A block comes first, as in a model whose inputs are data: a hook that waits for the gradient of a block's inputs
+    would run too early there.
+    """
     torch.manual_seed(0)
     blocks = [Block() for _ in range(HOOKED_BLOCKS)]
-    return nn.Sequential(nn.Linear(WIDTH, HOOKED_WIDTH), *blocks, nn.Linear(HOOKED_WIDTH, CLASSES))
+    return nn.Sequential(Widen(), *blocks, nn.Linear(HOOKED_WIDTH, CLASSES))
 
 
 class SharddBlock:
@@ -106,7 +117,9 @@ class Onlooker:
     def computing(self, block: SharddBlock, when: str) -> None:
         """Note how many blocks are whole while this one computes; without its bytes the process would crash."""
         if block.whole_bytes == 0:
-            raise RuntimeError(f"in {when}, a layer computes while the storage of its block is empty")
+            first = " first" if block is self.blocks[0] and when == "backward" else ""
+            because = f"{first} block is empty{', before its last gradient: its inputs need none' if first else ''}"
+            raise RuntimeError(f"in {when}, a layer computes while the storage of its{because}")
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
     def watch(self, module: Block, block: SharddBlock) -> None:
@@ -122,7 +135,7 @@ def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks
     plain = build_model()
     right = plain_losses(plain, sgd(plain))
     model = build_model()
-    ends = nn.ModuleList([model[0], model[-1]])  # not sharded
+    ends = nn.ModuleList([model[0], model[-1]])  # not sharded, and the first has no parameters
     optimizer = sgd(ends)
     modules = list(model[1:-1])
     blocks = [SharddBlock(block, rank, world_size) for block in modules]

@@ -10,7 +10,6 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from torch import nn
 
 from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
@@ -27,7 +26,6 @@ from fsdp_helpers.teaching.figures.style import (
     swatches,
 )
 from fsdp_helpers.teaching.figures.words import (
-    cut_in_words,
     shards_in_words,
     step_in_words,
     streams_in_words,
@@ -35,8 +33,6 @@ from fsdp_helpers.teaching.figures.words import (
 )
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
-ROOT_COLOR = "#e5e7eb"
-UNIT_COLORS = (STATE_COLORS["parameters"], STATE_COLORS["gradients"])
 ROWS = ("parameters", "gradients", "optimizer")
 KEY = (
     "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
@@ -157,50 +153,6 @@ def _draw_span(ax: Axes, row: int, span: Span, color: str) -> None:
     )
     middle_ms = left_ms + width_ms / 2
     ax.text(middle_ms, row, str(span.unit), ha="center", va="center_baseline", fontsize=7, color="white")
-
-
-def draw_cut(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """Draw the modules with parameters, a column per choice: named units in two blues in turn, the root in gray."""
-    leaves = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-    named = dict.fromkeys(unit for units in choices.values() for unit in units)
-    colors = {"root": ROOT_COLOR} | dict(zip(named, cycle(UNIT_COLORS), strict=False))
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(2.6 + 1.5 * len(choices), 0.9 + 0.3 * len(leaves)), layout="constrained")
-        for column, units in enumerate(choices.values()):
-            for row, leaf in enumerate(leaves):
-                owner = _owner(leaf, units)
-                ax.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, color=colors[owner], linewidth=0))
-                ax.text(column, row, owner, ha="center", va="center", color=ink_on(colors[owner]))
-        sizes = [sum(parameter.numel() for parameter in model.get_submodule(leaf).parameters()) for leaf in leaves]
-        labels = [f"{leaf}  {size:>12,}" for leaf, size in zip(leaves, sizes, strict=True)]
-        ax.set_yticks(range(len(leaves)), labels, family="monospace")
-        ax.set_xticks(range(len(choices)), [f"{name}\n{_num_units(units)}" for name, units in choices.items()])
-        ax.xaxis.tick_top()
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
-        ax.set(xlim=(-0.5, len(choices) - 0.5), ylim=(len(leaves) - 0.5, -0.5))
-    sizes_of_leaves = dict(zip(leaves, sizes, strict=True))
-    put_in_words(fig, cut_in_words({name: _unit_sizes(sizes_of_leaves, units) for name, units in choices.items()}))
-    return fig, ax
-
-
-def _num_units(units: Sequence[str]) -> str:
-    """Count the units, the root among them."""
-    return f"{len(units) + 1} units" if units else "1 unit"
-
-
-def _unit_sizes(leaves: Mapping[str, int], units: Sequence[str]) -> dict[str, int]:
-    """Parameters of each unit, the root first, from those of the leaves."""
-    sizes = dict.fromkeys(["root", *units], 0)
-    for leaf, size in leaves.items():
-        sizes[_owner(leaf, units)] += size
-    return sizes
-
-
-def _owner(leaf: str, units: Sequence[str]) -> str:
-    """Return the innermost unit around a module."""
-    around = [unit for unit in units if leaf == unit or leaf.startswith(f"{unit}.")]
-    return max(around, key=len, default="root")
 
 
 def draw_shards(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:

@@ -102,12 +102,12 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
     """Return notes for the memory curve of a model in a single FSDP unit: what each jump is, and when it comes."""
     gather = next(seen for seen in trace.collectives if seen.op == "all_gather")
     reduce = next(seen for seen in trace.collectives if seen.op == "reduce_scatter")
-    forward = next(phase for phase in trace.curve.phases if phase.name == "forward")
+    end_s = {phase.name: phase.end_s for phase in trace.curve.phases}
     return {
-        "all-gather: parameters are whole": gather.end_s,
-        "forward has kept its activations": forward.end_s,
-        "backward has made whole gradients": reduce.start_s,
-        "reduce-scatter: shards of the mean": reduce.end_s,
+        "all-gather: full parameters": gather.end_s,
+        "forward has kept its activations": end_s["forward"],
+        "backward has made full gradients": reduce.start_s,
+        "reduced: shards are left": end_s["backward"],  # the reduce-scatter's own buffers are gone by then
     }
 
 

@@ -46,7 +46,14 @@ STRATEGY_COLORS = {
 SERIES_COLORS = ("#6b7280", BLUE, ORANGE, VERMILION, GREEN, PURPLE)
 PHASE_COLORS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # sheer: the page shows through
 # Darker, since numbers are written on them in white.
-OP_COLORS = {"all_gather": "#00735c", "reduce_scatter": "#b34700", "all_reduce": BLUE, "broadcast": "#6b21a8"}
+OP_COLORS = {
+    "all_gather": "#00735c",
+    "reduce_scatter": "#b34700",
+    "all_reduce": BLUE,
+    "broadcast": "#6b21a8",
+    "all_to_all": "#9d174d",
+    "send": "#4b5563",
+}
 REDUCING = ("reduce_scatter", "all_reduce")
 HATCH = "////"  # one meaning in every figure: gradients of a rank's own images, not yet averaged
 PEAK_COLOR = "#c2500a"

@@ -76,14 +76,6 @@ def units_in_words(units: Sequence[str]) -> str:
     )
 
 
-def cut_in_words(choices: Mapping[str, Mapping[str, int]]) -> str:
-    """Say for each choice which modules become units, and how many parameters each has; `choices` has the counts."""
-    return " ".join(
-        f"{name}: {len(sizes)} unit{'s' * (len(sizes) != 1)}, {_listed([f'{unit} with {size:,} parameters' for unit, size in sizes.items()])}."
-        for name, sizes in choices.items()
-    )
-
-
 def streams_in_words(choices: Mapping[str, Sequence[Span]], given: str) -> str:
     """Say for each choice when the arithmetic waits, and when the step ends, in ms."""
     told = [f"Two queues of a GPU, arithmetic and communication, computed from {given}."]

@@ -8,11 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.records import CollectiveCount
 from fsdp_helpers.training.worker import first_batches
 
 
@@ -38,20 +36,6 @@ def train_ddp_by_hand(rank: int, world_size: int, config: TrainConfig) -> list[f
         optimizer.step()
         losses.append(loss.item())
     return mean_over_ranks(losses)
-
-
-def all_reduce_in_two_halves(rank: int, world_size: int) -> tuple[bool, tuple[CollectiveCount, ...]]:
-    """Compare an all-reduce with a reduce-scatter followed by an all-gather; count what the three move."""
-    values = torch.arange(1200.0, device=rank_device()) * (rank + 1)
-    with trace_collectives() as seen:
-        whole = values.clone()
-        dist.all_reduce(whole)
-
-        part = values.new_empty(len(values) // world_size)
-        dist.reduce_scatter_tensor(part, values)  # each rank: its part of the sum
-        gathered = torch.empty_like(values)
-        dist.all_gather_into_tensor(gathered, part)  # every rank: all parts
-    return torch.equal(whole, gathered), count_collectives(seen)
 
 
 class FlatUnit:
@@ -130,7 +114,8 @@ def train_by_fully_shard(rank: int, world_size: int, config: TrainConfig) -> lis
     model = build_model(config.model, dropout=config.dropout).to(device)
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)  # all ranks start from rank 0's copy
-    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
     torch.manual_seed(config.seed + 1 + rank)  # every rank draws its own dropout masks
 

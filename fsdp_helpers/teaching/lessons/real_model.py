@@ -3,7 +3,6 @@
 import logging
 import os
 import warnings
-from collections import defaultdict
 from functools import partial
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.config import TrainConfig
@@ -169,33 +167,3 @@ def train_in_two_dimensions(
 def losses_unsharded(rank: int, world_size: int, config: TrainConfig) -> list[float]:
     """Return the losses of the same steps in one process."""
     return sgd_losses(seeded_model(config), first_batches(rank, world_size, config))
-
-
-def clip_by_mesh(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip gradients that lie on several meshes; return the norm of all of them together, before."""
-    parameters = defaultdict(list)
-    for parameter in model.parameters():
-        parameters[parameter.device_mesh].append(parameter)
-    norms = [get_total_norm([own.grad for own in group]).full_tensor() for group in parameters.values()]
-    norm = torch.linalg.vector_norm(torch.stack(norms))  # squares add up
-    for group in parameters.values():
-        clip_grads_with_norm_(group, max_norm, norm)
-    return norm
-
-
-def clip_in_two_dimensions(rank: int, world_size: int, config: TrainConfig, max_norm: float) -> dict[str, str]:
-    """Clip the gradient of one batch in two ways; return the norms that they report, and the norm afterward."""
-    # A norm over both dimensions takes two reductions; torch would say so. They are of a single number.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    mesh = init_device_mesh(rank_device().type, (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
-    model = shard_in_two_dimensions(seeded_model(config), mesh)
-    images, labels = first_batches(mesh.get_local_rank("data"), mesh["data"].size(), config)[0]
-    F.cross_entropy(model(images), labels).backward()
-    found = {}
-    try:
-        found["clip_grad_norm_"] = f"{nn.utils.clip_grad_norm_(model.parameters(), max_norm).full_tensor():.6f}"
-    except (RuntimeError, ValueError) as error:
-        found["clip_grad_norm_"] = str(error).partition(",")[0]
-    found["clip_by_mesh"] = f"{clip_by_mesh(model, max_norm):.6f}"
-    found["afterward"] = f"{clip_by_mesh(model, max_norm):.6f}"
-    return found

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.profiler import record_function
 
@@ -93,9 +93,16 @@ def save_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
 def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Do what is at the heart of `load`: every rank reads what it keeps now, from whichever files have it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    for name in list(optimizer_state["state"]):
+        if f"optimizer.state.{name}.step" not in saved:
+            del optimizer_state["state"][name]  # it had had no gradient yet: Adam starts with its first one
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)  # fills them
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    options = StateDictOptions(strict=False)  # not every parameter has moments
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
 
 
 class AppState(Stateful):

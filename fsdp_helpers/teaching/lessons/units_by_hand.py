@@ -1,4 +1,7 @@
-"""FSDP by hand with several units: hooks gather and free them, and storage is emptied while autograd holds on to it."""
+"""FSDP by hand with several units: hooks unshard and reshard them, and storage is emptied while autograd holds on to it.
+
+Chapter 04 has the class and the two functions that use it in its cells; a test compares them with these.
+"""
 
 from collections.abc import Callable
 
@@ -8,65 +11,62 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.exchange import sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.teaching.lessons.by_hand import FlatUnit
 from fsdp_helpers.training.worker import first_batches
 
 
 class HookedUnit:
-    """A unit that gathers itself before its module computes, and frees itself afterward.
+    """A unit that unshards itself before its module computes, and reshards itself afterward.
 
-    The parameters are views of one flat tensor, `whole`, for as long as they live. To free them is to empty its
-    *storage*: autograd keeps the views that backward needs, but no bytes. To gather them is to fill it again.
+    The parameters are views of one flat tensor, `full`, for as long as they live. To reshard is to empty its *storage*:
+    autograd keeps the views that backward needs, but no bytes. To unshard is to fill it again.
     """
 
     def __init__(self, parameters: list[nn.Parameter], rank: int, world_size: int) -> None:
         self.parameters, self.world_size = parameters, world_size
-        self.whole = self._flatten([parameter.data for parameter in parameters])
-        self.num_bytes = self.whole.nbytes
-        self.shard = nn.Parameter(self.whole.chunk(world_size)[rank].clone())
+        self.full = self._flatten([parameter.data for parameter in parameters])
+        self.num_bytes = self.full.nbytes
+        self.shard = nn.Parameter(self.full.chunk(world_size)[rank].clone())
         sizes = [parameter.numel() for parameter in parameters]
-        for parameter, view in zip(parameters, self.whole[: sum(sizes)].split(sizes), strict=True):
+        for parameter, view in zip(parameters, self.full[: sum(sizes)].split(sizes), strict=True):
             parameter.data = view.view(parameter.shape)
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
         self.gathering: dist.Work | None = None
         self.reshard()
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         """Begin the all-gather, unless it has begun already."""
         if self.gathering is None:
-            self.whole.untyped_storage().resize_(self.num_bytes)
-            self.gathering = dist.all_gather_into_tensor(self.whole, self.shard.data, async_op=True)
+            self.full.untyped_storage().resize_(self.num_bytes)
+            self.gathering = dist.all_gather_into_tensor(self.full, self.shard.data, async_op=True)
 
     def unshard(self) -> None:
-        """Let the module compute with whole parameters."""
-        self.start_gather()
+        """Let the module compute with full parameters."""
+        self.start_unshard()
         self.gathering.wait()
 
     def reshard(self) -> None:
         """Keep the shard only, whoever still holds the parameters."""
-        self.whole.untyped_storage().resize_(0)
+        self.full.untyped_storage().resize_(0)
         self.gathering, self.num_missing = None, len(self.parameters)
 
     def _gradient_arrived(self, _: Tensor) -> None:
         self.num_missing -= 1
-        if self.num_missing == 0:  # backward has passed this unit
+        if self.num_missing == 0:  # backward is done with this unit
             self.reduce_gradients()
             self.reshard()
 
     def reduce_gradients(self) -> None:
-        """Reduce-scatter the gradients: each rank gets its shard of the mean, and the whole gradients are freed."""
-        whole = self._flatten([parameter.grad for parameter in self.parameters])
+        """Reduce-scatter the gradients: each rank gets its shard of the mean, and the full gradients are freed."""
+        full = self._flatten([parameter.grad for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.grad = None
         self.shard.grad = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(self.shard.grad, whole)
+        dist.reduce_scatter_tensor(self.shard.grad, full)
         self.shard.grad /= self.world_size
 
     def _flatten(self, tensors: list[Tensor]) -> Tensor:
@@ -78,14 +78,14 @@ def shard_by_hand(model: nn.Module, rank: int, world_size: int) -> list[nn.Param
     """Make each of `model.blocks` a unit, and a root of the rest; return what the optimizer steps, the shards."""
     in_blocks = set(model.blocks.parameters())
     root = HookedUnit([p for p in model.parameters() if p not in in_blocks], rank, world_size)
-    model.register_forward_pre_hook(lambda *_: root.unshard())  # and stays whole until its last gradient has arrived
+    model.register_forward_pre_hook(lambda *_: root.unshard())  # until its last gradient has arrived
     units = [HookedUnit(list(block.parameters()), rank, world_size) for block in model.blocks]
     for block, unit in zip(model.blocks, units, strict=True):
         block.register_forward_pre_hook(lambda *_, unit=unit: unit.unshard())
         block.register_forward_hook(lambda *_, unit=unit: unit.reshard())
         block.register_full_backward_pre_hook(lambda *_, unit=unit: unit.unshard())
     for block, before in zip(model.blocks[1:], units, strict=False):
-        block.register_full_backward_pre_hook(lambda *_, before=before: before.start_gather())  # one unit ahead
+        block.register_full_backward_pre_hook(lambda *_, before=before: before.start_unshard())  # one unit ahead
     return [unit.shard for unit in (root, *units)]
 
 
@@ -101,7 +101,7 @@ def shard_by_torch(model: nn.Module, rank: int, world_size: int) -> list[nn.Para
 def train_in_units(
     rank: int, world_size: int, config: TrainConfig, shard: Callable[[nn.Module, int, int], list[nn.Parameter]]
 ) -> list[float]:
-    """Train a model that `shard` has cut into units; the loop is that of plain training."""
+    """Train a model that `shard` has divided into units; the loop is that of plain training."""
     batches = first_batches(rank, world_size, config)
     torch.manual_seed(config.seed)  # every rank begins with the same values
     model = build_model(config.model, dropout=config.dropout).to(rank_device())
@@ -116,19 +116,3 @@ def train_in_units(
         optimizer.step()
         losses.append(loss.detach())
     return (sum_over_ranks(torch.stack(losses)) / world_size).tolist()
-
-
-def bytes_after_forward(rank: int, world_size: int, empties_storage: bool) -> dict[str, int]:
-    """Free a unit between forward and backward in two ways, and count what is left of its parameters."""
-    with trace_memory(rank_device()) as trace:
-        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]).to(rank_device())
-        parameters = list(model.parameters())
-        unit = HookedUnit(parameters, rank, world_size) if empties_storage else FlatUnit(model, rank, world_size)
-        unit.unshard()
-        outputs = model(torch.ones(1, 1024, device=rank_device()))  # autograd now holds on to the parameters
-        unit.reshard()
-        with record_function("between forward and backward"):
-            pass
-        del outputs
-    (at_mark, _) = trace.between_marks("between forward and backward")[0]
-    return {"shard": unit.shard.nbytes, "allocated": at_mark}

@@ -4,6 +4,7 @@ import ast
 import difflib
 import inspect
 import platform
+import re
 import symtable
 import sys
 import textwrap
@@ -19,6 +20,8 @@ from fsdp_helpers.teaching.page.listings import Listing, SideBySide
 from fsdp_helpers.teaching.page.machine_memory import describe_memory
 
 MAX_IMPORT_WIDTH = 100
+NUMBER = re.compile(r"[-−+~<≤]?\s?\d[\d,]*(\.\d+)?(e[-+]?\d+)?(\s?(%|x|×|[kMGT]?B|[mµn]?s|min|h))?")
+EMPTY = ("", "-", "–", "—", "None")  # in a column of numbers: there is none here
 Import = tuple[str, str, str]  # module, name in it ("" for the module itself), and the name it goes by here
 
 
@@ -172,10 +175,16 @@ def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
-    """Show a table: the first column to the left, the others to the right, where numbers belong."""
-    alignment = [":--", *["--:"] * (len(headers) - 1)]
-    lines = [headers, alignment, *rows]
-    return Markdown("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines))
+    """Show a table: numbers to the right, with or without a unit, and everything else to the left."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    alignment = ["--:" if _is_numeric([row[column] for row in cells]) else ":--" for column in range(len(headers))]
+    lines = [headers, [":--", *alignment[1:]], *cells]  # the first column names its row, also where that is a number
+    return Markdown("\n".join("| " + " | ".join(line) + " |" for line in lines))
+
+
+def _is_numeric(column: list[str]) -> bool:
+    filled = [text for cell in column if (text := cell.strip("*` ")) not in EMPTY]
+    return bool(filled) and all(NUMBER.fullmatch(text) for text in filled)
 
 
 def machine(

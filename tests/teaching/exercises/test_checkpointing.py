@@ -39,6 +39,13 @@ def ranks_without_rows(num_rows, saved, loading, rank):
     return overlapping(num_rows, saved, loading, rank) or [rows_a_rank(num_rows, rows_a_rank(num_rows, saved)) - 1]
 
 
+def the_hint_as_code(num_rows, saved, loading, rank):
+    """The hint, with "as far as there are rows" for the own rows alone; wrong for 3 rows, 2 -> 4, where rank 3 has none."""
+    old, new = rows_a_rank(num_rows, saved), rows_a_rank(num_rows, loading)
+    first, end = rank * new, min((rank + 1) * new, num_rows)
+    return [r for r in range(saved) if r * old < end and first < (r + 1) * old]
+
+
 class TestCheckpointBytes(FunctionTests):
     checker = staticmethod(checkpointing.check_checkpoint_bytes)
     right = [lambda p: 12 * p, lambda p: 3.0 * p * 4]
@@ -60,6 +67,7 @@ class TestRanksToRead(FunctionTests):
         lambda num_rows, saved, loading, rank: [rank],
         last_rank_too_far,
         ranks_without_rows,
+        the_hint_as_code,
         lambda *case: 2 * overlapping(*case),
         table({(12, 4, 4, 0): [0], (12, 4, 4, 1): [1], (12, 4, 4, 2): [2], (12, 4, 4, 3): [3]}),  # the lazy one
     ]
@@ -70,6 +78,7 @@ class TestRanksToRead(FunctionTests):
         "answer, message",
         [
             (last_rank_too_far, "12 rows, written by 4 ranks and read by 4: rank 0 keeps rows 0 to 2"),
+            (the_hint_as_code, "3 rows, written by 2 ranks and read by 4: rank 3 keeps no rows"),
             (ranks_without_rows, "5 rows, written by 4 ranks and read by 4: rank 3 keeps no rows"),
         ],
     )

@@ -142,6 +142,14 @@ WRONG = [
     # torchrun takes the last one, and after a script's name all belongs to the script
     ([("--max-restarts=3", "--nnodes=1 --max-restarts=3")], "torchrun --nnodes is 1; 4 or 4:4 is needed"),
     ([('"$SLURM_JOB_NUM_NODES"', "4")], "submitted with sbatch --nodes=2: torchrun --nnodes is 4; 2 or 2:2 is needed"),
+    ([('"$first:$((20000 + SLURM_JOB_ID % 10000))"', '"127.0.0.1:1"'), ("c10d", "static")], "rdzv-backend is static"),
+    # each node's own name, looked up where torchrun runs
+    (
+        [("srun torchrun", "srun bash -c 'torchrun"), ("$first:", "$(hostname):"), ("train.py &", "train.py' &")],
+        "torchruns that meet at gpu-0:.* and gpu-1:.* never meet",
+    ),
+    ([('requeue "$SLURM_JOB_ID"', "requeue 1")], "the job was not queued again: scontrol requeue, with its id"),
+    ([("exit $status", "exit 1")], "every torchrun ended well, and the script left with exit status 1"),
     ([("$first:", "gpu-0:")], "submitted with sbatch --nodes=2: .* the meeting point has to be one of the job's nodes"),
     ([("--max-restarts=3", "--max-restart=three")], "torchrun does not take its arguments: .*invalid int value"),
     ([("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")], "kills ranks 120 s after SIGTERM; saving takes up to 300 s"),

@@ -63,6 +63,7 @@ class TestPlan(BuildTests):
     starter = "replace the ... with your answer"
     wrong = [
         ([("range(num_blocks + 1)", "range(1, num_blocks + 1)")], "fits with fewer blocks|does fit both"),
+        ([("range(num_blocks + 1)", "reversed(range(num_blocks + 1))")], "it fits with fewer blocks on the host, too"),
         ([("<= device_bytes", "< device_bytes")], "does fit both memories|fits with fewer"),
         ([("range(num_blocks + 1)", "range(num_blocks)")], "does fit both memories"),
         (

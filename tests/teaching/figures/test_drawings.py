@@ -5,10 +5,8 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from torch import nn
 
 from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
-from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings, stages
 from fsdp_helpers.teaching.figures.descriptions import describe
@@ -31,13 +29,11 @@ ONE_NUMBER = TensorEntry(
     shape=(),
     shards=(ShardEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
 )
-CHOICES = {"none": [], "one": ["fc1"], "nested": ["features.0", "features"]}
 SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
 DRAWINGS = {
     "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
     "draw_step": (stages.FSDP_STEP,),
     "draw_units": (["net", "first", "second"],),
-    "draw_cut": (build_model("shallow"), CHOICES),
     "draw_shards": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
 }
 
@@ -142,29 +138,9 @@ def test_a_shard_without_room_names_its_rows_alone():
     assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
 
 
-def test_a_unit_has_the_same_color_in_every_column_and_neighbors_differ():
-    ax = drawings.draw_cut(build_model("shallow"), {"two": ["fc1", "fc2"], "one": ["fc2"]})[1]
-    colors = [to_hex(cell.get_facecolor()) for cell in ax.patches]
-    root, first, second = drawings.ROOT_COLOR, *drawings.UNIT_COLORS
-    # features.0, features.2, fc1, fc2 in each of the two columns
-    assert colors == [root, root, first, second, root, root, root, second]
-
-
 def test_shards_have_the_colors_of_the_series():
     ax = drawings.draw_shards([entry("weight", 3, 3, 2)])[1]
     assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == list(SERIES_COLORS[1:4])
-
-
-def test_the_innermost_unit_owns_a_layer():
-    ax = drawings.draw_cut(build_model("shallow"), CHOICES)[1]
-    # layers features.0, features.2, fc1, fc2, one column a choice
-    assert [text.get_text() for text in ax.texts] == [
-        *["root", "root", "root", "root"],
-        *["root", "root", "fc1", "root"],
-        *["features.0", "features", "root", "root"],
-    ]
-    # the root is a unit too
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["none\n1 unit", "one\n2 units", "nested\n3 units"]
 
 
 # ---------------------------------------------------------------- in words
@@ -190,14 +166,6 @@ def test_units_in_words():
     assert "The root, net, stays unsharded from the first moment to the last." in text
     assert "In backward first is unsharded one unit early" in text
     assert "early" not in describe(drawings.draw_units(["net", "first"])[0])
-
-
-def test_a_cut_in_words():
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))  # 9 and 4 parameters
-    text = describe(drawings.draw_cut(model, {"none": [], "first": ["0"]})[0])
-    assert text == (
-        "none: 1 unit, root with 13 parameters. first: 2 units, root with 4 parameters and 0 with 9 parameters."
-    )
 
 
 def test_streams_in_words():

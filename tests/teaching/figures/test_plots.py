@@ -320,14 +320,15 @@ def test_a_memory_curve_in_megabytes_over_milliseconds():
 def test_notes_stand_above_the_curve_at_their_moments():
     trace = step_trace(*PHASES)
     ax = plots.plot_memory_curve(trace.curve, "One step", plots.moments_of_one_unit(trace))[1]
-    # The gather ends at 50 ms, forward at 100; the reduce-scatter takes from 100 to 150; memory rises from 16 to 40 MB
+    # The gather ends at 50 ms, forward at 100, where the reduce-scatter begins, backward at 200; memory rises from 16 to
+    # 40 MB and falls again
     lines = dict(zip(texts(ax)[-4:], ax.lines[2:], strict=True))
     moments = {text.split()[0]: (round(line.get_xdata()[0]), line.get_ydata()[0]) for text, line in lines.items()}
     assert moments == {
         "all-gather:": (50, 16),
         "forward": (100, 40),
         "backward": (100, 40),
-        "reduce-scatter:": (150, 40),
+        "reduced:": (200, 16),
     }
     # Each text begins at its line and lies lower than the one before, above the peak: no line crosses a text
     ends = sorted((line.get_xdata()[0], -line.get_ydata()[1]) for line in lines.values())
@@ -507,7 +508,7 @@ def test_a_step_is_told_with_its_traffic_and_its_memory():
 def test_notes_are_told_in_time():
     trace = step_trace(*PHASES)
     text = of("plot_memory_curve", trace.curve, "One step", plots.moments_of_one_unit(trace))
-    assert "Marked: at 50 ms, all-gather: parameters are whole; at 100 ms, forward has kept its activations; at" in text
+    assert "Marked: at 50 ms, all-gather: full parameters; at 100 ms, forward has kept its activations; at" in text
 
 
 def test_a_notebook_gets_twice_the_pixels_and_the_description():

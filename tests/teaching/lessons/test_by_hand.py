@@ -11,7 +11,6 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives
 from fsdp_helpers.measuring.memory import traced
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.records import CollectiveCount
 from fsdp_helpers.teaching.lessons import by_hand, probes
 
 
@@ -57,55 +56,11 @@ def test_no_padding_where_the_ranks_divide():
     assert [by_hand.FlatUnit(nn.Linear(2, 3), 0, world_size=count).padding for count in (3, 1)] == [0, 0]
 
 
-@pytest.mark.parametrize("world_size", mostly_long([2, 3], telling=(1,)))
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(world_size):
-    # 1,200 values of 4 bytes each; of 4,800 bytes a rank sends a half or two thirds in either half of the all-reduce
-    half = {2: 2400, 3: 3200}[world_size]
-    sent = {"all_reduce": 2 * half, "reduce_scatter": half, "all_gather": half}
-    counts = tuple(CollectiveCount(op=op, count=1, bytes=4800, sent_bytes=size) for op, size in sent.items())
-    expected = [(True, counts)] * world_size
-    assert launch(by_hand.all_reduce_in_two_halves, world_size=world_size, device="cpu") == expected
-
-
-def test_without_the_division_the_gradient_is_larger_by_the_ranks(digits_dir):
-    config = TrainConfig(**settings(digits_dir))
-    mean, total = (
-        launch(probes.gradient_norm, config, average, world_size=3, device="cpu")[0] for average in (True, False)
-    )
-    assert total / mean == pytest.approx(3)
-
-
 def test_nested_by_hand():
     (printed,) = set(launch(probes.nest_by_hand, world_size=2, device="cpu"))
     assert printed.count("FullyShardedDataParallel(") == 2  # the root and the first layer
     first, last = printed.index("in_features=784"), printed.index("in_features=512")
     assert printed.rindex("FullyShardedDataParallel(") < first < last
-
-
-@pytest.mark.parametrize(
-    "strategy, api, kind, local_shape",
-    [
-        # FSDP1: one flat tensor cut in the middle; rank 0's shard ends inside fc1's weight. FSDP2: 128 rows / 2
-        ("fsdp", "fsdp2", "DTensor", [64, 9216]),
-        ("ddp", "fsdp2", "Parameter", [128, 9216]),
-    ],
-)
-def test_sharded_parameters_described(strategy, api, kind, local_shape):
-    config = TrainConfig(strategy=strategy, api=api)
-    for printed, parameters in launch(probes.describe_sharded, config, world_size=2, device="cpu"):
-        (weight,) = [row for row in parameters if row[0].endswith("fc1.weight")]
-        assert weight[1:] == (kind, [128, 9216], local_shape)
-        assert "(fc1): " in printed
-
-
-def test_any_module_can_be_traced():
-    for losses, trace in launch(traced, probes.train_your_own, world_size=2, device="cpu"):
-        assert losses[1] < losses[0]
-        assert [phase.name for phase in trace.curve.phases] == ["forward", "backward", "step"]
-        assert trace.curve.peak_bytes > trace.curve.held_bytes > 0
-        # Two layers and a root without parameters of its own: 2 gathered in forward, 2 in backward, 2 reduced
-        counts = {seen.op: seen.count for seen in count_collectives(trace.collectives)}
-        assert counts == {"all_gather": 4, "reduce_scatter": 2}
 
 
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])

@@ -17,17 +17,19 @@ from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
 from fsdp_helpers.teaching.lessons import by_hand, saving, starts
 from fsdp_helpers.teaching.lessons.by_hand import FlatUnit
-from fsdp_helpers.teaching.lessons.probes import say_hello, show_all_reduce
+from fsdp_helpers.teaching.lessons.probes import add_up_without
 from fsdp_helpers.teaching.page import machine_gpus, show
 from fsdp_helpers.training import loop, worker
 
 
 def test_source_of_functions_and_methods():
-    shown = show.source(size_policy, FlatUnit.unshard, show_all_reduce)
-    assert shown.code.startswith("from collections.abc import Set\nfrom functools import partial\n\nimport torch\n")
+    shown = show.source(size_policy, FlatUnit.unshard, add_up_without)
+    assert shown.code.startswith(
+        "import os\nimport signal\nfrom collections.abc import Set\nfrom functools import partial\n"
+    )
     assert "\n\n\ndef size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:\n" in shown.code
     assert "\n\n\ndef unshard(self) -> None:\n    " in shown.code  # a method starts at the left margin too
-    assert shown.code.endswith("return before, values.tolist()\n")
+    assert shown.code.endswith("return total.item()\n")
 
 
 def test_a_listing_says_file_and_line():
@@ -42,11 +44,9 @@ def test_a_listing_says_file_and_line():
 
 
 def test_the_imports_are_those_that_the_code_needs():
-    # `ones` and `rank` are its own, `int` is Python's, `nn` and others are imported by the module and not used here
-    assert show.needed_imports(say_hello) == (
-        "import os\n\n"
-        "import torch\nimport torch.distributed as dist\n\n"
-        "from fsdp_helpers.ranks.group import rank_device\n"
+    # `total` and `rank` are its own, `int` is Python's, `nn` and others are imported by the module and not used here
+    assert show.needed_imports(add_up_without) == (
+        "import os\nimport signal\n\nimport torch\nimport torch.distributed as dist\n"
     )
 
 
@@ -66,7 +66,6 @@ def needs_nothing(value):
 
 LISTINGS = [
     (by_hand.train_ddp_by_hand, by_hand.FlatUnit, by_hand.train_fsdp_by_hand, by_hand.train_by_fully_shard),
-    (by_hand.all_reduce_in_two_halves,),
     (worker.train_epochs,),
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
     (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
@@ -160,7 +159,7 @@ def test_predictions():
     rows = [("held", "16·P", 1_600, 1_604), ("peak", "20·P", 2_000.4, 1_990)]
     assert show.predictions(rows, what="one rank").data.splitlines() == [
         "| one rank | formula | predicted bytes | measured bytes | measured / predicted |",
-        "| :-- | --: | --: | --: | --: |",
+        "| :-- | :-- | --: | --: | --: |",
         "| held | 16·P | 1,600 | 1,604 | 1.00250 |",
         "| peak | 20·P | 2,000 | 1,990 | 0.99480 |",
     ]
@@ -184,6 +183,23 @@ def test_table():
         "| ddp | 24.0 | 1.0 |",
         "| fsdp | 9.6 | None |",
     ]
+
+
+@pytest.mark.parametrize(
+    "cells, side",
+    [
+        (["1,024", "7", "-"], "--:"),
+        (["4.80 MB", "-3 %", "1.2e-07", "≤ 2.5 ms", "**500**"], "--:"),
+        (["16·P", "4·P"], ":--"),
+        (["12", "none"], ":--"),
+        (["[64, 9216]"], ":--"),
+        (["-", ""], ":--"),
+        (["2 ranks"], ":--"),
+    ],
+)
+def test_numbers_are_to_the_right_and_text_to_the_left(cells, side):
+    shown = show.table(["which", "it"], [[place, cell] for place, cell in enumerate(cells)])
+    assert shown.data.splitlines()[1] == f"| :-- | {side} |"
 
 
 @pytest.fixture

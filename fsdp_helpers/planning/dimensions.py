@@ -1,0 +1,196 @@
+"""Bytes that a rank sends in one step along each dimension of a mesh, from arithmetic alone. No torch import.
+
+All of them count a ring, as `collective_sent_bytes` does, and fp32 unless `value_bytes` says otherwise. `tokens` are those
+of one step that the ranks of the dimension work on together: sequences times their full length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.traffic import collective_sent_bytes
+
+
+def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
+    """Every unit is gathered twice and its gradient reduce-scattered: 3 · (N−1)/N · P.
+
+    Padding is not counted, and every parameter is in a unit below the root.
+    """
+    full_bytes = params * value_bytes
+    gathered = collective_sent_bytes("all_gather", 2 * full_bytes, ranks)
+    return gathered + collective_sent_bytes("reduce_scatter", full_bytes, ranks)
+
+
+def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: int = FP32_BYTES) -> int:
+    """FSDP among `shards` ranks, and an all-reduce of each gradient shard among `replicas`: + 2 · (R−1)/R · P/S."""
+    reduced = collective_sent_bytes("all_reduce", params * value_bytes // shards, replicas)
+    return fsdp_sent_bytes(params, shards, value_bytes=value_bytes) + reduced
+
+
+def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
+    """Two all-reduces in a block's forward and two in its backward: 4 · L · 2 · (t−1)/t · tokens · width.
+
+    With sequence parallelism each all-reduce becomes its two halves, and the bytes stay the same.
+    Source: M. Shoeybi et al. 2019, arXiv:1909.08053, section 3; V. Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+    return 4 * layers * collective_sent_bytes("all_reduce", tokens * width * value_bytes, ranks)
+
+
+def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
+    """Keys and values gathered in forward, their gradients scattered in backward: 4 · L · (c−1)/c · tokens · kv_width.
+
+    `kv_width` is the width of the keys: less than the model's if several heads share them. A ring that keeps what it
+    receives sends as much; one that sends keys and values around again in backward sends half as much again.
+    Source: H. Liu et al. 2023, arXiv:2310.01889.
+    """
+    full_bytes = 2 * tokens * kv_width * value_bytes  # keys and values
+    gathered = collective_sent_bytes("all_gather", full_bytes, ranks)
+    return layers * (gathered + collective_sent_bytes("reduce_scatter", full_bytes, ranks))
+
+
+def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:
+    """One activation forward and one gradient back: 2 · tokens · width; half of it for a stage `at_the_end`.
+
+    The number of stages and of micro-batches does not matter.
+    Source: Y. Huang et al. 2018, arXiv:1811.06965.
+    """
+    return (1 if at_the_end else 2) * tokens * width * value_bytes
+
+
+def pipeline_bubble(stages: int, micro_batches: int) -> float:
+    """Return the part of a step in which a stage waits, under GPipe and 1F1B alike: (S−1) / (M+S−1).
+
+    Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead: by the time of the work.
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def expert_sent_bytes(
+    layers: int, rows_to_others: int, rows_from_others: int, width: int, *, value_bytes: int = FP32_BYTES
+) -> int:
+    """Tokens sent to their experts and results sent back, in forward and in backward: 2 · L · (out + in) · width.
+
+    `rows_to_others` and `rows_from_others` are the tokens that leave and reach this rank in one layer. A balanced
+    router sends (e−1)/e of a rank's tokens out, and as many come in. The counts themselves are not included.
+    Source: D. Lepikhin et al. 2020, arXiv:2006.16668.
+    """
+    return 2 * layers * (rows_to_others + rows_from_others) * width * value_bytes
+
+
+class PipelineWork(NamedTuple):
+    """A forward ("F") or backward ("B") of one micro-batch, in units of a micro-batch's forward."""
+
+    kind: str
+    number: int
+    start: float
+    end: float
+
+
+def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) -> list[list[PipelineWork]]:
+    """Return when each stage does what, as early as possible; `orders` have each stage's work, such as "F0" or "B3".
+
+    A forward waits for the stage before, a backward for the stage behind; a forward takes 1, sending takes nothing.
+    Raises ValueError for orders that wait for each other.
+    """
+    ends: dict[tuple[int, str], float] = {}
+    spans: list[list[PipelineWork]] = [[] for _ in orders]
+    while any(len(done) < len(order) for done, order in zip(spans, orders, strict=True)):
+        before = len(ends)
+        for stage, (done, order) in enumerate(zip(spans, orders, strict=True)):
+            if len(done) == len(order):
+                continue
+            name = order[len(done)]
+            kind, number = name[0], int(name[1:])
+            needed = stage - 1 if kind == "F" else stage + 1
+            if 0 <= needed < len(orders) and (needed, name) not in ends:
+                continue
+            start = max(ends.get((needed, name), 0.0), done[-1].end if done else 0.0)
+            ends[stage, name] = start + (1.0 if kind == "F" else backward)
+            done.append(PipelineWork(kind, number, start, ends[stage, name]))
+        if len(ends) == before:
+            waiting = [order[len(done)] for done, order in zip(spans, orders, strict=True) if len(done) < len(order)]
+            raise ValueError(f"these stages wait for each other: {', '.join(waiting)} can never begin")
+    return spans
+
+
+def idle_share(spans: Sequence[Sequence[PipelineWork]]) -> float:
+    """Return the part of the stages' time in which they do nothing, from the first forward to the last backward."""
+    end = max(work.end for stage in spans for work in stage)
+    busy = sum(work.end - work.start for stage in spans for work in stage)
+    return 1 - busy / (end * len(spans))
+
+
+def most_in_flight(order: Sequence[str]) -> int:
+    """Return the most micro-batches whose activations a stage keeps at once: forwards without their backward."""
+    in_flight = most = 0
+    for name in order:
+        in_flight += 1 if name.startswith("F") else -1
+        most = max(most, in_flight)
+    return most
+
+
+@dataclass(frozen=True, kw_only=True)
+class DimensionedRun:
+    """A training run in several dimensions: its model, its mesh, and what was published of it."""
+
+    model: str
+    params: int
+    layers: int
+    width: int
+    kv_width: int
+    data: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    sequences: int  # that a data rank reads in a step
+    length: int  # of a sequence, in tokens
+    tokens_per_s: float | None = None  # of one GPU
+    memory_gib: float | None = None  # of one GPU
+
+    @property
+    def num_gpus(self) -> int:
+        return self.data * self.tensor * self.context * self.pipeline
+
+    def sent_bytes(self, value_bytes: int = 2) -> dict[str, int]:
+        """Return what one rank sends in a step along each dimension, all of it in `value_bytes` a value.
+
+        A rank has layers / pipeline layers, works on 1 / context of the tokens, and keeps 1 / tensor of each matrix;
+        FSDP shards that over the ranks of data and context. Layers that do not divide are counted as a fraction.
+        """
+        layers = self.layers / self.pipeline
+        own_tokens = self.sequences * self.length // self.context
+        both = {"value_bytes": value_bytes}
+        sent = {
+            "FSDP": fsdp_sent_bytes(self.params // (self.tensor * self.pipeline), self.data * self.context, **both),
+            "tensor": round(layers * tensor_sent_bytes(1, own_tokens, self.width, self.tensor, **both)),
+            "context": round(
+                layers
+                * context_sent_bytes(
+                    1, self.sequences * self.length, self.kv_width // self.tensor, self.context, **both
+                )
+            ),
+            "pipeline": pipeline_sent_bytes(own_tokens, self.width, **both) if self.pipeline > 1 else 0,
+        }
+        return {name: size for name, size in sent.items() if size}
+
+
+LLAMA_70B = {"model": "Llama 3.1 70B", "params": 70_553_706_496, "layers": 80, "width": 8192, "kv_width": 1024}
+LLAMA_405B = {"model": "Llama 3.1 405B", "params": 405_853_388_800, "layers": 126, "width": 16384, "kv_width": 1024}
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 4 (2D + AsyncTP), 5 (Interleaved 1F1B) and 6 (1F1B):
+# H100s, torch.compile, Float8, full recomputation.
+PUBLISHED_DIMENSIONS = (
+    DimensionedRun(
+        **LLAMA_70B, data=32, tensor=8, sequences=16, length=8192, tokens_per_s=876, memory_gib=67.6,
+    ),
+    DimensionedRun(
+        **LLAMA_405B, data=8, tensor=8, pipeline=8, sequences=32, length=8192, tokens_per_s=128, memory_gib=72.7,
+    ),
+    *(
+        DimensionedRun(
+            **LLAMA_405B, data=8 // context, tensor=8, context=context, pipeline=8, sequences=8,
+            length=32_768 * context, tokens_per_s=speed, memory_gib=memory,
+        )
+        for context, speed, memory in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1), (8, 16, 84.9))
+    ),
+)  # fmt: skip

@@ -1,0 +1,125 @@
+"""The figures of notebook 15: ranks in two dimensions, causal attention shared, a pipeline's step, and sent bytes."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from fsdp_helpers.planning.dimensions import PipelineWork, idle_share
+from fsdp_helpers.quantities import MB, in_mb
+from fsdp_helpers.teaching.figures.descriptions import put_in_words
+from fsdp_helpers.teaching.figures.style import (
+    OP_COLORS,
+    SERIES_COLORS,
+    STATE_COLORS,
+    figure_style,
+    ink_on,
+    swatches,
+)
+from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
+
+WORK_COLORS = {"F": STATE_COLORS["parameters"], "B": STATE_COLORS["gradients"]}
+
+
+def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
+    """Draw one panel per mesh of 2 x 2 ranks: in each rank's box one line per thing that it has.
+
+    `meshes` has the names of both dimensions, rows first, and for each of them what ranks 0 and 1 along it have.
+    """
+    with figure_style():
+        fig, axes = plt.subplots(1, len(meshes), figsize=(9, 2.5), layout="constrained")
+        for ax, ((rows, columns), has) in zip(axes, meshes.items(), strict=True):
+            for rank in range(4):
+                row, column = divmod(rank, 2)
+                lines = f"rank {rank}\n{has[rows][row]}\n{has[columns][column]}"
+                ax.add_patch(plt.Rectangle((column, row), 0.94, 0.9, facecolor=STATE_COLORS["optimizer"]))
+                ax.text(column + 0.47, row + 0.45, lines, ha="center", va="center", fontsize=7.5, color="black")
+            ax.set_title(f"{rows} × {columns}")
+            ax.set_xlabel(f"{columns} →")
+            ax.set_ylabel(f"← {rows}")
+            ax.set(xlim=(0, 2), ylim=(2, 0), xticks=[], yticks=[])
+            ax.spines[:].set_visible(False)
+    told = [
+        f"{rows} by {columns}: along {rows} the ranks have {' and '.join(has[rows])}, along {columns} they have "
+        f"{' and '.join(has[columns])}."
+        for (rows, columns), has in meshes.items()
+    ]
+    put_in_words(fig, " ".join(["Four ranks in two dimensions.", *told]).replace("\n", " "))
+    return fig, axes
+
+
+def draw_causal_work(splits: Mapping[str, Sequence[int]]) -> tuple[Figure, Sequence[Axes]]:
+    """Draw which rank computes which scores of causal attention; `splits` name for each token the rank that has it."""
+    with figure_style():
+        fig, axes = plt.subplots(1, len(splits), figsize=(3.2 * len(splits), 2.9), layout="constrained")
+        told = []
+        for ax, (name, owners) in zip(axes, splits.items(), strict=True):
+            length, pairs = len(owners), causal_pairs(owners)
+            owner_of_row = np.repeat(np.asarray(owners, float)[:, None], length, axis=1)
+            seen = np.where(np.tri(length, dtype=bool), owner_of_row, np.nan)
+            colors = ListedColormap(SERIES_COLORS[1 : 1 + len(pairs)])
+            ax.imshow(seen, cmap=colors, vmin=0, vmax=len(pairs) - 1, interpolation="nearest")
+            counted = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(pairs))
+            ax.set_title(f"{name}\n{counted} scores", fontsize=9)
+            ax.set(xlabel="key (token)", ylabel="query (token)")
+            told.append(f"{name}: {counted} scores.")
+    put_in_words(fig, " ".join(["Scores of causal attention by the rank that computes them.", *told]))
+    return fig, axes
+
+
+def causal_pairs(owners: Sequence[int]) -> list[int]:
+    """Return how many pairs of a query and a key that it may see each rank computes, if it has these queries."""
+    counts = [0] * (max(owners) + 1)
+    for place, owner in enumerate(owners):
+        counts[owner] += place + 1
+    return counts
+
+
+def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> tuple[Figure, Sequence[Axes]]:
+    """Draw a step of each schedule: one row per stage, one box per forward and backward, numbered by micro-batch."""
+    with figure_style():
+        size = (9, 0.7 + 1.25 * len(schedules))
+        fig, axes = plt.subplots(len(schedules), 1, figsize=size, layout="constrained", sharex=True, squeeze=False)
+        told = []
+        for ax, (name, stages) in zip(axes[:, 0], schedules.items(), strict=True):
+            end, idle = max(work.end for stage in stages for work in stage), idle_share(stages)
+            for row, stage in enumerate(stages):
+                ax.barh(row, end, height=0.8, color="none", edgecolor=FRAME_COLOR, linewidth=0.8)
+                for work in stage:
+                    color = WORK_COLORS[work.kind]
+                    ax.barh(row, work.end - work.start, left=work.start, height=0.8, color=color, edgecolor="white")
+                    place = (work.start + work.end) / 2, row
+                    ax.text(*place, f"{work.kind}{work.number}", ha="center", va="center", color=ink_on(color))
+            ax.set_yticks(range(len(stages)), [f"stage {row}" for row in range(len(stages))])
+            ax.set(ylim=(len(stages) - 0.5, -0.5))
+            ax.set_title(f"{name}: {idle:.0%} of the step is bubble (empty)")
+            orders = [" ".join(f"{work.kind}{work.number}" for work in stage) for stage in stages]
+            told += [f"{name}, {idle:.0%} bubble."] + [f"Stage {row}: {order}." for row, order in enumerate(orders)]
+        axes[-1, 0].set_xlabel("time (one forward of a micro-batch = 1; a backward takes twice that)")
+    put_in_words(fig, " ".join(told))
+    return fig, axes[:, 0]
+
+
+def draw_sent(runs: Mapping[str, Mapping[str, int]]) -> tuple[Figure, Axes]:
+    """Draw the bytes that a rank sends in a step, one bar per run, stacked by collective."""
+    ops = list(dict.fromkeys(op for sent in runs.values() for op in sent))
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.4 * len(runs)), layout="constrained")
+        for row, sent in enumerate(runs.values()):
+            left = 0.0
+            for op, sent_bytes in sent.items():
+                ax.barh(row, sent_bytes / MB, left=left, height=0.62, color=OP_COLORS[op], linewidth=0)
+                left += sent_bytes / MB
+            ax.text(left, row, f" {in_mb(sum(sent.values()))}", va="center", color=TEXT_COLOR)
+        ax.set_yticks(range(len(runs)), list(runs))
+        ax.set(xlabel="sent by rank 0 in a step (MB)", ylim=(len(runs) - 0.5, -0.5))
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+        ax.legend(handles=swatches({op: OP_COLORS[op] for op in ops}), ncols=len(ops), **place)
+    told = [
+        f"{name}: {', '.join(f'{op} {in_mb(size)} MB' for op, size in sent.items())}." for name, sent in runs.items()
+    ]
+    put_in_words(fig, " ".join(["Bytes that rank 0 sends in a step.", *told]))
+    return fig, ax

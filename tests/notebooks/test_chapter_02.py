@@ -1,0 +1,99 @@
+"""Notebook 02: a changed line of its cells changes what the text says; and its loop is that of the package."""
+
+import pytest
+from chapters import Chapter, body, contains, read_chapter, tree_of
+
+from fsdp_helpers.teaching.lessons import by_hand
+
+
+@pytest.fixture(scope="module")
+def chapter(tmp_path_factory):
+    with Chapter("02", tmp_path_factory.mktemp("02") / "notebooks") as chapter:
+        chapter.run_all(chapter.set_up_cells())
+        chapter.run_ranks_cells_twice()
+        chapter.run_all(["one-process-batches", "one-process-norm", "cell-10"])
+        yield chapter
+
+
+def mean_losses(chapter) -> list[float]:
+    return [sum(step) / len(step) for step in zip(*chapter.value("ranks['losses']"), strict=True)]
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def ddp_losses(chapter) -> list[float]:
+    chapter.run("cell-24-ddp")
+    return mean_losses(chapter)
+
+
+def test_a_cell_run_twice_shows_the_same(chapter):
+    assert [cell_id for cell_id, (first, second) in chapter.twice.items() if first != second] == []
+    assert len(chapter.twice) >= 5
+
+
+def test_by_hand_equals_ddp(chapter, ddp_losses):
+    chapter.run("cell-20")
+    assert difference(mean_losses(chapter), ddp_losses) < 1e-5
+
+
+def test_without_an_all_reduce_every_rank_learns_from_its_own_images(chapter, ddp_losses):
+    line = "        dist.all_reduce(parameter.grad)  # the sum over all ranks ...\n"
+    chapter.run("cell-20", {"cell-20": (line, "")})
+    assert difference(mean_losses(chapter), ddp_losses) > 1e-2
+
+
+def test_a_forgotten_division_is_hidden_by_adam_and_not_by_sgd(chapter, ddp_losses):
+    line = "        parameter.grad /= world_size  # ... becomes the mean: the gradient of the whole global batch\n"
+    chapter.run("cell-20", {"cell-20": (line, "")})
+    assert difference(mean_losses(chapter), ddp_losses) < 1e-2
+    adam = "torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)"
+    found = {}
+    for divided in (True, False):
+        source = chapter.source("cell-20", {"cell-20": (adam, "torch.optim.SGD(model.parameters(), lr=0.05)")})
+        chapter.execute(source if divided else source.replace(line, ""))
+        found[divided] = mean_losses(chapter)
+    assert difference(found[True], found[False]) > 2e-2
+
+
+def test_a_broadcast_makes_all_ranks_start_from_rank_0(chapter, ddp_losses):
+    own_seeds = ("torch.manual_seed(config.seed)\n", "torch.manual_seed(config.seed + 10 * rank)\n")
+    chapter.run("cell-20", {"cell-20": own_seeds})
+    assert difference(mean_losses(chapter), ddp_losses) < 1e-5
+    source = chapter.source("cell-20", {"cell-20": own_seeds})
+    chapter.execute(source.replace("    dist.broadcast(parameter.data, src=0)", "    pass"))
+    assert difference(mean_losses(chapter), ddp_losses) > 1e-3
+
+
+def test_without_ddp_nothing_is_averaged(chapter, ddp_losses):
+    chapter.run("cell-24-ddp", {"cell-24-ddp": ("model = DistributedDataParallel(model)\n", "")})
+    assert difference(mean_losses(chapter), ddp_losses) > 1e-2
+
+
+def test_without_the_division_the_gradient_is_as_many_times_as_long_as_there_are_ranks(chapter):
+    alone = chapter.value("norm_alone")
+    chapter.run("cell-37")
+    assert chapter.value("ranks['norm_of_mean'][0]") == pytest.approx(alone, rel=1e-3)
+    chapter.run("cell-37", {"cell-37": ("gradient /= world_size\n", "")})
+    assert chapter.value("ranks['norm_of_mean'][0]") == pytest.approx(2 * alone, rel=1e-3)
+
+
+def test_without_set_epoch_each_epoch_is_the_first(chapter):
+    chapter.run("cell-40")
+    assert chapter.value("remembered[0] != remembered[1]") is True
+    chapter.run("cell-40", {"cell-40": ("    sampler.set_epoch(epoch)\n", "")})
+    assert chapter.value("remembered[0] == remembered[1] == forgotten[0]") is True
+
+
+def test_a_spawned_worker_is_the_one_in_the_module(chapter):
+    chapter.run("cell-11")
+    assert chapter.value("sums") == {0: 1.0, 1: 1.0}
+    chapter.run_all(["cell-10", "cell-11"], {"cell-10": ("    dist.all_reduce(value)\n", "")})
+    assert chapter.value("sums") == {0: 0.0, 1: 1.0}
+
+
+def test_the_loop_of_the_cell_is_the_one_that_03_compares():
+    (cell,) = [cell for cell in body(read_chapter("02")) if cell.id == "cell-20"]
+    assert contains(tree_of(cell), by_hand, "train_ddp_by_hand")

@@ -1,0 +1,82 @@
+"""Chapter 15 with lines of its cells changed: each collective and each factor is needed for the losses of one process."""
+
+import pytest
+from chapters import Chapter
+
+MODEL = ["model", "block", "build", "train", "fsdp"]
+TENSOR = ["tensor-functions", "tensor-by-hand", "tensor-compare", "tensor"]
+CONTEXT = ["context-gather", "context", "ring-pass", "ring"]
+PIPELINE = ["gpipe", "gpipe-train"]
+EXPERTS = ["experts", "experts-spread", "experts-train"]
+TOLERANCE, WRONG = 1e-5, 1e-4  # as in its Check
+
+# The cell with the change, what is changed in it, the cells that run after it, and what is then far from one process.
+LEVERS = {
+    "the all-reduce of a row-parallel layer": (
+        ("tensor-functions", "        dist.all_reduce(total, group=group)\n", ""),
+        ["tensor-by-hand", "tensor-compare"],
+        "max(ranks['found'][0][name] for name in ('output', 'gradient of x'))",
+    ),
+    "the same batch along tensor": (
+        ("tensor", 'batches_of(tensor_mesh.get_local_rank("data"), 2)', "batches_of(rank, 4)"),
+        [],
+        "far(ranks['losses'][0])",
+    ),
+    "the mask over all keys": (("context", ", attn_mask=mask", ""), [], "far(ranks['losses'][0])"),
+    "the places of a rank's tokens": (("context", "first = index * OWN", "first = 0"), [], "far(ranks['losses'][0])"),
+    "the sum of the keys' gradients": (
+        ("context-gather", "dist.reduce_scatter_tensor(own, terms, group=ctx.group)", "own = terms[: len(own)].clone()"),
+        ["context"],
+        "far(ranks['losses'][0])",
+    ),
+    "the shares of a ring's blocks": (
+        ("ring", "torch.stack(logs).softmax(dim=0)", "0.5"),
+        [],
+        "far(ranks['losses'][0])",
+    ),
+    "the gradients that a ring brings back": (
+        ("ring-pass", "return send_around(gradient, -1)", "return 0 * gradient"),
+        ["ring"],
+        "far(ranks['losses'][0])",
+    ),
+    "the mean over micro-batches": (("gpipe", " / MICRO))", "))"), ["gpipe-train"], "far(ranks['by_hand'][0])"),
+    "the mean along data": (("gpipe-train", "            parameter.grad /= 2\n", ""), [], "far(ranks['by_hand'][0])"),
+    "an expert of its own": (
+        ("experts-spread", "self.experts[rank : rank + 1]", "self.experts[:1]"),
+        ["experts-train"],
+        "far(ranks['losses'][0], ranks['experts_alone'][0])",
+    ),
+}  # fmt: skip
+FAR = """
+def far(losses, right=None):
+    pairs = zip(losses, right or ranks["alone"][0], strict=True)
+    return max(abs(loss - one) for loss, one in pairs)
+"""
+
+
+@pytest.fixture(scope="module")
+def chapter(tmp_path_factory):
+    with Chapter("15", tmp_path_factory.mktemp("chapter") / "15") as chapter:
+        chapter.run_all([*chapter.set_up_cells(), *MODEL])
+        chapter.execute(FAR)
+        for part in (TENSOR, CONTEXT, PIPELINE, EXPERTS):
+            chapter.run_all(part)
+        yield chapter
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_without_it_a_rank_learns_something_else(chapter, lever):
+    (cell, before, after), behind, difference = LEVERS[lever]
+    chapter.run_all([cell, *behind])
+    assert chapter.value(difference) < TOLERANCE
+    chapter.run_all([cell, *behind], {cell: (before, after)})
+    assert chapter.value(difference) > WRONG
+    chapter.run(cell)
+
+
+def test_what_is_not_parallelized_sends_nothing_along_tensor(chapter):
+    chapter.run("tensor", {"tensor": ('parallelize_module(block, tensor_mesh["tensor"], plan)', "pass")})
+    assert chapter.value("far(ranks['losses'][0])") < TOLERANCE, "both ranks of a pair compute the same"
+    assert chapter.value("[sorted(of_rank) for of_rank in ranks['sent']]") == [["all_gather", "reduce_scatter"]] * 4
+    chapter.run("tensor")
+    assert chapter.value("[of_rank['all_reduce'][0] for of_rank in ranks['sent']]") == [16] * 4
