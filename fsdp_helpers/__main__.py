@@ -10,10 +10,9 @@ from typing import NoReturn
 
 from fsdp_helpers.cli.compare import add_compare_arguments
 from fsdp_helpers.cli.files import check_output_path, print_data_source, write_json
-from fsdp_helpers.cli.flags import Flag, flags
+from fsdp_helpers.cli.flags import Flag, add_flags, flags
+from fsdp_helpers.cli.plan import add_plan_arguments, plan_command
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.arguments import add_plan_arguments
-from fsdp_helpers.planning.command import plan_command
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.torchrun import end_with_agent
 from fsdp_helpers.training.summary import print_summary
@@ -51,8 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     train = commands.add_parser("train", help="train a model on one process or many")
-    for row in train_flags():
-        train.add_argument(row.name, **_argument(row))
+    add_flags(train, train_flags())
     train.set_defaults(run=train_command)
 
     consolidate = commands.add_parser("consolidate", help="turn a sharded checkpoint into one file for a plain model")
@@ -78,14 +76,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan_arguments(plan)
 
     doctor = commands.add_parser("doctor", help="check this machine; exit status 1 if anything is wrong")
+    doctor.add_argument("--gpu", action="store_true", help="what its GPUs can do: a table to paste into an issue")
     doctor.set_defaults(run=doctor_command)
 
-    gpu_check = commands.add_parser("gpu-check", help="check this machine's GPUs and print a table to paste")
-    gpu_check.add_argument(
-        "--limit", type=float, metavar="S", default=60.0, help="give up on a check after S seconds (default: 60)"
+    explain = commands.add_parser("explain", help="find the cards of notebook 11 that fit an error message")
+    explain.add_argument(
+        "message", nargs="*", metavar="MESSAGE", help="the message; without one, it is read from a pipe"
     )
-    gpu_check.add_argument("--json", type=Path, metavar="FILE", help="write rows and versions to FILE")
-    gpu_check.set_defaults(run=gpu_check_command)
+    explain.set_defaults(run=explain_command)
 
     lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; it gets all other arguments")
     lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR, for example work")
@@ -96,22 +94,6 @@ def build_parser() -> argparse.ArgumentParser:
 def train_flags() -> list[Flag]:
     """Add every flag of `train`: the settings of a run, and those of this one call of the command."""
     return [*flags(), *CALL_FLAGS]
-
-
-def _argument(flag: Flag) -> dict:
-    """Return the keyword arguments of argparse for a flag."""
-    if flag.kind is bool:
-        return {"dest": flag.setting, "action": f"store_{not flag.default}".lower(), "help": flag.meaning}
-    default = "" if flag.default is None else " (default: %(default)s)"
-    metavar = None if flag.choices else flag.value
-    return {
-        "dest": flag.setting,
-        "type": flag.kind,
-        "choices": flag.choices,
-        "metavar": metavar,
-        "default": flag.default,
-        "help": flag.meaning + default,
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,25 +196,23 @@ def consolidate_command(options: argparse.Namespace) -> None:
 
 
 def doctor_command(options: argparse.Namespace) -> int:
-    from fsdp_helpers.cli.doctor.report import examine, line, verdict
+    from fsdp_helpers.cli.doctor import gpu, report
     from fsdp_helpers.cli.doctor.rows import FAIL
 
-    rows = examine(on_row=lambda row: print(line(row), flush=True))
-    print(verdict(rows))
+    if options.gpu:
+        rows = report.examine(gpu.LOOKS, on_row=lambda row: None)
+        print("\n".join([*gpu.table(rows), "", gpu.verdict(rows)]))
+    else:
+        rows = report.examine(report.LOOKS, on_row=lambda row: print(report.line(row), flush=True))
+        print(report.verdict(rows))
     return FAILED if any(row.result == FAIL for row in rows) else 0
 
 
-def gpu_check_command(options: argparse.Namespace) -> int:
-    from fsdp_helpers.cli.doctor.gpu_check import check_gpus, check_limit, say_row
-    from fsdp_helpers.cli.doctor.gpu_checks import CHECKS
+def explain_command(options: argparse.Namespace) -> int:
+    from fsdp_helpers.cli.explain import explain_text, read_message
 
-    check_limit(options.limit)
-    check_output_path(options.json)
-    report = check_gpus(CHECKS.values(), options.limit, on_row=say_row)
-    print("\n".join(report.lines()))
-    if options.json:
-        write_json(report.to_json(), options.json)
-    return 0 if report.passed else FAILED
+    print(explain_text(read_message(options.message)))
+    return 0
 
 
 def lab_command(options: argparse.Namespace) -> None:
@@ -244,7 +224,7 @@ def lab_command(options: argparse.Namespace) -> None:
 def write_plan(options: argparse.Namespace) -> int:
     try:
         check_output_path(options.json)
-        plan_command(options, write_json)
+        plan_command(options)
     except ValueError as error:
         return _complain(BAD_INPUT, str(error))
     return 0

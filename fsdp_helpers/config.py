@@ -24,7 +24,7 @@ def is_sharded(strategy: str) -> bool:
     return strategy.startswith("fsdp")
 
 
-def _setting(
+def setting(
     default: Any,
     meaning: str,
     *,
@@ -32,14 +32,22 @@ def _setting(
     at_least_one: bool = False,
     changes_losses: bool = False,
     placeholder: str | None = None,
+    flag: str | None = None,
+    factor: float = 1,
 ) -> Any:
-    """Make a field of `TrainConfig`; one that `changes_losses` must be the same in a resumed run."""
+    """Make a field of a dataclass of settings, from which the command line reads its flag.
+
+    One that `changes_losses` must be the same in a resumed run. `flag` is the flag's name where it isn't the field's,
+    and its value times `factor` is the field's, for example bytes from GB.
+    """
     metadata = {
         "meaning": meaning,
         "choices": choices,
         "at_least_one": at_least_one,
         "changes_losses": changes_losses,
         "placeholder": placeholder,  # for the value, where the flag is explained
+        "flag": flag,
+        "factor": factor,
     }
     return field(default=default, metadata=metadata)
 
@@ -51,85 +59,97 @@ class TrainConfig:
     Raises ValueError, with the numbers in the message, for settings that cannot work.
     """
 
-    model: str = _setting("shallow", "the network", choices=MODELS, changes_losses=True)
-    strategy: str = _setting("local", "how work and state are divided over ranks", choices=STRATEGIES)
-    api: str = _setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
-    min_num_params: int = _setting(
+    model: str = setting("shallow", "the network", choices=MODELS, changes_losses=True)
+    strategy: str = setting("local", "how work and state are divided over ranks", choices=STRATEGIES)
+    api: str = setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
+    min_num_params: int = setting(
         20_000, "make each module with at least N parameters a unit (for auto-wrap and recomputing)"
     )
-    sharding: str = _setting(
+    sharding: str = setting(
         "full",
         "shard everything (full, ZeRO-3); the same, but keep parameters unsharded until backward is done (grad-op); "
         "everything within each of two groups (hybrid); or nothing (none, fsdp1)",
         choices=SHARDING,
     )
-    reshard_after_forward: bool = _setting(
+    reshard_after_forward: bool = setting(
         True, "fsdp2: keep parameters unsharded from forward to backward, as grad-op does"
     )
-    reshard_after_backward: bool = _setting(True, "fsdp2: keep parameters unsharded from one micro-batch to the next")
-    backward_prefetch: str = _setting(
+    reshard_after_backward: bool = setting(True, "fsdp2: keep parameters unsharded from one micro-batch to the next")
+    backward_prefetch: str = setting(
         "pre",
         "fsdp1: gather the next unit before computing this one's gradients (pre), after (post), or when needed (none)",
         choices=BACKWARD_PREFETCH,
     )
-    bucket_view: bool = _setting(
+    bucket_view: bool = setting(
         False, "ddp: make gradients views of the buckets instead of copying them there and back"
     )
-    epochs: int = _setting(1, "number of passes over the training images", at_least_one=True)
-    max_steps: int | None = _setting(None, "stop after N steps", at_least_one=True)
-    global_batch_size: int = _setting(256, "images per step, over all ranks", at_least_one=True, changes_losses=True)
-    learning_rate: float = _setting(1e-3, "Adam's learning rate", changes_losses=True)
-    seed: int = _setting(0, "determines initial values, the order of images, and dropout", changes_losses=True)
-    train_images: int | None = _setting(
-        None, "train on the first N images only", at_least_one=True, changes_losses=True
-    )
-    test_images: int | None = _setting(None, "test on the first N images only", at_least_one=True)
-    dropout: bool = _setting(True, "train without dropout, e.g. to compare one process with many", changes_losses=True)
-    precision: str = _setting(
+    epochs: int = setting(1, "number of passes over the training images", at_least_one=True)
+    max_steps: int | None = setting(None, "stop after N steps", at_least_one=True)
+    global_batch_size: int = setting(256, "images per step, over all ranks", at_least_one=True, changes_losses=True)
+    learning_rate: float = setting(1e-3, "Adam's learning rate", changes_losses=True)
+    seed: int = setting(0, "determines initial values, the order of images, and dropout", changes_losses=True)
+    train_images: int | None = setting(None, "train on the first N images only", at_least_one=True, changes_losses=True)
+    test_images: int | None = setting(None, "test on the first N images only", at_least_one=True)
+    dropout: bool = setting(True, "train without dropout, e.g. to compare one process with many", changes_losses=True)
+    precision: str = setting(
         "fp32",
         "dtype in which FSDP gathers and computes; shards, reduction and optimizer stay fp32",
         choices=PRECISIONS,
         changes_losses=True,
     )
-    activation_checkpointing: str = _setting(
+    activation_checkpointing: str = setting(
         "none",
         "recompute in backward: all of each unit (units), or everything except matrix products (selective)",
         choices=ACTIVATION_CHECKPOINTING,
     )
-    micro_batches: int = _setting(
+    micro_batches: int = setting(
         1,
         "split a rank's batch into N parts, each with its own forward and backward",
         at_least_one=True,
         changes_losses=True,
     )
-    sync_micro_batches: bool = _setting(False, "reduce gradients after every part instead of once after the last")
-    clip_norm: float | None = _setting(
+    sync_micro_batches: bool | None = setting(
+        None,
+        "reduce gradients after every part, or only once after the last; sharded strategies do the former by default, "
+        "since full gradients would have to wait, and ddp the latter",
+    )
+    clip_norm: float | None = setting(
         None, "scale gradients down if their norm over the whole model exceeds X", changes_losses=True
     )
-    data_dir: str | None = _setting(
-        None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ in the project's root)"
-    )
-    text: str | None = _setting(
+    data_dir: str | None = setting(None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ in the project's root)")
+    text: str | None = setting(
         None,
         "llama: train on the bytes of this text (default: the reference texts included with Python)",
         placeholder="FILE",
     )
-    sample: str | None = _setting(
+    sample: str | None = setting(
         None, "llama: after training, print how the model continues this text", placeholder="TEXT"
     )
-    export: str | None = _setting(
+    export: str | None = setting(
         None, "llama: after training, write the model to the new folder DIR, in Hugging Face's layout"
     )
-    checkpoint_dir: str | None = _setting(None, "save the run's state in DIR after the last step")
-    checkpoint_every: int | None = _setting(None, "also save after every N steps", at_least_one=True)
-    keep_last: int | None = _setting(
+    checkpoint_dir: str | None = setting(None, "save the run's state in DIR after the last step")
+    checkpoint_every: int | None = setting(None, "also save after every N steps", at_least_one=True)
+    keep_last: int | None = setting(
         None, "keep only the newest N checkpoints; a resumed run does the same", at_least_one=True
     )
-    resume: bool = _setting(False, "continue from the newest checkpoint, or from the start if there is none")
+    resume: bool = setting(False, "continue from the newest checkpoint, or from the start if there is none")
 
     @property
     def learns_text(self) -> bool:
         return self.model not in IMAGE_MODELS
+
+    @property
+    def reduces_every_part(self) -> bool:
+        """Return True if gradients are reduced after every micro-batch, False if only once, after the last.
+
+        Where parameters are sharded, gradients that wait are full ones, 4 bytes for each parameter of the model. Full
+        copies have them anyway. FSDP1 can't add up shards that it has moved to the host.
+        """
+        if self.sync_micro_batches is not None:
+            return self.sync_micro_batches
+        on_host = (self.strategy, self.api) == ("fsdp-offload", "fsdp1")
+        return self.is_sharded and self.sharding != "none" and not on_host
 
     @property
     def item(self) -> str:
@@ -141,8 +161,8 @@ class TrainConfig:
         return is_sharded(self.strategy)
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            _check_by_itself(setting, getattr(self, setting.name))
+        for one in fields(self):
+            _check_by_itself(one, getattr(self, one.name))
         if self.min_num_params < 0:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
         for name in ("text", "sample", "export"):
@@ -263,15 +283,15 @@ class TrainConfig:
 
 
 # What the loss of the next step depends on, each with its default.
-LOSS_SETTINGS = {setting.name: setting.default for setting in fields(TrainConfig) if setting.metadata["changes_losses"]}
+LOSS_SETTINGS = {one.name: one.default for one in fields(TrainConfig) if one.metadata["changes_losses"]}
 
 
-def _check_by_itself(setting: Field, value: object) -> None:
+def _check_by_itself(one: Field, value: object) -> None:
     """Check one value by itself; None stands for no value where none is needed."""
-    if setting.metadata["choices"] is not None:
-        _require_choice(setting.name, value, setting.metadata["choices"])
-    if setting.metadata["at_least_one"] and not (value is None and setting.default is None):
-        _require_at_least_one(setting.name, value)
+    if one.metadata["choices"] is not None:
+        _require_choice(one.name, value, one.metadata["choices"])
+    if one.metadata["at_least_one"] and not (value is None and one.default is None):
+        _require_at_least_one(one.name, value)
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

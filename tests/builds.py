@@ -37,7 +37,8 @@ def exercises() -> dict[str, Exercise]:
         cells = nbformat.read(path, as_version=4).cells
         for text, starter, check in zip(cells, cells[1:], cells[2:], strict=False):
             magic, _, code = starter.source.partition("\n")
-            if starter.cell_type == "code" and magic.startswith("%%writefile my_"):
+            is_exercise = "exercise" in starter.metadata.get("tags", [])  # a chapter's own modules are not
+            if is_exercise and starter.cell_type == "code" and magic.startswith("%%writefile my_"):
                 (solution,) = SOLUTION.findall(text.source)
                 found[magic.split()[1].removesuffix(".py")] = Exercise(code, solution, check.source)
     return found

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.checkpointing.checkpoint import load, save
+from fsdp_helpers.checkpointing.folder import begin
 from fsdp_helpers.checkpointing.resume import run_checkpoints
 from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.models.series import build_model
@@ -440,9 +442,70 @@ def let_files_grow_to(size):
 
 def train_with_schedule(rank, world_size, config):
     """The losses of the run of notebook 06's accidents, if nobody stops it."""
-    dataset, built = load_rank_data(config, rank_device()), saving._build(config, seed=config.seed)
+    dataset, built = load_rank_data(config, rank_device()), saving.build_sharded(config, seed=config.seed)
     return [
         loss
         for step in range(config.max_steps)
-        for loss in saving._train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
+        for loss in saving.train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
     ]
+
+
+class WithLateHead(nn.Module):
+    """Two heads, of which the second is used from the third step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
+
+    def forward(self, inputs, step):
+        return sum(head(inputs).square().mean() for head in self.heads[: 1 + (step >= 2)])
+
+
+def go_on_with_a_late_head(rank, world_size, folder, way):
+    """By how much the losses after a save and a load, in `way`, differ from those of a run that goes on.
+
+    And for how many parameters the optimizer had a state before and after: the second head has none yet.
+    """
+    save_it, load_it = {
+        "package": (checkpoint.save, checkpoint.load),
+        "lesson": (saving.save_shards, saving.load_shards),
+    }[way]
+
+    def build(seed):
+        torch.manual_seed(seed)
+        model = WithLateHead()
+        for unit in (model.heads[0], model):
+            fully_shard(unit, mesh=init_device_mesh("cpu", (world_size,)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer, first, end):
+        losses = []
+        for step in range(first, end):
+            loss = model(torch.full((2, 6), 1.0 + step), step)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = build(seed=0)
+    steps(model, optimizer, 0, 2)
+    save_it(folder, model, optimizer)
+    before = len(optimizer.state)
+    right = steps(model, optimizer, 2, 6)
+    model, optimizer = build(seed=1)
+    load_it(folder, model, optimizer)
+    after = len(optimizer.state)
+    found = steps(model, optimizer, 2, 6)
+    return max(abs(one - other) for one, other in zip(found, right, strict=True)), before, after
+
+
+def save_over_planted_files(rank, world_size, folder):
+    """The files of a checkpoint that was saved where a killed run, and somebody else, left files."""
+    unfinished = begin(Path(folder, "step-00000004"))
+    if rank == 0:
+        unfinished.mkdir(parents=True)
+        (unfinished / "__2_0.distcp").write_bytes(b"half")
+    dist.barrier()
+    save(Path(folder, "step-00000004"), nn.Linear(2, 2))
+    return sorted(path.name for path in Path(folder).rglob("*") if path.is_file())

@@ -91,6 +91,25 @@ def test_what_can_be_combined_is_not_refused(settings):
     TrainConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    "settings, every_part",
+    [
+        ({"strategy": "local"}, False),
+        ({"strategy": "ddp"}, False),
+        ({"strategy": "ddp", "sync_micro_batches": True}, True),
+        ({"strategy": "fsdp"}, True),
+        ({"strategy": "fsdp-auto-wrap", "api": "fsdp1", "sharding": "grad-op"}, True),
+        ({"strategy": "fsdp-auto-wrap", "sync_micro_batches": False}, False),
+        ({"strategy": "fsdp", "api": "fsdp1", "sharding": "none"}, False),
+        ({"strategy": "fsdp-offload", "api": "fsdp1"}, False),
+        ({"strategy": "fsdp-offload"}, True),
+    ],
+    ids=str,
+)
+def test_only_full_gradients_that_would_have_to_wait_are_reduced_after_every_part(settings, every_part):
+    assert TrainConfig(micro_batches=2, **settings).reduces_every_part is every_part
+
+
 def test_a_run_with_checkpoints():
     config = TrainConfig(checkpoint_dir="runs", checkpoint_every=5, keep_last=1, resume=True)
     assert pickle.loads(pickle.dumps(config)) == config

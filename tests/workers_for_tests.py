@@ -4,9 +4,14 @@ import importlib
 import sys
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,11 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
+from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import mnist
 from fsdp_helpers.data.images import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.measuring.copies import trace_copies
+from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import BYTE_LLAMA
@@ -29,8 +37,9 @@ from fsdp_helpers.ranks.in_turn import in_turn
 from fsdp_helpers.ranks.launching.process import describe_error
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
+from fsdp_helpers.training import worker
 from fsdp_helpers.training.loop import train_step
-from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
+from fsdp_helpers.training.worker import config_batches, first_batches, load_rank_data, train_worker
 
 # ---------------------------------------------------------------- memory and collectives
 
@@ -81,7 +90,7 @@ def trace_functional(rank, world_size):
         "gather": lambda: rows.redistribute(placements=[Replicate()]),
         "sum": lambda: terms.redistribute(placements=[Replicate()]),
         "scatter": lambda: terms.redistribute(placements=[Shard(0)]),
-        "product": lambda: (terms + terms).full_tensor(),
+        "implied": terms.relu,  # of a sum, not of its terms
         "there and back": there_and_back,
         "even": lambda: dist.all_to_all_single(torch.empty(world_size, 5), torch.ones(world_size, 5)),
         "around": send_around,
@@ -228,3 +237,65 @@ def run_failure(rank, world_size, name, way):
         return getattr(gallery.find(name), way)(rank, world_size)
     except Exception as error:  # what a broken run raises is what is asked for
         return f"{type(error).__name__}: {error}"
+
+
+def bytes_reduced(rank, world_size, api):
+    """Bytes in which a layer of 20 parameters is reduced, with `param_dtype` bf16 and nothing said of `reduce_dtype`."""
+    layer = nn.Linear(4, 4)
+    if api == "FSDP1":
+        precision = fsdp.MixedPrecision(param_dtype=torch.bfloat16)
+        layer = fsdp.FullyShardedDataParallel(layer, device_id=torch.device("cpu"), mixed_precision=precision)
+    else:
+        precision = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=precision)
+    with trace_collectives() as seen:
+        layer(torch.ones(2, 4)).float().sum().backward()
+    (reduced,) = (counted for counted in count_collectives(seen) if counted.op == "reduce_scatter")
+    return reduced.bytes
+
+
+def answer_to_each_disagreement(rank, world_size, config, folder):
+    """What a rank is told where ranks differ: in their data, in what is in their folder, in whether they could save."""
+    said, loaded = {}, worker.load_data(config.data_dir, train_images=8, test_images=4)
+    source = ("mnist", "digits")[rank]
+    with patch.object(worker, "load_data", lambda *_, **__: replace(loaded, source=source)):
+        said["data"] = message_of(lambda: worker.load_rank_data(config, rank_device()))
+    of_rank = (Path(folder, "step-00000002"), SimpleNamespace(settings={}, step=2)) if rank else None
+    with patch.object(resume, "find_start", lambda *_: of_rank):
+        said["folder"] = message_of(lambda: resume.RunCheckpoints(config, rank, "digits"))
+
+    def refuse(path, *mode):
+        raise OSError("no space is left for it")
+
+    with patch.object(checkpoint, "whole_file", refuse):  # on rank 0, which writes that file alone
+        said["save"] = message_of(lambda: checkpoint.save(Path(folder, "saved"), nn.Linear(2, 2)))
+    return said
+
+
+def message_of(call):
+    """The message of the error in which a call ends, or None."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def train_with_a_clock_of_its_own(rank, world_size, config):
+    """The seconds of the epoch, which took 1 s on rank 0 and 3 s on rank 1; and what a rank draws first after set-up."""
+    worker.set_up(rank, config)
+    drawn = torch.rand(1).item()
+    with patch.object(worker.StepWatch, "epoch_seconds", (1.0, 3.0)[rank]):
+        return train_worker(rank, world_size, config).epochs[0].seconds, drawn
+
+
+def offloaded_step(rank, world_size, config):
+    """Take a few steps with FSDP2's offload policy: the last one's collectives, the policy's copies, and shards."""
+    batches = first_batches(rank, world_size, config)
+    torch.manual_seed(config.seed)
+    with trace_memory(rank_device()) as trace:
+        model = APPLY_STRATEGY["fsdp-offload"](build_model(config.model), rank_device(), config)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)  # steps on the host
+        for images, labels in batches:
+            with trace_copies(model) as copies:
+                train_step(model, images, labels, optimizer)
+    return trace.last("train step"), copies

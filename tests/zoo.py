@@ -1,5 +1,6 @@
-"""Models that the planner was not made for, each small, with its units, a batch and a loss; and what ranks run of them."""
+"""Models that the planner wasn't made for, each small, with its units, a batch and a loss; and what ranks run of them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -132,6 +133,239 @@ class LoRALinear(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+WIDTH, LENGTH = 128, 48
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, *, heads: int = 4, causal: bool = False) -> Tensor:
+    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (queries, keys, values)]
+    return F.scaled_dot_product_attention(*split, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    """Attention to itself or, if it gets a second sequence, also to that; then a hidden layer."""
+
+    def __init__(self, width: int = WIDTH, *, crosses: bool = False, causal: bool = False) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.cross_norm = nn.LayerNorm(width) if crosses else None
+        self.q, self.kv = (nn.Linear(width, width), nn.Linear(width, 2 * width)) if crosses else (None, None)
+        self.mlp_norm, self.mlp, self.causal = nn.LayerNorm(width), Expert(width), causal
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        x = x + self.out(attend(*self.qkv(self.norm(x)).chunk(3, dim=-1), causal=self.causal))
+        if self.q is not None:
+            x = x + attend(self.q(self.cross_norm(x)), *self.kv(other).chunk(2, dim=-1))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Routed(nn.Module):
+    """Each token goes to the two experts that a router chooses for it; the router computes in fp32, as most do."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, num_experts, bias=False)
+        self.experts = nn.ModuleList(Expert(WIDTH) for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(0, -2)
+        weights, chosen = self.router(tokens).float().softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            weighed = expert(tokens[rows]) * weights[rows, places, None].to(tokens.dtype)
+            out = out.index_add(0, rows, weighed)
+        return x + out.view_as(x)
+
+
+class RoutedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(layer for _ in range(2) for layer in (Block(), Routed()))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Encoder(nn.Module):
+    """Rows, or a sequence, through three blocks."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.enter = nn.Linear(64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(dim=1))
+
+
+def views_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Two views of the same samples, through the root one after the other, should look alike."""
+    one, two = F.normalize(model(batch), dim=-1), F.normalize(model(batch.flip(1)), dim=-1)
+    return F.cross_entropy(one.float() @ two.float().T / 0.1, torch.arange(len(batch)))
+
+
+class Towers(nn.Module):
+    """A frozen tower, computed without gradients, and blocks that are trained on what it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for block in self.tower:
+                x = block(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Translator(nn.Module):
+    """An encoder, and a decoder whose blocks all look at what the encoder says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(400, WIDTH)
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.ModuleList(Block(crosses=True, causal=True) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 400)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        said, x = self.table(source), self.table(target)
+        for block in self.encoder:
+            said = block(said)
+        for block in self.decoder:
+            x = block(x, said)
+        return self.head(self.norm(x))
+
+
+def translated(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["source"], batch["target"]).float()
+    return F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten())
+
+
+class DiffusionBlock(nn.Module):
+    """A block whose norms are scaled and shifted by what the time says (Peebles and Xie 2023, arXiv:2212.09748)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, elementwise_affine=False) for _ in range(2))
+        self.qkv, self.out, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), Expert(WIDTH)
+        self.modulation = nn.Linear(WIDTH, 6 * WIDTH)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        shifts = self.modulation(F.silu(time))[:, None].chunk(6, dim=-1)
+        inside = self.norms[0](x) * (1 + shifts[1]) + shifts[0]
+        x = x + shifts[2] * self.out(attend(*self.qkv(inside).chunk(3, dim=-1)))
+        return x + shifts[5] * self.mlp(self.norms[1](x) * (1 + shifts[4]) + shifts[3])
+
+
+class Diffusion(nn.Module):
+    """Predicts the noise in a picture. The frequencies of the time and the positions are buffers, in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.time = nn.Conv2d(4, WIDTH, 2, stride=2), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU())
+        self.register_buffer("frequencies", torch.exp(-torch.arange(WIDTH // 2) * math.log(1e4) / (WIDTH // 2)))
+        self.register_buffer("positions", torch.randn(1, 64, WIDTH))
+        self.blocks = nn.ModuleList(DiffusionBlock() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, pictures: Tensor, times: Tensor) -> Tensor:
+        angles = times[:, None] * self.frequencies
+        time = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time[0].weight.dtype))
+        x = self.patches(pictures).flatten(2).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            x = block(x, time)
+        return self.head(x)
+
+
+def denoised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    noise = torch.randn_like(batch["pictures"])
+    said = model(batch["pictures"] + noise, batch["times"])
+    return F.mse_loss(said, F.pixel_unshuffle(noise, 2).flatten(2).transpose(1, 2))
+
+
+class Scan(nn.Module):
+    """A state that is updated token by token, in fp32; how fast it forgets is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.enter, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.decay = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, gate = self.enter(self.norm(x)).chunk(2, dim=-1)
+        keeps, state, states = torch.sigmoid(self.decay), torch.zeros(len(x), WIDTH), []
+        for token in values.unbind(1):
+            state = keeps * state + (1 - keeps) * token
+            states.append(state)
+        return x + self.out((torch.stack(states, dim=1) * F.silu(gate)).to(x.dtype))
+
+
+class Scanner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, WIDTH)
+        self.blocks = nn.ModuleList(Scan() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 300)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Graph(nn.Module):
+    """Nodes that hear from their neighbors, through an adjacency matrix that comes with the batch, in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(32, WIDTH)
+        self.layers = nn.ModuleList(nn.Bilinear(WIDTH, 8, WIDTH) for _ in range(2))
+        self.mixers = nn.ModuleList(Expert(WIDTH) for _ in range(2))
+        self.edges, self.head = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 7)
+
+    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
+        x = self.enter(nodes)
+        for layer, mixer in zip(self.layers, self.mixers, strict=True):
+            heard = adjacency.to(x.dtype) @ x
+            x = x + F.relu(layer(heard, self.edges(x)))
+            x = x + mixer(x)
+        return self.head(x)
+
+
+def graph_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*batch).float().logsumexp(dim=-1).mean()
+
+
+class Latents(nn.Module):
+    """A few latents look at a long input, again and again with the same block (Jaegle 2021, arXiv:2103.03206)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 16, WIDTH))
+        self.enter, self.look = nn.Linear(64, WIDTH), Block(crosses=True)
+        self.think = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, latents = self.enter(x), self.latents.expand(len(x), -1, -1)
+        for block in self.think:
+            latents = block(self.look(latents, x))
+        return self.head(latents.mean(dim=1))
+
+
 SHAPE = LlamaShape(
     width=128, depth=4, num_heads=8, num_kv_heads=2, mlp_width=384, vocabulary=2_000, context=64, tied=True
 )
@@ -179,6 +413,26 @@ def tokens() -> Tensor:
     return torch.zeros(4, 64, dtype=torch.long)
 
 
+def sequences() -> Tensor:
+    return torch.randn(4, LENGTH, WIDTH)
+
+
+def features() -> Tensor:
+    return torch.randn(8, LENGTH, 64)
+
+
+def pictures() -> dict[str, Tensor]:
+    return {"pictures": torch.randn(4, 4, 16, 16), "times": torch.rand(4)}
+
+
+def sentences() -> dict[str, Tensor]:
+    return {"source": torch.zeros(4, LENGTH, dtype=torch.long), "target": torch.zeros(4, 32, dtype=torch.long)}
+
+
+def blocks(*stacks: tuple[str, int]) -> tuple[str, ...]:
+    return tuple(f"{name}.{number}" for name, depth in stacks for number in range(depth))
+
+
 LAYERS = tuple(f"model.layers.{number}" for number in range(4))
 ZOO = {
     "U-Net": Animal(build=UNet, units=("down.0", "down.1", "bottom", "up.0", "up.1"), batch=images),
@@ -200,6 +454,28 @@ ZOO = {
     "Llama, loss in chunks": Animal(build=lambda: Llama(SHAPE), units=LAYERS, batch=tokens, loss=in_chunks),
     "LoRA": Animal(build=lora, units=LAYERS, batch=tokens, loss=summed),
     "LoRA, loss in chunks": Animal(build=lora, units=LAYERS, batch=tokens, loss=in_chunks),
+    "mixture of experts": Animal(
+        build=RoutedModel,
+        units=(*blocks(("blocks", 4)), *(f"blocks.{layer}.experts.{n}" for layer in (1, 3) for n in range(4))),
+        batch=sequences,
+        loss=mean,
+    ),
+    "two views": Animal(build=Encoder, units=blocks(("blocks", 3)), batch=features, loss=views_loss),
+    "frozen tower": Animal(build=Towers, units=blocks(("tower", 2), ("blocks", 2)), batch=sequences, loss=mean),
+    "translator": Animal(
+        build=Translator, units=blocks(("encoder", 2), ("decoder", 2)), batch=sentences, loss=translated
+    ),
+    "diffusion": Animal(build=Diffusion, units=blocks(("blocks", 3)), batch=pictures, loss=denoised),
+    "scan": Animal(
+        build=Scanner, units=blocks(("blocks", 3)), batch=lambda: torch.zeros(4, LENGTH, dtype=torch.long), loss=mean
+    ),
+    "graph": Animal(
+        build=Graph,
+        units=blocks(("layers", 2), ("mixers", 2)),
+        batch=lambda: (torch.randn(64, 32), torch.rand(64, 64)),
+        loss=graph_loss,
+    ),
+    "latents": Animal(build=Latents, units=("look", *blocks(("think", 2))), batch=features, loss=mean),
 }
 
 
@@ -208,6 +484,7 @@ def measure_zoo(rank: int, world_size: int, cases: list[tuple[str, dict]]) -> li
     found = []
     for name, changes in cases:
         animal, config = ZOO[name], TrainConfig(**changes)
+        torch.manual_seed(0)  # experts are chosen by what is drawn
         batch = animal.batch()
         found.append(
             trace_steps(

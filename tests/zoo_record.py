@@ -38,13 +38,15 @@ RUNS = [Run(name, way, ranks, True) for ranks in REAL_RANKS for name, way in ALL
 
 @cache
 def zoo_profile(name: str, checkpointing: str, precision: str, api: str) -> StepProfile:
-    animal, dtype = ZOO[name], torch.bfloat16 if precision == "bf16" else torch.float32
-    model, batch = animal.build().to(dtype), animal.batch()
+    animal = ZOO[name]
+    torch.manual_seed(0)
+    model, batch = animal.build(), animal.batch()
     if checkpointing != "none":
         model = checkpoint_activations(model, animal.units, checkpointing)
-    batch = batch.to(dtype) if batch.is_floating_point() else batch
     flat_units = animal.units if api == "fsdp1" else None
-    return measure_step(model, lambda: animal.loss(model, batch), animal.units, flat_units=flat_units)
+    return measure_step(
+        model, lambda: animal.loss(model, batch), animal.units, flat_units=flat_units, precision=precision
+    )
 
 
 def measure_cases(cases: list[tuple[str, str]], ranks: int) -> list[ErrorRow]:

@@ -1,10 +1,11 @@
-"""The flags of the command line, one for each setting of `TrainConfig`. No torch."""
+"""The flags of the command line, read from the dataclasses of settings. No torch."""
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
-from typing import get_args
+from typing import Any, get_args
 
 from fsdp_helpers.config import TrainConfig
 
@@ -21,27 +22,69 @@ class Flag:
     default: object = None
     placeholder: str | None = None
     meaning: str
+    flag: str | None = None  # its name, where it isn't the setting's
+    factor: float = 1  # from the value to the setting, for example from GB to bytes
 
     @property
     def name(self) -> str:
         """Return the flag's name; a switch that is on by default gets a flag that turns it off."""
-        return ("--no-" if self.default is True else "--") + self.setting.replace("_", "-")
+        return ("--no-" if self.default is True else "--") + (self.flag or self.setting.replace("_", "-"))
 
     @property
     def value(self) -> str:
         """Return the placeholder of the value in the help text; nothing for a switch."""
         return f"{{{','.join(self.choices)}}}" if self.choices else self.placeholder or VALUE_NAMES[self.kind]
 
+    def argument(self) -> dict[str, Any]:
+        """Return the keyword arguments of argparse; a switch that may be on, off or unsaid gets two names."""
+        if self.kind is bool and self.default is None:
+            return {
+                "dest": self.setting,
+                "action": argparse.BooleanOptionalAction,
+                "default": None,
+                "help": self.meaning,
+            }
+        if self.kind is bool:
+            return {"dest": self.setting, "action": f"store_{not self.default}".lower(), "help": self.meaning}
+        default = "" if self.default is None else " (default: %(default)s)"
+        return {
+            "dest": self.setting,
+            "type": self.kind,
+            "choices": self.choices,
+            "metavar": None if self.choices else self.value,
+            "default": self.default,
+            "help": self.meaning.replace("%", "%%") + default,
+        }
 
-def flags() -> Iterator[Flag]:
-    """Yield one flag per setting, in the order of the settings."""
-    for setting in fields(TrainConfig):
-        (kind,) = [one for one in get_args(setting.type) or (setting.type,) if one is not NoneType]
-        yield Flag(
-            setting=setting.name,
-            kind=kind,
-            choices=setting.metadata["choices"],
-            default=setting.default,
-            placeholder=setting.metadata["placeholder"],
-            meaning=setting.metadata["meaning"],
-        )
+    def words(self, value: object) -> list[str]:
+        """Return what to type for the setting's `value`; nothing for its default."""
+        if value == self.default or value is None:
+            return []
+        if self.kind is bool:
+            return [self.name if value or self.default is True else self.name.replace("--", "--no-", 1)]
+        return [self.name, f"{value / self.factor:.12g}" if self.kind is float else str(value)]
+
+
+def flags(settings: type = TrainConfig) -> Iterator[Flag]:
+    """Yield one flag for each field of a dataclass that says what it means, in the order of the fields."""
+    for one in fields(settings):
+        if "meaning" in one.metadata:
+            (kind,) = [kind for kind in get_args(one.type) or (one.type,) if kind is not NoneType]
+            names = ("choices", "placeholder", "meaning", "flag", "factor")
+            known = {name: one.metadata[name] for name in names}
+            yield Flag(setting=one.name, kind=kind, default=one.default, **known)
+
+
+def add_flags(parser: Any, rows: Iterable[Flag]) -> None:
+    for row in rows:
+        parser.add_argument(row.name, **row.argument())
+
+
+def given_settings(options: Mapping[str, Any], rows: Iterable[Flag]) -> dict[str, Any]:
+    """Return the settings that the command line gives a value, each in its own unit."""
+    found = {row.setting: (row, options[row.setting]) for row in rows}
+    return {
+        name: value * row.factor if row.kind is float else value
+        for name, (row, value) in found.items()
+        if value is not None
+    }

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_helpers.measuring.fake_trace import FakeTrace, fake_batch, fake_tensors, is_meta, made_fake
-from fsdp_helpers.measuring.step_profile import StepMarks, measure_step, profile_from
+from fsdp_helpers.measuring.step_profile import StepMarks, cast_inputs, cast_parameters, measure_step, profile_from
 from fsdp_helpers.planning.advice import verdict
 from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
@@ -26,7 +28,7 @@ from fsdp_helpers.quantities import GB
 from fsdp_helpers.ranks.progress import counted
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
+PURE = "pure-bf16"  # everything is bf16, the batch and the buffers too
 LossOf = Callable[[nn.Module, Any], Tensor]
 Flat = tuple[str, ...] | None  # the units that FSDP1 makes flat
 Classes = type[nn.Module] | tuple[type[nn.Module], ...]
@@ -99,19 +101,19 @@ def measured_subject(
     def build(precision: str, activation_checkpointing: str) -> nn.Module:
         built = factory().train()
         if not fake:
-            built = built.to(device, DTYPES[precision])
+            built = built.to(device, _dtype(precision))
         if activation_checkpointing != "none":
             built = checkpoint_activations(built, recomputed, activation_checkpointing)
         return built
 
     @cache
     def profile_of(samples: int, precision: str, activation_checkpointing: str, flat: Flat = None) -> StepProfile:
-        part = first_samples(batch, samples, DTYPES[precision])
+        part = first_samples(batch, samples, _dtype(precision))
         built = build(precision, activation_checkpointing)
         if fake:
             return fake_step(built, part, loss_of, units, precision, flat)
         loss_in = with_autocast(loss_of, device) if precision == "autocast" else loss_of
-        return measure_step(built, lambda: loss_in(built, part), units, flat_units=flat)
+        return measure_step(built, lambda: loss_in(built, part), units, flat_units=flat, precision=precision)
 
     @cache
     def unit_flops(samples: int) -> dict[str, int]:
@@ -127,6 +129,11 @@ def measured_subject(
         unit_flops=unit_flops,
         refused=partial(refused_precision, batch_norms(model)),
     )
+
+
+def _dtype(precision: str) -> torch.dtype:
+    """Return the dtype of a model and its batch as they are handed over; FSDP's policy casts inside."""
+    return torch.bfloat16 if precision == PURE else torch.float32
 
 
 def with_autocast(loss_of: LossOf, device: torch.device) -> LossOf:
@@ -175,15 +182,19 @@ def fake_step(
 ) -> StepProfile:
     """Return the profile of a step of a model without values: as `measure_step`, with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
-    with fake_tensors() as mode:
-        made_fake(model, mode, DTYPES[precision])
+    with fake_tensors() as mode, needs_no_values(type(model).__name__):
+        made_fake(model, mode, _dtype(precision))
         part = fake_batch(batch, mode)
+        cast_inside = units if flat_units is None else ()
+        if precision == "bf16":
+            cast_parameters(model)
 
         def measure() -> tuple[Moment, ...]:
+            policy = cast_inputs(model, cast_inside) if precision == "bf16" else nullcontext()
             trace = FakeTrace()
             marks = StepMarks(units, trace.mark)
             trace.know(model)
-            with trace, fused_kernels(), marks.noted(model):
+            with trace, fused_kernels(), policy, marks.noted(model):
                 with casts:
                     loss = loss_of(model, part)
                 loss.backward()
@@ -191,6 +202,22 @@ def fake_step(
             return marks.moments(trace.between_marks())
 
         return profile_from(model, measure, flat_units)
+
+
+@contextmanager
+def needs_no_values(name: str) -> Iterator[None]:
+    """Within the block, raise ValueError, in a sentence, if a model needs values where only shapes are known.
+
+    A router sends each token to experts by its value, so how many tokens an expert gets is not a shape.
+    """
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        raise ValueError(
+            f"{name} decides by values how large its tensors are ({error.func if hasattr(error, 'func') else error}), "
+            "as a router does that sends tokens to experts, and on the meta device there are no values; give a factory "
+            "that makes a smaller model on the CPU, or plan its config.json with `python -m fsdp_helpers plan --config`"
+        ) from None
 
 
 @contextmanager
@@ -234,7 +261,7 @@ class OneKernelNorm(torch.autograd.Function):
 def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None) -> dict[str, int]:
     """Return the operations of a forward by module, without those of modules within it."""
     # Attention as plain products: torch 2.11 does not count those of a fused kernel on a CPU.
-    with fake_tensors() if is_meta(model) else nullcontext() as mode:
+    with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:
             model = model.to(device)
         else:
@@ -263,19 +290,32 @@ def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
 
 
 def num_samples(batch: Any) -> int:
-    """Return the length of the first dimension of the batch's tensors. Raises ValueError if they differ."""
-    lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    """Return the number of samples: the length of the first dimension of the batch's widest tensors.
+
+    Tokens (4, 64) beside positions (64,) are four samples: what has fewer dimensions than another tensor need not be
+    about samples. A length of 1 is stretched over the batch, and does not count unless all have it.
+    Raises ValueError if that leaves no length, or several.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    widest = max((tensor.ndim for tensor in tensors), default=0)
+    lengths = {len(tensor) for tensor in tensors if tensor.ndim == widest}
+    lengths = lengths - {1} or lengths
     if len(lengths) != 1:
-        raise ValueError(f"the batch has tensors of {sorted(lengths)} samples; all need the same number, at least one")
+        raise ValueError(
+            f"the batch has tensors of {sorted(lengths)} samples; all need the same number, at least one, along their "
+            "first dimension"
+        )
     return lengths.pop()
 
 
 def first_samples(batch: Any, samples: int, dtype: torch.dtype) -> Any:
-    """Return the first samples, with floating-point values in `dtype`."""
+    """Return the first samples, with floating-point values in `dtype`; what isn't about samples stays as it is."""
+    length = num_samples(batch)
 
     def first(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
+        if not isinstance(leaf, Tensor):
             return leaf
-        return leaf[:samples].to(dtype) if leaf.is_floating_point() else leaf[:samples]
+        part = leaf[:samples] if leaf.ndim and len(leaf) == length else leaf
+        return part.to(dtype) if part.is_floating_point() else part
 
     return tree_map(first, batch)

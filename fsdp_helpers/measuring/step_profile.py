@@ -5,7 +5,7 @@ What `planning.peak` makes of it holds for any number of ranks.
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,26 +37,80 @@ def measure_step(
     units: Collection[str] = (),
     *,
     flat_units: Sequence[str] | None = None,
+    precision: str = "fp32",
 ) -> StepProfile:
     """Return the profile of one forward, `compute_loss()`, and one backward of `model`, a plain one in one process.
 
     Nothing is updated, and gradients are discarded. A model with checkpointed units is measured as it is, recomputation
-    included. For bf16 pass a bf16 model, and a loss that casts its images. Backward leaves `units` when FSDP2 does, if
-    that is not when the gradient of their input is complete: a different module may use that input too. A profile for
-    FSDP1 names its `flat_units`, none of them if the model is one unit.
+    included. Backward leaves `units` when FSDP2 does, if that isn't when the gradient of their input is complete: a
+    different module may use that input too. A profile for FSDP1 names its `flat_units`, none of them if the model is
+    one unit. With `precision` "bf16" an fp32 model is computed as FSDP's mixed precision does it, see `cast_by_policy`,
+    and its parameters stay bf16.
     """
-    compute_loss().backward()  # what only a first step allocates does not count
-    model.zero_grad()
-    gc.collect()  # what is freed within the trace should have been allocated in it
-
-    def measure() -> tuple[Moment, ...]:
-        marks = StepMarks(units)
-        with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
-            compute_loss().backward()
+    casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
+    with casts:
+        compute_loss().backward()  # what only a first step allocates does not count
         model.zero_grad()
-        return marks.moments(trace.between_marks(MARK))
+        gc.collect()  # what is freed within the trace should have been allocated in it
 
-    return profile_from(model, measure, flat_units)
+        def measure() -> tuple[Moment, ...]:
+            marks = StepMarks(units)
+            with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
+                compute_loss().backward()
+            model.zero_grad()
+            return marks.moments(trace.between_marks(MARK))
+
+        return profile_from(model, measure, flat_units)
+
+
+@contextmanager
+def cast_by_policy(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
+    """Within the block, `model` computes in bf16 as under FSDP's mixed precision; its parameters stay in bf16.
+
+    On a CPU, products in bf16 take scratch memory for each thread; there is one, as CPU ranks usually have.
+    """
+    cast_parameters(model)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with cast_inputs(model, units):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cast_parameters(model: nn.Module) -> None:
+    """Cast the parameters to bf16, in place; buffers stay as they are, as under FSDP's mixed precision."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+@contextmanager
+def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
+    """Within the block, what enters the root or, under FSDP2, any of `units` is cast to bf16.
+
+    A cast copy takes memory of its own, and autograd may keep it until backward. What meets an fp32 buffer inside a
+    unit becomes fp32, as it does in a real run.
+    Sources: torch 2.15, `FSDPState._cast_forward_inputs` of FSDP2, `_root_cast_forward_input` of FSDP1.
+    """
+    handles = [
+        module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+        for name, module in model.named_modules()
+        if not name or _plain(name) in units and not name.endswith(WRAPPED)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, (args, kwargs))
 
 
 def profile_from(
@@ -89,17 +143,17 @@ def _record(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
         moments=moments,
         frozen=frozenset(_plain(name) for name, parameter in every if not parameter.requires_grad),
         tied={_plain(name): _plain(first[id(p)]) for name, p in every if first[id(p)] != name},
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
 
 
 def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> StepProfile:
     """Measure, in one process, the profile of one micro-batch of one rank in a run of `config`."""
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    model = recompute_units(build_model(config.model, dropout=config.dropout), config).to(device, dtype).train()
+    model = recompute_units(build_model(config.model, dropout=config.dropout), config).to(device).train()
     num_images = config.global_batch_size // world_size // config.micro_batches
     images = torch.randn(num_images, 1, 28, 28, device=device)
     labels = torch.zeros(num_images, dtype=torch.long, device=device)
-    return measure_step(model, lambda: F.cross_entropy(model(images.to(dtype)).float(), labels))
+    return measure_step(model, lambda: F.cross_entropy(model(images).float(), labels), precision=config.precision)
 
 
 def predicted_peaks(runs: Mapping[str, RunRecord]) -> dict[str, Peak]:
@@ -131,7 +185,12 @@ class StepMarks:
 
     @contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, note the events of `model`'s forward and backward."""
+        """Within the block, note the events of `model`'s forward and backward.
+
+        What is allocated from here on counts, also before the model is called: noise that is added to a batch, say, or
+        a batch that is cast.
+        """
+        self._mark()
         handles = []
         for name, module in model.named_modules():
             if any(True for _ in module.parameters()) and not name.endswith(WRAPPED):
@@ -148,7 +207,8 @@ class StepMarks:
 
     def moments(self, sizes: list[tuple[int, int]]) -> tuple[Moment, ...]:
         """Return the events, with the bytes (at each, and the most until the next) besides state and gradients."""
-        start_bytes, gradient_bytes, found = sizes[0][0], 0, []
+        (start_bytes, _), *sizes = sizes
+        gradient_bytes, found = 0, []
         for (event, name, finished_bytes), (now, highest) in zip(self._events, sizes, strict=True):
             gradient_bytes += finished_bytes
             other_bytes = start_bytes + gradient_bytes

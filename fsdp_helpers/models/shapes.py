@@ -1,5 +1,6 @@
 """Numbers that decide the size of a transformer. Models are built from them, and plans are made from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -59,6 +60,31 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Hidden layers of which a router chooses some for each token (Shazeer et al. 2017, arXiv:1701.06538)."""
+
+    number: int
+    chosen: int  # of them, for each token
+    width: int  # of one expert's hidden layer
+    shared_width: int = 0  # of the hidden layer that every token goes through besides
+    shared_gate: bool = False  # a number for each token weighs what the shared one says
+    router_bias: bool = False
+    biases: bool = False  # of the experts' matrices
+    dense: frozenset[int] = frozenset()  # the blocks that have one ordinary hidden layer instead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Attention over latent vectors: queries, keys and values go through narrow ones (DeepSeek-V2, arXiv:2405.04434)."""
+
+    query_rank: int | None  # numbers in a token's latent query; None: none, queries come from the token
+    kv_rank: int
+    content_width: int  # of a head's query and key, without positions
+    rotary_width: int  # of a head's query and of the one key that all heads share, with positions
+    value_width: int  # of a head's value
+
+
+@dataclass(frozen=True, kw_only=True)
 class LlamaShape:
     """A Llama-like language model: grouped keys and values, rotary positions, SwiGLU, RMSNorm."""
 
@@ -79,10 +105,29 @@ class LlamaShape:
     out_bias: bool = False  # of attention's output
     mlp_bias: bool = False
     qk_norm: bool = False  # a norm of each head's queries and keys
+    gated: bool = True  # else the hidden layer has two matrices and no gate, as GPT-2's
+    norm_bias: bool = False  # LayerNorm instead of RMSNorm
+    num_norms: int = 2  # in a block; Gemma has two more, behind attention and the hidden layer
+    positions: int = 0  # rows of a table of learned positions
+    sinks: bool = False  # a trained number for each head, which attention may attend to instead of a token
+    softcap: bool = False  # the head's logits go through a tanh
+    window: int | None = None  # tokens that attention looks back, in the blocks that have one ...
+    full_every: int = 0  # ... which are all but every n-th; 0: all
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     @property
     def head_width(self) -> int:
         return self.head_size or self.width // self.num_heads
+
+    def is_routed(self, block: int) -> bool:
+        """Return True if that block has experts."""
+        return self.experts is not None and block not in self.experts.dense
+
+    def seen_tokens(self, block: int) -> int:
+        """Return how many tokens attention looks at in that block, the causal mask left aside."""
+        has_window = self.window is not None and not (self.full_every and (block + 1) % self.full_every == 0)
+        return min(self.context, self.window) if has_window else self.context
 
     @property
     def q_width(self) -> int:
@@ -113,6 +158,10 @@ RELATIVES = {
     "qwen2": ("Qwen2", 32_768),
     "qwen3": ("Qwen3", 32_768),
 }
+# If the file doesn't say, the defaults of the models' own configurations: the size of a head, and key/value heads
+HEAD_SIZES, KV_HEADS = {"qwen3": 128}, {"mistral": 8, "qwen2": 32, "qwen3": 32}
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+RELEASED_IN = ("mxfp4", "fp8")  # formats of published files whose models are trained in bf16 nevertheless
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -126,16 +175,17 @@ def shape_from_config(config: dict) -> LlamaShape:
     kind = config.get("model_type")
     if kind not in RELATIVES:
         raise ValueError(f"model_type {kind!r} is not one of {', '.join(RELATIVES)}")
-    if missing := [key for key in _NEEDED if not isinstance(config.get(key), int)]:
-        raise ValueError(f"no whole number {', '.join(missing)}, which the size of the model depends on")
-    num_heads, width, head_size = config["num_attention_heads"], config["hidden_size"], config.get("head_dim")
+    require_sizes(config, _NEEDED)
+    num_heads, width = config["num_attention_heads"], config["hidden_size"]
+    head_size = config.get("head_dim") or HEAD_SIZES.get(kind)
+    check_config(config, num_heads=num_heads, width=width, head_size=head_size)
     rope, rope_type = rope_of_config(config)
     attention_bias = bool(config.get("attention_bias", False))
     return LlamaShape(
         width=width,
         depth=config["num_hidden_layers"],
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        num_kv_heads=config.get("num_key_value_heads", KV_HEADS.get(kind)) or num_heads,
         mlp_width=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         context=config.get("max_position_embeddings") or RELATIVES[kind][1],
@@ -151,9 +201,49 @@ def shape_from_config(config: dict) -> LlamaShape:
     )
 
 
+def require_sizes(config: dict, keys: Sequence[str]) -> None:
+    """Raise ValueError, with their names, unless all `keys` are whole numbers above zero."""
+    if missing := [key for key in keys if not isinstance(config.get(key), int) or isinstance(config[key], bool)]:
+        raise ValueError(f"no whole number {', '.join(missing)}, which the size of the model depends on")
+    if wrong := [key for key in keys if config[key] < 1]:
+        raise ValueError(f"{wrong[0]} is {config[wrong[0]]}; it must be 1 or more")
+
+
+def check_config(config: dict, *, num_heads: int, width: int, head_size: int | None) -> None:
+    """Raise ValueError for what no plan and no model here can do: heads that don't divide, experts, few bits."""
+    if not head_size and width % num_heads:
+        raise ValueError(
+            f"num_attention_heads {num_heads} does not divide hidden_size {width}, and there is no head_dim"
+        )
+    num_kv_heads = config.get("num_key_value_heads", KV_HEADS.get(config.get("model_type")))
+    if num_kv_heads is not None and (not isinstance(num_kv_heads, int) or num_kv_heads < 1 or num_heads % num_kv_heads):
+        raise ValueError(f"num_key_value_heads {num_kv_heads!r} does not divide num_attention_heads {num_heads}")
+    if found := [key for key in EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1]:
+        kind = config.get("model_type")
+        if kind in RELATIVES:
+            raise ValueError(f"{found[0]} is {config[found[0]]}, but a model_type {kind!r} has no experts")
+    check_quantization(config)
+
+
+def check_quantization(config: dict) -> None:
+    """Raise ValueError if the weights in the files have few bits: they aren't what is trained."""
+    how = config.get("quantization_config")
+    if how and (not isinstance(how, dict) or how.get("quant_method") not in RELEASED_IN):
+        method = how.get("quant_method", "unknown") if isinstance(how, dict) else how
+        raise ValueError(
+            f"quantization_config {method!r}: weights of 4 or 8 bits are not trained, and this plan does not count them; "
+            "give the config.json of the model before quantization"
+        )
+
+
 def rope_of_config(config: dict) -> tuple[dict, str]:
-    """Return what a `config.json` says of rotary positions, under its newer or its older name, and their type."""
+    """Return what a `config.json` says of rotary positions, under its newer or its older name, and their type.
+
+    Raises ValueError if that is not an object.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_scaling is {rope!r}; it must be an object, with a rope_type")
     return rope, rope.get("rope_type", rope.get("type", "default"))
 
 

@@ -10,12 +10,25 @@ from fsdp_helpers.quantities import format_bytes
 MOST_CHANGES = 6
 MOST_RANKS = 4096
 MOST_DOUBLINGS = 12  # of the batch, in the search for the fastest plan
+FEWEST_CHUNKS, MOST_CHUNKS = 8, 64  # of the loss, that advice suggests
 AS_FAST = 0.02  # plans whose speeds differ by less are as fast as each other
-BEYOND = "take larger devices, or split layers as well (tensor parallelism: notebook 08 shows it, this plan cannot)"
+# What FSDP alone can't do: chapter 15 shows each, and this plan knows none of them.
+BEYOND = {
+    "activations": "split the sequence or the layers over ranks (context or tensor parallelism)",
+    "gathered units": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
+    "communication buffers": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
+}
+STATE_BEYOND = "take larger devices, or give ranks different layers (pipeline parallelism)"
+CHAPTER = "FSDP alone can't do that: notebook 15, 15_more_dimensions.ipynb"
 
 
 def verdict(plan: Plan, subject: Subject) -> str:
     """Say in one sentence how much memory a plan leaves or, if it does not fit, what to change first."""
+    return sentence(plan, [] if plan.fits else changes_until_it_fits(plan, subject))
+
+
+def sentence(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
+    """Say whether the plan fits and, if it doesn't, which changes make it fit."""
     device = f"the {format_bytes(round(plan.cluster.device_memory_bytes))} of a device"
     needs = (
         f"the peak of {format_bytes(plan.peak.bytes)} and {format_bytes(round(plan.cluster.allowance_bytes))} outside "
@@ -24,14 +37,18 @@ def verdict(plan: Plan, subject: Subject) -> str:
     host = _host_sentence(plan)
     if plan.fits:
         return f"It fits: {needs} leave {format_bytes(round(plan.spare_bytes))} free of {device}{host}."
-    advice = _advice(changes_until_it_fits(plan, subject))
+    advice = _advice(plan, changes)
     if plan.spare_bytes >= 0:
         return f"It does not fit: a device has room{host}; {advice}."
-    largest, size = max(plan.by_category().items(), key=lambda entry: entry[1])
+    largest, size = _largest_part(plan)
     return (
         f"It does not fit: {needs} are {format_bytes(-round(plan.spare_bytes))} more than {device}, and the largest "
         f"part is {largest} with {format_bytes(size)}; {advice}."
     )
+
+
+def _largest_part(plan: Plan) -> tuple[str, int]:
+    return max(plan.by_category().items(), key=lambda entry: entry[1])
 
 
 def _host_sentence(plan: Plan) -> str:
@@ -46,13 +63,16 @@ def _host_sentence(plan: Plan) -> str:
     return f"{needs}, more than a node's {format_bytes(round(plan.cluster.host_memory_bytes))}"
 
 
-def _advice(changes: list[tuple[str, Plan]]) -> str:
+def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
     """List the changes in order, with the peak after each."""
+    last = changes[-1][1] if changes else plan
     steps = [f"{text} (peak {format_bytes(plan.peak.bytes)})" for text, plan in changes]
+    if last.fits:
+        return f"first {', then '.join(steps)}, and it fits{_host_sentence(last)}"
+    beyond = f"{BEYOND.get(_largest_part(last)[0], STATE_BEYOND)}; {CHAPTER}"
     if not steps:
-        return f"no single change brings it down: {BEYOND}"
-    ending = ", and it fits" if changes[-1][1].fits else f", which is still too much: {BEYOND}"
-    return f"first {', then '.join(steps)}{ending}{_host_sentence(changes[-1][1]) if changes[-1][1].fits else ''}"
+        return f"no single change brings it down: {beyond}"
+    return f"first {', then '.join(steps)}, which is still too much: {beyond}"
 
 
 def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]]:
@@ -81,8 +101,10 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
     """Every single change that is left, in the order of what it costs.
 
-    A cut costs latency, bf16 precision where it does not matter, recomputing a third more arithmetic, a smaller batch
-    gathers more often for the same number of items, ranks cost money, and offloading waits for the host in every step.
+    A cut costs latency, reducing each part sends more often, bf16 costs precision where it does not matter, chunks of
+    the loss compute the head's forward twice, recomputing takes a third more arithmetic, a smaller batch gathers more
+    often for the same number of items, moments in 8 bits need a library, ranks cost money, pure bf16 loses small
+    updates, and offloading waits for the host in every step.
     """
     settings, cluster = plan.settings, plan.cluster
     sharded = settings.config().is_sharded
@@ -99,21 +121,39 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
         yield planned(f"shard it{where}, a unit for each block ({flags})", more, strategy="fsdp-auto-wrap")
     if settings.strategy == "fsdp" and subject.units:
         yield planned("cut it at the blocks (--strategy fsdp-auto-wrap)", strategy="fsdp-auto-wrap")
+    if sharded and settings.micro_batches > 1 and settings.sync_micro_batches is False:
+        text = "reduce gradients after every part (without --no-sync-micro-batches)"
+        yield planned(text, sync_micro_batches=None)
     if settings.precision == "fp32" and subject.refused("bf16") is None and plan.can_compute("bf16"):
         text = "gather and compute in bf16 (--precision bf16)" if sharded else "compute in bf16 (--precision bf16)"
         yield planned(text, precision="bf16")
     if sharded and settings.sharding != "full":
         yield planned("shard everything over all ranks (--sharding full)", sharding="full")
+    if subject.chunks_loss and settings.loss_chunks < MOST_CHUNKS:
+        chunks = max(FEWEST_CHUNKS, 2 * settings.loss_chunks)
+        yield planned(f"compute the loss in {chunks} chunks (--loss-chunks {chunks})", loss_chunks=chunks)
     if settings.activation_checkpointing != "units" and subject.units:
         text = "recompute each block in backward (--activation-checkpointing units)"
         yield planned(text, activation_checkpointing="units")
     if (sequences := settings.batch // subject.sequence) > 1:
         half = sequences // 2 * subject.sequence
-        yield planned(f"halve a rank's batch to {half:,} {subject.item}(s)", batch=half)
+        yield planned(f"halve a rank's batch to {half:,} {subject.item}(s) (--{subject.item}s {half})", batch=half)
+    if settings.optimizer.startswith("adam") and settings.optimizer != "adam-8bit":
+        yield planned("keep Adam's moments in 8 bits (--optimizer adam-8bit)", optimizer="adam-8bit")
     if sharded and ranks * 2 <= MOST_RANKS:
         yield planned(f"take {ranks * 2:,} ranks (--world-size {ranks * 2})", ranks * 2)
+    if settings.precision == "bf16" and plan.can_compute("bf16"):
+        text = "keep everything in bf16, which loses small updates unless they are rounded stochastically"
+        yield planned(f"{text} (--precision pure-bf16)", precision="pure-bf16")
     if sharded and settings.strategy != "fsdp-offload":
         yield planned("keep shards in host memory (--strategy fsdp-offload)", strategy="fsdp-offload")
+
+
+def held_back(plan: Plan, subject: Subject) -> Plan | None:
+    """Return the same plan with gradients reduced only after the last part, if it has parts and does not do that."""
+    if plan.settings.micro_batches == 1 or not plan.settings.config().reduces_every_part:
+        return None
+    return make_plan(subject, replace(plan.settings, sync_micro_batches=False), plan.cluster)
 
 
 def fastest(plan: Plan, subject: Subject) -> Plan | None:

@@ -4,6 +4,9 @@ Both use fused attention, which writes no scores and keeps a logarithm for each 
 and attention keep their statistics in fp32. The method is that of Korthikanti et al. 2022, arXiv:2205.05198, 4.1.
 """
 
+from dataclasses import replace
+
+from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.transformer import BlockBytes
 
@@ -58,3 +61,47 @@ def llama_block_bytes(
         working_bytes=value_bytes * (tokens * (width + 2 * mlp_width) + mlp_width * width),
         leaving_bytes=tokens * (value_bytes * (5 * width + q_width) + FP32_BYTES),
     )
+
+
+def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int) -> BlockBytes:
+    """Count one block of a Llama or any of its relatives: what `llama_block_bytes` says, and what is special to it.
+
+    Without a gate the block is `vit_block_bytes`. Values per token, besides:
+
+    - a norm of each head's queries and keys: its input, q + k, and one statistic per head
+    - norms behind attention and the hidden layer: their inputs, h each, and a statistic each
+    - latent attention: the latent vectors before and behind their norms, and the heads' keys before they are joined
+    - experts: the hidden layers of those that a token goes to count as one; the tokens laid out by expert and what the
+      experts say, c x h each for c chosen ones; the router's logits and probabilities in fp32
+
+    Experts are computed one kernel for all (a grouped product), so the gradient of all their last weights is there at
+    once. Routing is taken to be even.
+    """
+    if not shape.gated:
+        sizes = {"tokens": tokens, "width": shape.width, "mlp_width": shape.mlp_width, "num_heads": shape.num_heads}
+        return vit_block_bytes(**sizes, value_bytes=value_bytes)
+    experts = shape.experts if shape.is_routed(block) else None
+    mlp_width = experts.chosen * experts.width + experts.shared_width if experts else shape.mlp_width
+    q_width, kv_width, values, statistics = shape.q_width, shape.kv_width, 0, 0
+    if shape.latent:
+        latent = shape.latent
+        # queries and keys are wider than values and what attention says; on average:
+        q_width = kv_width = shape.num_heads * (latent.content_width + latent.rotary_width + latent.value_width) // 2
+        values += 2 * (latent.kv_rank + (latent.query_rank or 0)) + latent.rotary_width
+        values += shape.num_heads * latent.content_width
+        statistics += 2
+    if shape.qk_norm:
+        values, statistics = values + q_width + kv_width, statistics + shape.num_heads + shape.num_kv_heads
+    values, statistics = values + (shape.num_norms - 2) * shape.width, statistics + shape.num_norms - 2
+    if experts:
+        values, statistics = values + 2 * experts.chosen * shape.width, statistics + 2 * experts.number
+    found = llama_block_bytes(
+        tokens=tokens, width=shape.width, mlp_width=mlp_width, num_heads=shape.num_heads, kv_width=kv_width,
+        q_width=q_width, value_bytes=value_bytes,
+    )  # fmt: skip
+    more = {"kept_bytes": found.kept_bytes + tokens * (value_bytes * values + FP32_BYTES * statistics)}
+    if experts:
+        others = experts.number * experts.width - mlp_width  # of the weights' gradients that are there at once
+        said = tokens * experts.chosen * shape.width  # their gradients, on the way to the experts
+        more["working_bytes"] = found.working_bytes + value_bytes * (max(0, others) * shape.width + said)
+    return replace(found, **more)

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, fields
 
-from fsdp_helpers.planning.devices import named_device
+from fsdp_helpers.config import setting
+from fsdp_helpers.planning.devices import DEVICES, LINK_SHARE, named_device
 from fsdp_helpers.planning.network import BETWEEN_LATENCY_S, START_S, WITHIN_LATENCY_S, Network
 from fsdp_helpers.quantities import GB
 
@@ -24,34 +25,62 @@ class Cluster:
     """
 
     world_size: int
-    device_memory_bytes: float
-    bandwidth_bytes_per_s: float = LINK_BYTES_PER_S  # that one rank sends at, out of its node
-    flops_per_s: float | None = None  # that a model reaches, not those of the data sheet
-    allowance_bytes: float = CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES  # outside the count
-    ranks_per_node: int = 1
-    within_bytes_per_s: float | None = None  # that one rank sends at within its node
+    device_memory_bytes: float = setting(
+        None, "memory of a device, in 10^9 bytes; required without --device", flag="device-memory-gb", factor=GB
+    )
+    bandwidth_bytes_per_s: float = setting(
+        LINK_BYTES_PER_S,
+        "rate at which a rank sends to other nodes (default: 50, a 400 Gbit/s link)",
+        flag="bandwidth-gb-s",
+        factor=GB,
+    )
+    flops_per_s: float | None = setting(
+        None, "speed that a device reaches, in 10^12 operations per second, not that of its data sheet", flag="tflops",
+        factor=1e12,
+    )  # fmt: skip
+    allowance_bytes: float = setting(
+        CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES,
+        "memory set aside for what isn't counted: CUDA's context, NCCL, fragmentation (default: 4)",
+        flag="allowance-gb",
+        factor=GB,
+    )
+    ranks_per_node: int = setting(1, "ranks that share a node (default: 1)")
+    within_bytes_per_s: float | None = setting(
+        None, "rate at which a rank sends within its node", flag="within-gb-s", factor=GB
+    )
     within_latency_s: float = WITHIN_LATENCY_S
-    between_latency_s: float = BETWEEN_LATENCY_S
+    between_latency_s: float = setting(
+        BETWEEN_LATENCY_S,
+        "latency of one step of a ring between nodes, in microseconds",
+        flag="latency-us",
+        factor=1e-6,
+    )
     start_latency_s: float = START_S
-    host_bytes_per_s: float = HOST_LINK_BYTES_PER_S  # between a device and its host
-    host_memory_bytes: float | None = None  # of a node
+    host_bytes_per_s: float = setting(
+        HOST_LINK_BYTES_PER_S, "rate between a device and its host", flag="host-gb-s", factor=GB
+    )
+    host_memory_bytes: float | None = setting(None, "host memory of a node", flag="host-memory-gb", factor=GB)
     memory_bytes_per_s: float | None = None  # of a device
     peak_flops_per_s: float | None = None  # of the data sheet, in the precision of the run
-    device: str | None = None  # by name; the range of a step is then that of published runs
+    device: str | None = setting(
+        None, "sets memory, rates and links, each of which a flag below can override", choices=tuple(DEVICES)
+    )
 
     def __post_init__(self) -> None:
         for name in ("world_size", "ranks_per_node"):
             require_whole(name, getattr(self, name))
         if self.world_size > MOST_RANKS:
             raise ValueError(f"world_size is {self.world_size:,}; plans end at {MOST_RANKS:,} ranks")
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if setting.name in ("world_size", "ranks_per_node", "device") or value is None:
+        if self.device_memory_bytes is None:
+            raise ValueError("the memory of a device is missing; give --device-memory-gb, or --device")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("world_size", "ranks_per_node", "device") or value is None:
                 continue
-            or_more = setting.name == "allowance_bytes" or setting.name.endswith("latency_s")
+            or_more = one.name == "allowance_bytes" or one.name.endswith("latency_s")
             if not (_is_number(value) and (value > 0 or value == 0 and or_more)):
                 lowest = "zero or more" if or_more else "above zero"
-                raise ValueError(f"{setting.name} is {value}; it must be a number {lowest}")
+                raise ValueError(f"{one.name} is {value}; it must be a number {lowest}")
 
     @classmethod
     def of(cls, device: str, world_size: int, precision: str = "bf16", **changes) -> "Cluster":
@@ -64,8 +93,8 @@ class Cluster:
         usual = {
             "device": device,
             "device_memory_bytes": found.memory_bytes,
-            "bandwidth_bytes_per_s": found.between_bytes_per_s,
-            "within_bytes_per_s": found.within_bytes_per_s,
+            "bandwidth_bytes_per_s": LINK_SHARE * found.between_bytes_per_s,
+            "within_bytes_per_s": LINK_SHARE * found.within_bytes_per_s,
             "ranks_per_node": found.ranks_per_node,
             "host_bytes_per_s": found.host_bytes_per_s,
             "host_memory_bytes": found.host_memory_bytes,
@@ -74,6 +103,13 @@ class Cluster:
             "flops_per_s": found.share * peak,
         }
         return cls(world_size=world_size, **(usual | changes))
+
+    @property
+    def is_typical(self) -> bool:
+        """Return True if the rate is the share that published runs reach, not one that somebody stated."""
+        if self.device is None or self.peak_flops_per_s is None:
+            return False
+        return self.flops_per_s == named_device(self.device).share * self.peak_flops_per_s
 
     @property
     def node_ranks(self) -> int:

@@ -5,10 +5,13 @@ from math import sqrt
 
 from fsdp_helpers.planning.plan import Plan
 
-HOUR_S = 3600
+HOUR_S, MINUTE_S = 3600, 60
 # The Llama 3 herd of models, arXiv:2407.21783, table 5: 419 unexpected interruptions in 54 days of 16,384 GPUs.
 DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
-STORAGE_BYTES_PER_S = 2e9  # that a node writes at: a choice, to be replaced by what yours does
+RESTART_S = (
+    10 * MINUTE_S
+)  # from a failure to the first step after it: noticed, restarted, loaded. A choice; state yours
+LEFT_OUT = "saving, restarts, evaluation, waiting for data and for slow machines"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +22,20 @@ class SavePlan:
     save_s: float
     hours_between_failures: float  # of all devices together
     every_s: float
-    lost_share: float  # of the time, to saving and to work that is done twice
+    lost_share: float  # of the time: to saving, to work that is done twice, and to restarts
 
 
 def save_plan(
     plan: Plan,
     *,
+    storage_bytes_per_s: float,
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
-    storage_bytes_per_s: float = STORAGE_BYTES_PER_S,
+    restart_s: float = RESTART_S,
 ) -> SavePlan:
     """Return when to save: after the square root of twice the time to save times the time between failures.
 
-    A checkpoint has parameters and moments, each once, and all nodes write at the same time.
+    A checkpoint has parameters and moments, each once, and all nodes write at the same time, each
+    `storage_bytes_per_s`. A failure also costs `restart_s`, until it has been noticed and all ranks train again.
     Source: J. Young, *A first order approximation to the optimum checkpoint interval*, 1974.
     """
     nodes = -(-plan.cluster.world_size // plan.cluster.ranks_per_node)
@@ -42,12 +47,17 @@ def save_plan(
         save_s=save_s,
         hours_between_failures=between_s / HOUR_S,
         every_s=every_s,
-        lost_share=save_s / every_s + every_s / 2 / between_s,
+        lost_share=save_s / every_s + (every_s / 2 + restart_s) / between_s,
     )
 
 
-def device_hours(plan: Plan, items: float) -> float:
-    """Return the hours of all devices together for a number of items. Raises ValueError if no rate is known."""
+def device_hours(plan: Plan, items: float, goodput: float = 1.0) -> float:
+    """Return the hours of all devices together for a number of items, of which a share of `goodput` is training.
+
+    Raises ValueError if no rate is known, or for a share that can't be.
+    """
     if plan.items_per_s_estimate is None:
         raise ValueError("GPU-hours need a rate; name a --device, or give --tflops")
-    return items / plan.items_per_s_estimate / HOUR_S * plan.cluster.world_size
+    if not 0 < goodput <= 1:
+        raise ValueError(f"--goodput is {goodput}; it is a share, above 0 and at most 1")
+    return items / plan.items_per_s_estimate / HOUR_S * plan.cluster.world_size / goodput

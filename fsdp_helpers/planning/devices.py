@@ -3,18 +3,24 @@
 Rates are those of the data sheets, dense, without sparsity; links are one direction of what a sheet adds up for both.
 fp32 is torch's default, which does not use TF32.
 
-The share is what the arithmetic of a step reaches while nothing waits. It is a median of published training runs, and
-they differ by a quarter to either side: torchtitan on A100s, 51 to 61 % MFU without and 69 % of the hardware's rate
-with recomputing (`docs/performance.md`); fms-fsdp on A100s, 57 % (README); torchtitan on H100s at 500 W, 33 to 39 %
+The share is what matrix products reach while nothing waits. It is a median of published training runs, and they differ
+by a quarter to either side: torchtitan on A100s, 51 to 61 % MFU without and 69 % of the hardware's rate with recomputing
+(`docs/performance.md`); fms-fsdp on A100s, 57 % (README); torchtitan on H100s at 500 W, 33 to 39 %
 (`benchmarks/llama3_h100_202412_torchtitan.md`); the Llama 3 paper, 38 to 43 % (table 4); MPT on H100s, 40 to 46 %
 without recomputing (llm-foundry, `scripts/train/benchmarking/README.md`). For devices without such a run the share is
 that of the nearest one, and the plan says so.
+
+Two constants are fitted to 47 runs of the last of these (`planning.published`): RECOMPUTED_GAIN and ATTENTION_COST. A
+third, LINK_SHARE, is what nccl-tests report.
 """
 
 from dataclasses import dataclass
 
 GB, TERA = 10**9, 10**12
 TYPICAL_RANGE = 0.25  # published runs of one device lie so far to either side of the share
+RECOMPUTED_GAIN = 1.15  # with recomputed blocks, batches are larger and products a larger part: a higher share
+ATTENTION_COST = 1.25  # an operation of attention, all tokens with all, takes so much longer than one of a product
+LINK_SHARE = 0.8  # of the data sheet: 8 H100s gather at 360 of 450 GB/s (nccl-tests, all_gather_perf, bus bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +41,11 @@ class Device:
 
     def peak(self, precision: str) -> float:
         """Return the rate of the data sheet. Raises ValueError for a precision that the device has no units for."""
-        rate = self.peak_flops.get("bf16" if "bf16" in precision else precision)
+        half = precision.removeprefix("pure-")
+        rate = self.peak_flops.get(half, self.peak_flops.get("bf16") if half == "fp16" else None)
         if rate is None:
             raise ValueError(
-                f"{self.title} has no arithmetic in bf16; use --precision fp32, or a device from Ampere (2020) on"
+                f"{self.title} has no arithmetic in bf16; use --precision fp16 or fp32, or a device from Ampere (2020) on"
             )
         return rate
 
@@ -67,14 +74,49 @@ DEVICES = {
         memory_bytes_per_s=1.56e12, within_bytes_per_s=300 * GB, between_bytes_per_s=25 * GB,
         host_bytes_per_s=25 * GB, host_memory_bytes=1000 * GB,
     ),
-    # L4 and T4 data sheets: no NVLink, so neighbors are reached over PCIe 4 and 3; cloud machines with four of them
+    # HGX B200 and GB200 NVL72 data sheets: dense bf16, 1.8 TB/s NVLink, 400 Gbit/s each; a GB200 rack is one NVLink
+    # domain of 72, with 36 Grace hosts of 480 GB over NVLink-C2C
+    "b200": Device(
+        title="B200", memory_bytes=180 * GB, peak_flops={"bf16": 2250 * TERA, "fp32": 75 * TERA}, share=0.42,
+        memory_bytes_per_s=7.7e12, within_bytes_per_s=900 * GB, between_bytes_per_s=50 * GB,
+        host_bytes_per_s=50 * GB, host_memory_bytes=2000 * GB, measured=False,
+    ),
+    "gb200": Device(
+        title="GB200", memory_bytes=186 * GB, peak_flops={"bf16": 2500 * TERA, "fp32": 80 * TERA}, share=0.42,
+        memory_bytes_per_s=8e12, within_bytes_per_s=900 * GB, between_bytes_per_s=50 * GB,
+        host_bytes_per_s=450 * GB, host_memory_bytes=36 * 480 * GB, ranks_per_node=72, measured=False,
+    ),
+    # MI300X data sheet: 7 Infinity Fabric links of 64 GB/s each way; 400 Gbit/s each
+    "mi300x": Device(
+        title="MI300X", memory_bytes=192 * GB, peak_flops={"bf16": 1307 * TERA, "fp32": 163.4 * TERA}, share=0.42,
+        memory_bytes_per_s=5.3e12, within_bytes_per_s=448 * GB, between_bytes_per_s=50 * GB,
+        host_bytes_per_s=50 * GB, host_memory_bytes=2000 * GB, measured=False,
+    ),
+    # V100 SXM2 data sheet: 300 GB/s NVLink; AWS p3dn.24xlarge: 8 of them, 100 Gbit/s
+    "v100": Device(
+        title="V100 SXM 32 GB", memory_bytes=32 * GB, peak_flops={"fp16": 125 * TERA, "fp32": 15.7 * TERA}, share=0.42,
+        memory_bytes_per_s=0.9e12, within_bytes_per_s=150 * GB, between_bytes_per_s=1.5625 * GB,
+        host_bytes_per_s=12 * GB, host_memory_bytes=768 * GB, measured=False,
+    ),
+    # L40S, A10G, L4 and T4 data sheets: no NVLink, so neighbors are reached over PCIe 4 and 3; cloud machines with
+    # eight (AWS g6e.48xlarge: 400 Gbit/s; g5.48xlarge: 100 Gbit/s) or four of them
+    "l40s": Device(
+        title="L40S", memory_bytes=48 * GB, peak_flops={"bf16": 362 * TERA, "fp32": 91.6 * TERA}, share=0.4,
+        memory_bytes_per_s=0.864e12, within_bytes_per_s=25 * GB, between_bytes_per_s=6.25 * GB,
+        host_bytes_per_s=25 * GB, host_memory_bytes=1536 * GB, measured=False,
+    ),
+    "a10g": Device(
+        title="A10G", memory_bytes=24 * GB, peak_flops={"bf16": 70 * TERA, "fp32": 31.5 * TERA}, share=0.4,
+        memory_bytes_per_s=0.6e12, within_bytes_per_s=12 * GB, between_bytes_per_s=1.5625 * GB,
+        host_bytes_per_s=12 * GB, host_memory_bytes=768 * GB, measured=False,
+    ),
     "l4": Device(
         title="L4", memory_bytes=24 * GB, peak_flops={"bf16": 121 * TERA, "fp32": 30.3 * TERA}, share=0.4,
         memory_bytes_per_s=0.3e12, within_bytes_per_s=12 * GB, between_bytes_per_s=3 * GB,
         host_bytes_per_s=12 * GB, host_memory_bytes=190 * GB, ranks_per_node=4, measured=False,
     ),
     "t4": Device(
-        title="T4", memory_bytes=16 * GB, peak_flops={"fp32": 8.1 * TERA}, share=0.6,
+        title="T4", memory_bytes=16 * GB, peak_flops={"fp16": 65 * TERA, "fp32": 8.1 * TERA}, share=0.4,
         memory_bytes_per_s=0.32e12, within_bytes_per_s=6 * GB, between_bytes_per_s=1.5 * GB,
         host_bytes_per_s=6 * GB, host_memory_bytes=190 * GB, ranks_per_node=4, measured=False,
     ),

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 
-from fsdp_helpers.models.shapes import LLAMA_SHAPES, VIT_SHAPES, LlamaShape, ViTShape
-from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
+from fsdp_helpers.models.shapes import LLAMA_SHAPES, VIT_SHAPES, Experts, Latent, LlamaShape, ViTShape
+from fsdp_helpers.planning.blocks import decoder_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
-from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile
+from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, Layer, layers_profile
 
 Shapes = dict[str, tuple[int, ...]]
-VALUE_BYTES = {"fp32": 4, "bf16": 2, "autocast": 2}
+VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "pure-bf16": 2, "autocast": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +23,24 @@ class Subject:
     item: str  # what a batch is counted in: "image", "token", "sample"
     num_params: int
     units: tuple[str, ...]  # names of the modules that are gathered together, where the model is cut
-    # Of a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units that it makes flat.
+    # Of a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units that it makes flat; with
+    # chunks_loss also of `loss_chunks`.
     profile_of: Callable[..., StepProfile]
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a forward of a batch
     unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, where it is known
+    attention_flops: Callable[[int], dict[str, int]] = lambda batch: {}  # of those, products of tokens with tokens
+    backward_factor: float | Callable[[int], float] = 2.0  # what backward takes of a forward's operations
+    active_params: int | None = None  # that one token goes through, if those aren't all
+    chunks_loss: bool = False  # whether the logits can be computed in parts
     sequence: int = 1  # a batch is made of whole sequences of that many items
     refused: Callable[[str], str | None] = lambda precision: None  # why the model cannot run in a precision
 
-    def check(self, batch: int, precision: str, activation_checkpointing: str) -> None:
+    def check(self, batch: int, precision: str, activation_checkpointing: str, loss_chunks: int = 1) -> None:
         """Raise ValueError for a batch, a precision or a lever that this model cannot have."""
+        if loss_chunks > 1 and not self.chunks_loss:
+            raise ValueError(
+                f"--loss-chunks belongs to language models planned by their shape; leave it out of {self.name}"
+            )
         if batch % self.sequence:
             raise ValueError(
                 f"a batch of {batch:,} {self.item}s is not made of whole sequences of {self.sequence:,}; use a "
@@ -41,6 +50,10 @@ class Subject:
             raise ValueError(f"{self.name} has no units, and units are what is recomputed; name their unit_class")
         if reason := self.refused(precision):
             raise ValueError(reason)
+
+    def backward_of(self, batch: int) -> float:
+        """Return what backward takes of a forward's operations, with nothing recomputed."""
+        return self.backward_factor(batch) if callable(self.backward_factor) else self.backward_factor
 
     def unit_flops_of(self, batch: int) -> dict[str, int]:
         """Return the operations of a forward by module; all in the root, if that is all that is known."""
@@ -65,44 +78,10 @@ def count_values(shapes: Shapes) -> int:
     return sum(prod(shape) for shape in shapes.values())
 
 
-def _stacked_subject(
-    name: str,
-    *,
-    item: str,
-    blocks: tuple[str, ...],
-    outer_units: tuple[str, ...] = (),  # outside the blocks, in front of them and behind
-    block_shapes: Shapes,
-    root_shapes: Shapes,
-    block_bytes: Callable[[int, int], BlockBytes],  # of a batch, and of the bytes of a value
-    head_bytes: Callable[[int, int], HeadBytes],
-    unit_flops: Callable[[int], dict[str, int]],
-    tied: dict[str, str] | None = None,
-    sequence: int = 1,
-) -> Subject:
-    """Describe a model of equal blocks, each a unit."""
-
-    def profile_of(
-        batch: int, precision: str, activation_checkpointing: str, flat_units: Sequence[str] | None = None
-    ) -> StepProfile:
-        """All values are trained, so that a flat unit has no others."""
-        block, head = (count(batch, VALUE_BYTES[precision]) for count in (block_bytes, head_bytes))
-        if precision == "autocast":  # it keeps a bf16 copy of each matrix from forward to backward
-            copies = 2 * count_values({name: shape for name, shape in block_shapes.items() if len(shape) > 1})
-            block = replace(block, kept_bytes=block.kept_bytes + copies)
-        return stack_profile(
-            blocks, block_shapes, root_shapes, block, activation_checkpointing, head, outer_units=outer_units, tied=tied
-        )
-
-    return Subject(
-        name=name,
-        item=item,
-        num_params=count_values(root_shapes) + len(blocks) * count_values(block_shapes),
-        units=(*outer_units[:1], *blocks, *outer_units[1:]),
-        profile_of=profile_of,
-        forward_flops=lambda batch: sum(unit_flops(batch).values()),
-        unit_flops=unit_flops,
-        sequence=sequence,
-    )
+def _autocast_copies(layer: Layer) -> Layer:
+    """Return the layer with what autocast keeps from forward to backward besides: a bf16 copy of each matrix."""
+    copies = 2 * count_values({name: shape for name, shape in layer.shapes.items() if len(shape) > 1})
+    return replace(layer, bytes=replace(layer.bytes, kept_bytes=layer.bytes.kept_bytes + copies))
 
 
 # ---------------------------------------------------------------- vision transformers
@@ -110,25 +89,30 @@ def _stacked_subject(
 
 def vit_subject(name: str, shape: ViTShape) -> Subject:
     """Describe a vision transformer; a batch counts images."""
+    blocks = tuple(f"blocks.{number}" for number in range(shape.depth))
+    block_shapes, root_shapes = vit_block_shapes(shape), vit_root_shapes(shape)
 
-    def block_bytes(images: int, value_bytes: int) -> BlockBytes:
-        return vit_block_bytes(
-            tokens=images * shape.num_tokens,
-            width=shape.width,
-            mlp_width=shape.mlp_width,
-            num_heads=shape.num_heads,
-            value_bytes=value_bytes,
-        )
+    def profile_of(
+        images: int, precision: str, activation_checkpointing: str, flat_units: Sequence[str] | None = None
+    ) -> StepProfile:
+        """All values are trained, so a flat unit has no others."""
+        value_bytes = VALUE_BYTES[precision]
+        sizes = {"tokens": images * shape.num_tokens, "width": shape.width, "mlp_width": shape.mlp_width}
+        block = vit_block_bytes(**sizes, num_heads=shape.num_heads, value_bytes=value_bytes)
+        layer = Layer(shapes=block_shapes, bytes=block)
+        layer = _autocast_copies(layer) if precision == "autocast" else layer
+        head = vit_head_bytes(shape, images, value_bytes)
+        return layers_profile(dict.fromkeys(blocks, layer), root_shapes, activation_checkpointing, head)
 
-    return _stacked_subject(
-        name,
+    return Subject(
+        name=name,
         item="image",
-        blocks=tuple(f"blocks.{number}" for number in range(shape.depth)),
-        block_shapes=vit_block_shapes(shape),
-        root_shapes=vit_root_shapes(shape),
-        block_bytes=block_bytes,
-        head_bytes=partial(vit_head_bytes, shape),
+        num_params=count_values(root_shapes) + len(blocks) * count_values(block_shapes),
+        units=blocks,
+        profile_of=profile_of,
+        forward_flops=lambda images: sum(vit_unit_flops(shape, images).values()),
         unit_flops=partial(vit_unit_flops, shape),
+        attention_flops=lambda images: dict.fromkeys(blocks, _vit_attention_flops(shape, images)),
     )
 
 
@@ -177,9 +161,13 @@ def vit_unit_flops(shape: ViTShape, images: int) -> dict[str, int]:
     tokens = images * shape.num_tokens
     weights = count_values({n: s for n, s in vit_block_shapes(shape).items() if len(s) == 2})
     patches = images * (shape.image_size // shape.patch_size) ** 2 * shape.channels * shape.patch_size**2 * shape.width
-    block = 2 * weights * tokens + 4 * shape.num_tokens * shape.width * tokens
+    block = 2 * weights * tokens + _vit_attention_flops(shape, images)
     outside = 2 * patches + 2 * images * shape.width * shape.num_classes
     return {f"blocks.{number}": block for number in range(shape.depth)} | {ROOT: outside}
+
+
+def _vit_attention_flops(shape: ViTShape, images: int) -> int:
+    return 4 * shape.num_tokens**2 * shape.width * images
 
 
 def norm_shapes(name: str, width: int) -> Shapes:
@@ -192,107 +180,248 @@ def linear_shapes(layers: Shapes) -> Shapes:
     return dict(pair for pairs in both for pair in pairs)
 
 
-# ---------------------------------------------------------------- Llama-like models
+# ---------------------------------------------------------------- Llama and its relatives
 
 
-def llama_subject(name: str, shape: LlamaShape, *, loss_chunks: int = 1) -> Subject:
-    """Describe a Llama-like model; a batch counts tokens, in sequences of `shape.context`.
+def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subject:
+    """Describe a Llama or a relative of it; a batch counts tokens, in sequences of `shape.context`.
 
-    The embedding and the head are units of their own, unless they are tied and belong to the root. With `loss_chunks`
-    the logits are computed for one of that many parts of the tokens after the other, and once more in backward.
+    The embedding and the head are units of their own, unless they are tied and belong to the root. With `lora_rank` two
+    small matrices are trained beside each matrix of a block, and everything else is frozen (Hu et al. 2021,
+    arXiv:2106.09685).
     """
+    names = tuple(f"layers.{number}" for number in range(shape.depth))
+    kinds = [shape.is_routed(number) for number in range(shape.depth)]
+    blocks = {name: llama_block_shapes(shape, number) for number, name in enumerate(names)}
+    root_shapes = llama_root_shapes(shape)
+    frozen: set[str] = set()
+    if lora_rank:
+        frozen = {*root_shapes, *(f"{name}.{part}" for name, shapes in blocks.items() for part in shapes)}
+        blocks = {name: shapes | adapter_shapes(shapes, lora_rank) for name, shapes in blocks.items()}
+    outer_units = () if shape.tied else ("embedding", "head")
 
-    def block_bytes(tokens: int, value_bytes: int) -> BlockBytes:
-        return llama_block_bytes(
-            tokens=tokens,
-            width=shape.width,
-            mlp_width=shape.mlp_width,
-            num_heads=shape.num_heads,
-            kv_width=shape.kv_width,
-            q_width=shape.q_width,
-            value_bytes=value_bytes,
+    def profile_of(
+        tokens: int,
+        precision: str,
+        activation_checkpointing: str,
+        flat_units: Sequence[str] | None = None,
+        *,
+        loss_chunks: int = 1,
+    ) -> StepProfile:
+        if frozen and flat_units is not None:
+            raise ValueError("adapters beside frozen weights are planned with FSDP2, whose parameters stay apart")
+        value_bytes = VALUE_BYTES[precision]
+
+        @cache
+        def layer(is_routed: bool) -> Layer:
+            """Describe a block; all with experts are alike, and so are all without."""
+            number = kinds.index(is_routed)
+            block_bytes = _block_bytes(shape, number, tokens, value_bytes, lora_rank)
+            found = Layer(shapes=blocks[names[number]], bytes=block_bytes)
+            return _autocast_copies(found) if precision == "autocast" else found
+
+        layers = {name: layer(is_routed) for name, is_routed in zip(names, kinds, strict=True)}
+        head = llama_head_bytes(shape, tokens, value_bytes, loss_chunks=loss_chunks, is_frozen=bool(frozen))
+        tied = {"head.weight": "embedding.weight"} if shape.tied else None
+        return layers_profile(
+            layers, root_shapes, activation_checkpointing, head, outer_units=outer_units, tied=tied, frozen=frozen
         )
 
-    return _stacked_subject(
-        name,
+    num_params = count_values(root_shapes) + sum(count_values(shapes) for shapes in blocks.values())
+    return Subject(
+        name=f"{name} with adapters of rank {lora_rank}" if lora_rank else name,
         item="token",
-        blocks=tuple(f"layers.{number}" for number in range(shape.depth)),
-        outer_units=() if shape.tied else ("embedding", "head"),
-        block_shapes=llama_block_shapes(shape),
-        root_shapes=llama_root_shapes(shape),
-        block_bytes=block_bytes,
-        head_bytes=partial(llama_head_bytes, shape, loss_chunks=loss_chunks),
-        unit_flops=partial(llama_unit_flops, shape),
-        tied={"head.weight": "embedding.weight"} if shape.tied else None,
+        num_params=num_params,
+        units=(*outer_units[:1], *names, *outer_units[1:]),
+        profile_of=profile_of,
+        forward_flops=lambda tokens: sum(llama_unit_flops(shape, tokens, lora_rank).values()),
+        unit_flops=lambda tokens: llama_unit_flops(shape, tokens, lora_rank),
+        attention_flops=partial(llama_attention_flops, shape),
+        backward_factor=(lambda tokens: _backward_of_adapters(shape, tokens, lora_rank)) if lora_rank else 2.0,
+        active_params=num_params - _idle_params(shape) if shape.experts else None,
+        chunks_loss=True,
         sequence=shape.context,
     )
 
 
-def llama_block_shapes(shape: LlamaShape) -> Shapes:
-    """Parameters of one block, by name."""
-    width, hidden = shape.width, shape.mlp_width
-    matrices: dict[str, tuple[int, ...]] = {
+def adapter_shapes(shapes: Shapes, rank: int) -> Shapes:
+    """Parameters of the adapters beside the matrices of a block; experts and the router have none."""
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and "expert" not in name}
+    matrices = {name.removesuffix(".weight"): shape for name, shape in matrices.items() if "router" not in name}
+    pairs = [{f"{name}.lora_a": (rank, old), f"{name}.lora_b": (new, rank)} for name, (new, old) in matrices.items()]
+    return {name: shape for pair in pairs for name, shape in pair.items()}
+
+
+def _block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int, lora_rank: int) -> BlockBytes:
+    """Count a block; beside each matrix an adapter keeps the narrow vector between its two."""
+    found = decoder_block_bytes(shape, block, tokens, value_bytes)
+    if not lora_rank:
+        return found
+    adapters = len(adapter_shapes(llama_block_shapes(shape, block), lora_rank)) // 2
+    return replace(found, kept_bytes=found.kept_bytes + value_bytes * tokens * adapters * lora_rank)
+
+
+def llama_block_shapes(shape: LlamaShape, block: int = 0) -> Shapes:
+    """Parameters of one block, by name. Blocks differ if some have experts."""
+    hidden = _experts_shapes(shape.width, shape.experts) if shape.is_routed(block) else _mlp_shapes(shape)
+    return _attention_shapes(shape) | hidden | _norm_shapes(shape)
+
+
+def _with_biases(matrices: Shapes, biased: Sequence[str] | Shapes) -> Shapes:
+    weights = {f"{name}.weight": matrix for name, matrix in matrices.items()}
+    return weights | {f"{name}.bias": matrices[name][:1] for name in biased}
+
+
+def _attention_shapes(shape: LlamaShape) -> Shapes:
+    width = shape.width
+    if shape.latent:
+        return _latent_shapes(width, shape.num_heads, shape.latent)
+    matrices: Shapes = {
         "attention.q": (shape.q_width, width),
         "attention.k": (shape.kv_width, width),
         "attention.v": (shape.kv_width, width),
         "attention.out": (width, shape.q_width),
-        "mlp.gate": (hidden, width),
-        "mlp.up": (hidden, width),
-        "mlp.down": (width, hidden),
     }
-    biased = [*_QKV] * shape.qkv_bias + ["attention.out"] * shape.out_bias + [*_MLP] * shape.mlp_bias
-    norms = {"norm1": width, "norm2": width}
+    biased = ["attention.q", "attention.k", "attention.v"] * shape.qkv_bias + ["attention.out"] * shape.out_bias
+    return _with_biases(matrices, biased) | ({"attention.sinks": (shape.num_heads,)} if shape.sinks else {})
+
+
+def _latent_shapes(width: int, num_heads: int, latent: Latent) -> Shapes:
+    head_width = latent.content_width + latent.rotary_width
+    queries: Shapes = {"attention.q": (num_heads * head_width, width)}
+    if latent.query_rank:
+        queries = {
+            "attention.q_down": (latent.query_rank, width),
+            "attention.q_norm": (latent.query_rank,),
+            "attention.q": (num_heads * head_width, latent.query_rank),
+        }
+    both = queries | {
+        "attention.kv_down": (latent.kv_rank + latent.rotary_width, width),
+        "attention.kv_norm": (latent.kv_rank,),
+        "attention.kv": (num_heads * (latent.content_width + latent.value_width), latent.kv_rank),
+        "attention.out": (width, num_heads * latent.value_width),
+    }
+    return _with_biases(both, ())
+
+
+def _mlp_shapes(shape: LlamaShape) -> Shapes:
+    width, hidden = shape.width, shape.mlp_width
+    matrices: Shapes = {"mlp.gate": (hidden, width)} if shape.gated else {}
+    matrices |= {"mlp.up": (hidden, width), "mlp.down": (width, hidden)}
+    return _with_biases(matrices, matrices if shape.mlp_bias else ())
+
+
+def _experts_shapes(width: int, experts: Experts) -> Shapes:
+    """Each kind of matrix of all experts is one parameter; its rows are what ranks share.
+
+    With more ranks than experts that takes a `shard_placement_fn` in torch, which otherwise shards whole experts.
+    """
+    rows, hidden, shared = experts.number * experts.width, experts.width, experts.shared_width
+    shapes: Shapes = {"router.weight": (experts.number, width)}
+    shapes |= {"router.bias": (experts.number,)} if experts.router_bias else {}
+    shapes |= {"experts.gate_up": (2 * rows, width), "experts.down": (rows, width)}
+    if experts.biases:
+        shapes |= {"experts.gate_up_bias": (experts.number, 2 * hidden), "experts.down_bias": (experts.number, width)}
+    if shared:
+        shapes |= {"shared.gate": (shared, width), "shared.up": (shared, width), "shared.down": (width, shared)}
+    return shapes | ({"shared.weighs": (1, width)} if experts.shared_gate else {})
+
+
+def _norm_shapes(shape: LlamaShape) -> Shapes:
+    norms = {f"norm{number}": shape.width for number in range(1, shape.num_norms + 1)}
     if shape.qk_norm:
         norms |= {"attention.q_norm": shape.head_width, "attention.k_norm": shape.head_width}
-    return (
-        {f"{name}.weight": matrix for name, matrix in matrices.items()}
-        | {f"{name}.bias": matrices[name][:1] for name in biased}
-        | {f"{name}.weight": (size,) for name, size in norms.items()}
-    )
-
-
-_QKV, _MLP = ("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up", "mlp.down")
+    found: Shapes = {f"{name}.weight": (size,) for name, size in norms.items()}
+    return found | ({f"{name}.bias": (size,) for name, size in norms.items()} if shape.norm_bias else {})
 
 
 def llama_root_shapes(shape: LlamaShape) -> Shapes:
     """Parameters outside the blocks, by name; a tied head is the embedding."""
     table = (shape.vocabulary, shape.width)
-    outside = {"embedding.weight": table, "norm.weight": (shape.width,)}
+    outside: Shapes = {"embedding.weight": table, "norm.weight": (shape.width,)}
+    outside |= {"positions.weight": (shape.positions, shape.width)} if shape.positions else {}
+    outside |= {"norm.bias": (shape.width,)} if shape.norm_bias else {}
     return outside if shape.tied else outside | {"head.weight": table}
 
 
-def llama_head_bytes(shape: LlamaShape, tokens: int, value_bytes: int, *, loss_chunks: int = 1) -> HeadBytes:
+def llama_head_bytes(
+    shape: LlamaShape, tokens: int, value_bytes: int, *, loss_chunks: int = 1, is_frozen: bool = False
+) -> HeadBytes:
     """Count the head: the last norm keeps input and output; the loss keeps fp32 log-probabilities, per word and token.
 
     When backward goes through the loss their gradient and that of the logits are there too, in fp32; when it enters the
     head, only that of the logits is, in the head's precision. In chunks no log-probabilities are kept. A chunk's are
     computed in forward, and again in backward. Backward has the gradient of the norm's output beside them, and that of
-    the head's weight twice: the sum so far, and the chunk's.
+    the head's weight twice: the sum so far, and the chunk's. A frozen head has none. Logits that go through a tanh are
+    kept behind it.
     """
     words = -(-tokens // loss_chunks) * shape.vocabulary
     hidden = tokens * value_bytes * shape.width
     statistics = FP32_BYTES * tokens
+    capped = value_bytes * words if shape.softcap else 0
     parameters = ("norm.weight",) if shape.tied else ("head.weight", "norm.weight")
     if loss_chunks == 1:
         return HeadBytes(
-            kept_bytes=2 * hidden + statistics + FP32_BYTES * words,
+            kept_bytes=2 * hidden + statistics + FP32_BYTES * words + capped,
             working_bytes=2 * FP32_BYTES * words,
-            entering_bytes=2 * hidden + statistics + value_bytes * words,
+            entering_bytes=2 * hidden + statistics + value_bytes * words + capped,
             parameters=parameters,
         )
-    table = value_bytes * shape.vocabulary * shape.width
+    table = 0 if is_frozen else value_bytes * shape.vocabulary * shape.width
     return HeadBytes(
         kept_bytes=2 * hidden + statistics,
-        forward_bytes=(value_bytes + 2 * FP32_BYTES) * words,
+        forward_bytes=(value_bytes + 2 * FP32_BYTES) * words + capped,
         entering_bytes=2 * hidden + statistics,
-        inside_bytes=3 * FP32_BYTES * words + hidden + table,
+        inside_bytes=3 * FP32_BYTES * words + capped + hidden + table,
         parameters=parameters,
     )
 
 
-def llama_unit_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
-    """Two operations for each weight and token, and 4 s q per token for attention (a causal mask may halve that)."""
-    weights = count_values({n: s for n, s in llama_block_shapes(shape).items() if len(s) == 2})
-    block = 2 * tokens * (weights + 2 * min(tokens, shape.context) * shape.q_width)
-    head = 2 * tokens * shape.vocabulary * shape.width
-    return {f"layers.{number}": block for number in range(shape.depth)} | {"head": head}
+# ---------------------------------------------------------------- operations of a Llama and its relatives
+
+
+def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict[str, int]:
+    """Two operations for each weight that a token goes through, and attention's, by module."""
+    attention = llama_attention_flops(shape, tokens)
+    kinds = [shape.is_routed(number) for number in range(shape.depth)]
+    weights = {kind: _used_weights(shape, kinds.index(kind), lora_rank) for kind in set(kinds)}
+    blocks = {
+        name: 2 * tokens * weights[kind] + flops for (name, flops), kind in zip(attention.items(), kinds, strict=True)
+    }
+    return blocks | {"head": 2 * tokens * shape.vocabulary * shape.width}
+
+
+def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
+    """4 s q per token for attention over s tokens (a causal mask may halve that), by block."""
+    q_width = shape.q_width
+    if shape.latent:  # two operations for each number of a key, and of a value
+        latent = shape.latent
+        q_width = shape.num_heads * (latent.content_width + latent.rotary_width + latent.value_width) // 2
+    return {
+        f"layers.{number}": 4 * tokens * min(tokens, shape.seen_tokens(number)) * q_width
+        for number in range(shape.depth)
+    }
+
+
+def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
+    """Return the values of the matrices of a block that one token goes through."""
+    shapes = llama_block_shapes(shape, block)
+    shapes |= adapter_shapes(shapes, lora_rank) if lora_rank else {}
+    weights = count_values({n: s for n, s in shapes.items() if len(s) == 2 and "bias" not in n})
+    return weights - (_idle_in_a_block(shape.width, shape.experts) if shape.is_routed(block) else 0)
+
+
+def _idle_in_a_block(width: int, experts: Experts) -> int:
+    """Return the weights of the experts that a token does not go to."""
+    return 3 * (experts.number - experts.chosen) * experts.width * width
+
+
+def _idle_params(shape: LlamaShape) -> int:
+    return sum(_idle_in_a_block(shape.width, shape.experts) for block in range(shape.depth) if shape.is_routed(block))
+
+
+def _backward_of_adapters(shape: LlamaShape, tokens: int, lora_rank: int) -> float:
+    """Return what backward takes of a forward: twice for adapters and attention, once for frozen weights."""
+    forward = sum(llama_unit_flops(shape, tokens, lora_rank).values())
+    plain = sum(llama_unit_flops(shape, tokens).values())
+    return 1 + (forward - plain + sum(llama_attention_flops(shape, tokens).values())) / forward

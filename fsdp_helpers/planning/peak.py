@@ -19,6 +19,7 @@ from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained
 from fsdp_helpers.planning.walk.whole import WholeModel
 from fsdp_helpers.records import CollectiveCount
 
+TELLING_PARTS = 3  # of a step: the first, one of those between, the last
 WHEN = {
     "enter_forward": "forward, in {}",
     "leave_forward": "forward, after {}",
@@ -84,10 +85,13 @@ def walk_step(
             rank = FlatParameters(shards, config, profile)
         else:
             rank = FullyShard(shards, config)
-    for part in range(config.micro_batches):
-        is_last = part == config.micro_batches - 1
-        rank.begin_part(reduces=is_last or config.sync_micro_batches, is_last=is_last)
+    parts = min(config.micro_batches, TELLING_PARTS)
+    for part in range(parts):
+        is_last, before = part == parts - 1, len(ledger.tasks)
+        rank.begin_part(reduces=is_last or config.reduces_every_part, is_last=is_last)
         _walk(profile.flat_moments if config.is_sharded and config.api == "fsdp1" else profile.moments, rank, ledger)
+        if part == parts - 2:  # all parts between the first and the last go alike
+            ledger.repeat(ledger.tasks[before:], config.micro_batches - parts)
     ledger.when = "the optimizer's step"
     rank.update()
     return Step(peak=ledger.peak, collectives=ledger.collectives, tasks=tuple(ledger.tasks))

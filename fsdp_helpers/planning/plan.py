@@ -6,12 +6,12 @@ GB are 10^9 bytes. What is counted is what PyTorch allocates for tensors; what l
 import math
 from dataclasses import asdict, dataclass
 
-from fsdp_helpers.config import TrainConfig, is_sharded
+from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, SHARDING, STRATEGIES, TrainConfig, is_sharded, setting
 from fsdp_helpers.planning.cluster import MOST_RANKS, Cluster, require_whole
-from fsdp_helpers.planning.devices import TYPICAL_RANGE, named_device
+from fsdp_helpers.planning.devices import ATTENTION_COST, RECOMPUTED_GAIN, TYPICAL_RANGE, named_device
 from fsdp_helpers.planning.held import own_state
 from fsdp_helpers.planning.models import Subject
-from fsdp_helpers.planning.optimizers import named_optimizer
+from fsdp_helpers.planning.optimizers import OPTIMIZERS, named_optimizer
 from fsdp_helpers.planning.peak import Step, walk_step
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.state import PRECISIONS, num_shards
@@ -21,6 +21,7 @@ from fsdp_helpers.records import CollectiveCount, StateBytes
 
 HOST_UPDATE_BYTES_PER_S = 20e9  # a rank's share of host memory: one socket of eight channels of DDR5, four ranks
 UPDATE_PASSES = 3  # a parameter is read and written, its gradient read; moments are read and written
+HEAD = "head"  # the module of a language model whose logits can be computed in chunks
 CATEGORIES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -39,17 +40,43 @@ class Settings:
     """
 
     batch: int  # of one rank in one forward and backward, in the items of the model
-    strategy: str = "fsdp-auto-wrap"
-    api: str = "fsdp2"
-    sharding: str = "full"
-    replicas: int = 2  # groups of ranks, each with a copy of the state, where sharding is "hybrid"
-    precision: str = "fp32"  # one of PRECISIONS; "bf16" is mixed: FSDP's policy, or autocast for whole models
-    activation_checkpointing: str = "none"
-    micro_batches: int = 1
-    optimizer: str = "adam"
+    strategy: str = setting(
+        "fsdp-auto-wrap", "how state is sharded; auto-wrap makes each block a unit", choices=STRATEGIES
+    )
+    api: str = setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
+    sharding: str = setting(
+        "full",
+        "shard everything (full, ZeRO-3); the same, but keep parameters unsharded from forward to backward (grad-op, "
+        "ZeRO-2); everything within each of several groups of ranks (hybrid); or nothing (none, fsdp1)",
+        choices=SHARDING,
+    )
+    replicas: int = setting(2, "number of such groups, each with a copy of the state, for hybrid sharding")
+    precision: str = setting(
+        "fp32",
+        "fp32; mixed, with fp32 shards and reductions (bf16; fp16 for devices without bf16, with a scaled loss); or "
+        "everything in bf16, moments included (pure-bf16)",
+        choices=tuple(PRECISIONS),
+    )
+    activation_checkpointing: str = setting(
+        "none",
+        "what backward recomputes: nothing (none), all of each block (units), or all of it except matrix products "
+        "(selective)",
+        choices=ACTIVATION_CHECKPOINTING,
+    )
+    micro_batches: int = setting(1, "parts of a step, each with its own forward and backward of a rank's batch")
+    sync_micro_batches: bool | None = setting(
+        None, "reduce gradients after every part (the default where parameters are sharded), or only after the last"
+    )
+    optimizer: str = setting(
+        "adam",
+        "Adam in one fused kernel (adam), torch's default on a GPU (adam-foreach) or parameter by parameter (adam-loop); "
+        "Adam with moments in 8 bits (adam-8bit); SGD, with momentum or without",
+        choices=tuple(OPTIMIZERS),
+    )
+    loss_chunks: int = setting(1, "compute logits and loss in N parts of the tokens, each recomputed in backward")
 
     def __post_init__(self) -> None:
-        for name in ("batch", "replicas", "micro_batches"):
+        for name in ("batch", "replicas", "micro_batches", "loss_chunks"):
             require_whole(name, getattr(self, name))
         named_optimizer(self.optimizer)
         if self.precision not in PRECISIONS:
@@ -58,16 +85,18 @@ class Settings:
 
     def config(self) -> TrainConfig:
         """Return what the walk is about: precision and optimizer are given to it beside this."""
-        names = ("strategy", "api", "sharding", "activation_checkpointing")
+        names = ("strategy", "api", "sharding", "activation_checkpointing", "micro_batches", "sync_micro_batches")
         own = {name: getattr(self, name) for name in names}
-        return TrainConfig(**own, micro_batches=self.micro_batches, global_batch_size=self.micro_batches * MOST_RANKS)
+        return TrainConfig(**own, global_batch_size=self.micro_batches * MOST_RANKS)
 
     @property
     def measured_precision(self) -> str:
-        """Return the precision of activations: a whole model in mixed precision runs under autocast."""
-        if self.precision == "pure-bf16":
-            return "bf16"
-        return "autocast" if self.precision == "bf16" and not is_sharded(self.strategy) else self.precision
+        """Return the precision of activations: a whole model in mixed precision runs under autocast.
+
+        fp16 takes the bytes of bf16.
+        """
+        precision = "bf16" if self.precision == "fp16" else self.precision
+        return "autocast" if precision == "bf16" and not is_sharded(self.strategy) else precision
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if `world_size` ranks cannot run these settings."""
@@ -89,6 +118,8 @@ class Plan:
     model: str
     item: str
     num_params: int
+    sequence: int = 1  # items of one sample
+    active_params: int | None = None  # that one token goes through, if those aren't all
     settings: Settings
     cluster: Cluster
     peak: Peak  # on the rank with the largest shards
@@ -143,8 +174,8 @@ class Plan:
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """The shortest and the longest step; `time.estimate_s` lies between them."""
-        return (self.time.shortest_s, self.time.longest_s) if self.time else None
+        """The shortest and the longest step; `time.estimate_s` lies between them. None where launches decide."""
+        return (self.time.shortest_s, self.time.longest_s) if self.time and not self.time.launches_decide else None
 
     @property
     def items_per_step(self) -> int:
@@ -154,7 +185,7 @@ class Plan:
     @property
     def items_per_s(self) -> tuple[float, float] | None:
         """All ranks together, in the shortest and in the longest step."""
-        return (self.items_per_step / self.step_s[0], self.items_per_step / self.step_s[1]) if self.time else None
+        return (self.items_per_step / self.step_s[0], self.items_per_step / self.step_s[1]) if self.step_s else None
 
     @property
     def items_per_s_estimate(self) -> float | None:
@@ -181,6 +212,8 @@ class Plan:
         return {
             "model": self.model,
             "num_params": self.num_params,
+            "active_params": self.active_params or self.num_params,
+            "items_per_step": self.items_per_step,
             "settings": asdict(self.settings),
             "cluster": asdict(self.cluster),
             "state": asdict(self.state),
@@ -211,12 +244,13 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
     Raises ValueError if the ranks do not go with the settings.
     """
     settings.check_world_size(cluster.world_size)
-    subject.check(settings.batch, settings.precision, settings.activation_checkpointing)
+    subject.check(settings.batch, settings.precision, settings.activation_checkpointing, settings.loss_chunks)
     config = settings.config()
     units = () if settings.strategy == "fsdp" else subject.units
     flat_units = units if config.is_sharded and config.api == "fsdp1" else None
+    chunks = {"loss_chunks": settings.loss_chunks} if settings.loss_chunks > 1 else {}
     profile = subject.profile_of(
-        settings.batch, settings.measured_precision, settings.activation_checkpointing, flat_units
+        settings.batch, settings.measured_precision, settings.activation_checkpointing, flat_units, **chunks
     )
     replicas = settings.replicas if settings.sharding == "hybrid" else None
     how = {"optimizer": settings.optimizer, "precision": settings.precision}
@@ -229,6 +263,8 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
         model=subject.name,
         item=subject.item,
         num_params=subject.num_params,
+        active_params=subject.active_params,
+        sequence=subject.sequence,
         settings=settings,
         cluster=cluster,
         peak=step.peak,
@@ -241,23 +277,24 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
     )
 
 
-def passes(settings: Settings) -> int:
-    """Backward takes two products for each of forward; recomputing takes forward once more, of all but a little.
+def step_flops(subject: Subject, settings: Settings) -> int | None:
+    """Count the operations of one rank's step, with what is recomputed.
 
+    Backward takes two products for each of forward, or one where a weight is frozen; recomputing takes forward once
+    more, of all but a little. In chunks, the head's forward is computed twice.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    return 4 if settings.activation_checkpointing == "units" else 3
-
-
-def step_flops(subject: Subject, settings: Settings) -> int | None:
-    """Count the operations of one rank's step, with what is recomputed."""
     forward = _forward_flops(subject, settings)
-    return None if forward is None else passes(settings) * forward
+    if forward is None:
+        return None
+    passes = 1 + subject.backward_of(settings.batch) + (settings.activation_checkpointing == "units")
+    twice = subject.unit_flops_of(settings.batch).get(HEAD, 0) if settings.loss_chunks > 1 else 0
+    return round(passes * forward + settings.micro_batches * twice)
 
 
 def _model_flops(subject: Subject, settings: Settings) -> int | None:
     forward = _forward_flops(subject, settings)
-    return None if forward is None else 3 * forward
+    return None if forward is None else round((1 + subject.backward_of(settings.batch)) * forward)
 
 
 def _forward_flops(subject: Subject, settings: Settings) -> int | None:
@@ -275,8 +312,9 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
         shards = cluster.world_size // settings.replicas
     else:
         shards = num_shards(settings.sharding, cluster.world_size) if sharded else 1
+    recomputes = settings.activation_checkpointing == "units"
     speed = Speed(
-        flops_per_s=cluster.flops_per_s,
+        flops_per_s=cluster.flops_per_s * (RECOMPUTED_GAIN if recomputes and cluster.is_typical else 1),
         network=cluster.network,
         shards=shards,
         replicas=cluster.world_size // shards,
@@ -284,8 +322,20 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
         optimizer_s=_optimizer_s(settings, cluster, profile.num_trained / shards),
         spread=TYPICAL_RANGE if cluster.device else None,
     )
-    unit_flops = subject.unit_flops_of(settings.batch)
-    return time_step(step, unit_flops, speed, backward_factor=passes(settings) - 1, parts=settings.micro_batches)
+    factor = subject.backward_of(settings.batch) + recomputes
+    weighed = _weighed_flops(subject, settings, cluster)
+    return time_step(step, weighed, speed, backward_factor=factor, parts=settings.micro_batches)
+
+
+def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> dict[str, float]:
+    """Return a forward's operations by module, as many as would take their time at the rate of matrix products."""
+    found: dict[str, float] = dict(subject.unit_flops_of(settings.batch))
+    if cluster.is_typical:
+        for unit, flops in subject.attention_flops(settings.batch).items():
+            found[unit] += (ATTENTION_COST - 1) * flops
+    if settings.loss_chunks > 1 and HEAD in found:
+        found[HEAD] *= 4 / 3  # its forward, twice
+    return found
 
 
 def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:

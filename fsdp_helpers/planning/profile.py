@@ -33,6 +33,7 @@ class StepProfile:
     moments: tuple[Moment, ...]
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
     tied: dict[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `shapes`
+    buffer_bytes: int = 0  # tables and statistics, which no strategy shards
     thawed: frozenset[str] = frozenset()  # frozen parameters that share a unit with a trained one ...
     thawed_moments: tuple[Moment, ...] = ()  # ... and the same step, in which these get gradients too
 

@@ -17,6 +17,7 @@ SHAPES = LLAMA_SHAPES | {
 }
 TITAN_A100 = "torchtitan, docs/performance.md, 2024"
 TITAN_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+TITAN_MACHINE = "96 GB, 500 W"  # where the device of that name has 80 GB and 700 W
 FMS = "foundation-model-stack/fms-fsdp, README"
 
 
@@ -33,6 +34,7 @@ class Published:
     tokens_per_s: float  # of one rank
     memory_bytes: float | None = None  # of one rank, reserved at most
     replicas: int | None = None  # copies of the state, if sharding is hybrid
+    machine: str = ""  # in which it is not the device of that name
 
     def plan(self) -> Plan:
         """Return the plan of this run, in bf16, with a unit for each block."""
@@ -51,11 +53,11 @@ class Published:
 PUBLISHED = (
     Published(
         source=TITAN_H100, model="llama-8b", device="h100", world_size=8, sequences=2, recomputed="selective",
-        tokens_per_s=5_762, memory_bytes=82.4 * GIB,
+        tokens_per_s=5_762, memory_bytes=82.4 * GIB, machine=TITAN_MACHINE,
     ),
     Published(
         source=TITAN_H100, model="llama-8b", device="h100", world_size=128, sequences=2, recomputed="selective",
-        tokens_per_s=5_605, memory_bytes=67.0 * GIB,
+        tokens_per_s=5_605, memory_bytes=67.0 * GIB, machine=TITAN_MACHINE,
     ),
     Published(
         source=TITAN_A100, model="llama-8b", device="a100", world_size=64, sequences=1, recomputed="selective",

@@ -28,6 +28,7 @@ class ValueBytes:
 PRECISIONS = {
     "fp32": ValueBytes(kept=4, gathered=4, reduced=4),
     "bf16": ValueBytes(kept=4, gathered=2, reduced=4),  # mixed: computed in bf16, kept in fp32
+    "fp16": ValueBytes(kept=4, gathered=2, reduced=4),  # the same in fp16, with a scaled loss: for V100 and T4
     "pure-bf16": ValueBytes(kept=2, gathered=2, reduced=2),  # moments included
 }
 

@@ -17,6 +17,9 @@ from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, COPIES, Span, Task, busy_s, length_s, run_tasks
 from fsdp_helpers.planning.traffic import step_range_s
 
+# A block is some fifty kernels in forward, which a host launches in 5 to 20 µs each: about a millisecond.
+LAUNCH_BOUND_S = 1e-3
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -29,6 +32,7 @@ class StepTime:
     shortest_s: float
     longest_s: float
     spans: tuple[Span, ...]
+    launches_decide: bool = False  # units take so little that a GPU waits for the next kernel
 
     @property
     def exposed_s(self) -> float:
@@ -50,7 +54,7 @@ class Speed:
 
 
 def time_step(
-    step: Step, unit_flops: Mapping[str, int], speed: Speed, *, backward_factor: float, parts: int = 1
+    step: Step, unit_flops: Mapping[str, float], speed: Speed, *, backward_factor: float, parts: int = 1
 ) -> StepTime:
     """Return the seconds of a step of `parts` micro-batches, each with `unit_flops` in forward, by module.
 
@@ -72,14 +76,19 @@ def time_step(
         shortest_s=shortest_s,
         longest_s=longest_s,
         spans=tuple(spans),
+        launches_decide=_longest_forward_s(spans) < LAUNCH_BOUND_S,
     )
+
+
+def _longest_forward_s(spans: Sequence[Span]) -> float:
+    return max((span.end_s - span.start_s for span in spans if span.what == "forward"), default=float("inf"))
 
 
 class _Seconds:
     """The seconds of each task. A unit's operations are divided among the times that it is computed."""
 
     def __init__(
-        self, tasks: Sequence[Task], unit_flops: Mapping[str, int], speed: Speed, backward_factor: float, parts: int
+        self, tasks: Sequence[Task], unit_flops: Mapping[str, float], speed: Speed, backward_factor: float, parts: int
     ) -> None:
         self._speed = speed
         self._factor: dict[str, float] = {"forward": parts, "backward": parts * backward_factor}
@@ -100,7 +109,7 @@ class _Seconds:
         return from_host_s + speed.network.seconds(task.what, task.amount, speed.shards)
 
 
-def flops_by_unit(unit_flops: Mapping[str, int], units: set[str]) -> Counter[str]:
+def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:
     """Return the operations of each unit: those of a module belong to the innermost unit around it, or to the root."""
     found = Counter(dict.fromkeys(units, 0))
     for module, flops in unit_flops.items():

@@ -22,6 +22,7 @@ class Task:
     unit: str | int
     amount: float = 0.0  # operations, or bytes of the full tensor
     asked: str = AT_START  # a collective: at the start or at the end of the arithmetic before it
+    ranks: int = 1  # a collective: how many take part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,16 +84,6 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 
 
-def step_copied_bytes(unit_params: Sequence[int], num_ranks: int) -> tuple[int, int]:
-    """Bytes that one rank copies in a step with everything offloaded: from host to device, and from device to host.
-
-    A unit's shard travels to the device each time the unit is gathered, so the root's once and every other one twice.
-    A shard of each gradient travels back once. `unit_params` are as in `step_sent_bytes`; fp32.
-    """
-    root, total = unit_params[0], sum(unit_params)
-    return FP32_BYTES * (root + 2 * (total - root)) // num_ranks, FP32_BYTES * total // num_ranks
-
-
 def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
     """Values of one unit with the padding that makes all shards equal; `shapes` are those of its parameters.
 

@@ -1,7 +1,8 @@
 """The memory of a transformer block and of a stack of equal blocks in a step, from arithmetic alone: no torch import."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
@@ -71,6 +72,14 @@ class HeadBytes:
     parameters: tuple[str, ...] = ()  # whose gradients are finished before backward enters a block
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A block: its parameters' shapes by name, in the order of forward, and its bytes in a step."""
+
+    shapes: dict[str, tuple[int, ...]]
+    bytes: BlockBytes
+
+
 def stack_profile(
     blocks: Sequence[str],
     block_shapes: dict[str, tuple[int, ...]],
@@ -78,33 +87,49 @@ def stack_profile(
     block: BlockBytes,
     activation_checkpointing: str = "none",
     head: HeadBytes | None = None,
+    **others,
+) -> StepProfile:
+    """One step of a model of equal blocks, called `blocks`; everything else is as in `layers_profile`."""
+    layer = Layer(shapes=block_shapes, bytes=block)
+    return layers_profile(dict.fromkeys(blocks, layer), root_shapes, activation_checkpointing, head, **others)
+
+
+def layers_profile(
+    layers: Mapping[str, Layer],
+    root_shapes: dict[str, tuple[int, ...]],
+    activation_checkpointing: str = "none",
+    head: HeadBytes | None = None,
     *,
     outer_units: Sequence[str] = (),
     tied: dict[str, str] | None = None,
+    frozen: Collection[str] = (),
 ) -> StepProfile:
-    """One step of a model of equal blocks, called `blocks`, for one rank's images; without a `head` all else is small.
+    """One step of a model of blocks, for one rank's images or tokens; without a `head` all else is small.
 
     Backward walks from the last block to the first. At each it holds what the earlier blocks keep and all of this one,
     because what was not kept has been recomputed. Its gradients are finished one after the other; a wide block with few
     tokens peaks with the last of them. The modules `outer_units`, if there are two, are in front of the blocks and
-    behind them.
+    behind them. Parameters in `frozen` get no gradient.
     """
     head = head or HeadBytes()
-    waiting = block.waiting_bytes(activation_checkpointing)
-    shapes = {f"{name}.{parameter}": shape for name in blocks for parameter, shape in block_shapes.items()}
+    waiting = [layer.bytes.waiting_bytes(activation_checkpointing) for layer in layers.values()]
+    before = [0, *accumulate(waiting)]  # bytes that wait when forward enters a block, and at the end
+    shapes = {f"{name}.{part}": shape for name, layer in layers.items() for part, shape in layer.shapes.items()}
     late = [name for name in root_shapes if name not in head.parameters]
     first, last = outer_units or (None, None)
+    moments = (
+        _moment("enter_forward", ROOT, 0),
+        *_forward_of(first, 0),
+        *_forward(layers, before),
+        *_around_the_loss(last, before[-1], head),
+        *_backward(layers, before),
+        *((_moment("enter_backward", first, 0),) if first else ()),
+        *(_moment("gradient", name, 0) for name in late),
+    )
     return StepProfile(
         shapes=root_shapes | shapes,
-        moments=(
-            _moment("enter_forward", ROOT, 0),
-            *_forward_of(first, 0),
-            *_forward(blocks, waiting),
-            *_around_the_loss(last, len(blocks) * waiting, head),
-            *_backward(blocks, block_shapes, block, waiting),
-            *((_moment("enter_backward", first, 0),) if first else ()),
-            *(_moment("gradient", name, 0) for name in late),
-        ),
+        moments=tuple(moment for moment in moments if moment.event != "gradient" or moment.name not in frozen),
+        frozen=frozenset(frozen),
         tied=tied or {},
     )
 
@@ -130,22 +155,20 @@ def _forward_of(name: str | None, kept_bytes: int, highest_bytes: int = 0) -> It
         yield _moment("leave_forward", name, kept_bytes)
 
 
-def _forward(blocks: Sequence[str], waiting: int) -> Iterator[Moment]:
-    for before, name in enumerate(blocks):
-        yield _moment("enter_forward", name, before * waiting)
-        yield _moment("leave_forward", name, (before + 1) * waiting)
+def _forward(layers: Mapping[str, Layer], before: Sequence[int]) -> Iterator[Moment]:
+    for number, name in enumerate(layers):
+        yield _moment("enter_forward", name, before[number])
+        yield _moment("leave_forward", name, before[number + 1])
 
 
-def _backward(
-    blocks: Sequence[str], block_shapes: dict[str, tuple[int, ...]], block: BlockBytes, waiting: int
-) -> Iterator[Moment]:
-    for before, name in reversed(list(enumerate(blocks))):
-        whole = before * waiting + block.kept_bytes + block.working_bytes
-        yield _moment("enter_backward", name, (before + 1) * waiting, whole)
-        *finished, last = (f"{name}.{parameter}" for parameter in reversed(block_shapes))
-        yield from (_moment("gradient", parameter, before * waiting) for parameter in finished)
-        yield _moment("gradient", last, before * waiting, before * waiting + block.leaving_bytes)
-        yield _moment("leave_backward", name, before * waiting)
+def _backward(layers: Mapping[str, Layer], before: Sequence[int]) -> Iterator[Moment]:
+    for number, (name, layer) in reversed(list(enumerate(layers.items()))):
+        block, earlier = layer.bytes, before[number]
+        yield _moment("enter_backward", name, before[number + 1], earlier + block.kept_bytes + block.working_bytes)
+        *finished, last = (f"{name}.{parameter}" for parameter in reversed(layer.shapes))
+        yield from (_moment("gradient", parameter, earlier) for parameter in finished)
+        yield _moment("gradient", last, earlier, earlier + block.leaving_bytes)
+        yield _moment("leave_backward", name, earlier)
 
 
 def _moment(event: str, name: str, activation_bytes: int, highest_bytes: int = 0) -> Moment:

@@ -136,7 +136,7 @@ def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
     """Return the settings of `train_step`; it appends to `norms` if it clips."""
     return {
         "micro_batches": config.micro_batches,
-        "sync_micro_batches": config.sync_micro_batches,
+        "sync_micro_batches": config.reduces_every_part,
         "reshard_after_backward": config.reshard_after_backward,
         "clip_norm": config.clip_norm,
         "norms": norms,

@@ -53,12 +53,11 @@ if __name__ == "__main__":
 LESSONS = """
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.teaching.lessons import by_hand, probes
+from fsdp_helpers.teaching.lessons import by_hand
 
 if __name__ == "__main__":
     config = TrainConfig(max_steps=2, global_batch_size=8, train_images=16, test_images=8)
     launch(by_hand.train_by_fully_shard, config, world_size=4, device="cpu", progress=False)
-    launch(probes.nest_by_hand, world_size=4, device="cpu", progress=False)
 """
 
 

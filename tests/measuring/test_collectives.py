@@ -43,7 +43,7 @@ def test_functional_collectives_are_counted_too():
     # Three ranks. Rows of 3 values, 12 bytes: a full tensor of 6 rows has 72, of which 2/3 are sent, or 4/3 to sum them
     for rank, found in enumerate(launch(workers.trace_functional, world_size=3, device="cpu")):
         assert found["gather"] == [("all_gather", 72, 48)]
-        assert found["sum"] == found["product"] == [("all_reduce", 72, 96)]
+        assert found["sum"] == found["implied"] == [("all_reduce", 72, 96)]
         assert found["scatter"] == [("reduce_scatter", 72, 48)]
         # Rows of 20 bytes: rank + 1 of them to each of two others, and in backward back what they sent: 1 + 2 + 3 rows
         # without one's own

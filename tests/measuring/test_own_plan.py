@@ -128,11 +128,46 @@ def test_a_plan_of_ones_own():
 
 def test_what_a_batch_may_be():
     assert num_samples({"a": torch.zeros(3, 2), "b": [torch.zeros(3), "text"]}) == 3
+    assert num_samples({"positions": torch.zeros(64), "tokens": torch.zeros(4, 64), "mask": torch.zeros(1, 64)}) == 4
     for bad in (torch.tensor(1.0), [torch.zeros(2), torch.zeros(3)], "none"):
         with pytest.raises(ValueError, match="all need the same number, at least one"):
             num_samples(bad)
     images, labels, name = first_samples((torch.zeros(4, 2), torch.zeros(4, dtype=torch.long), "x"), 2, torch.bfloat16)
     assert (images.shape, images.dtype, labels.dtype, name) == ((2, 2), torch.bfloat16, torch.long, "x")
+    tokens, positions = first_samples((torch.zeros(4, 64), torch.zeros(64)), 2, torch.float32)
+    assert (tokens.shape, positions.shape) == ((2, 64), (64,))
+
+
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(50, 16), nn.Embedding(64, 16), nn.Linear(16, 50)
+
+    def forward(self, tokens, positions):
+        return self.head(self.words(tokens) + self.places(positions))
+
+
+def test_a_batch_with_positions():
+    batch = [torch.zeros(4, 64, dtype=torch.long), torch.arange(64)]
+    plan, _ = plan_model(Positioned, batch, world_size=2, device_memory_gb=8)
+    assert plan.settings.batch == 4
+
+
+class Router(nn.Module):
+    """Each row goes to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        chosen = self.gate(x).argmax(dim=-1)
+        return sum(expert(x[chosen == number]).sum() for number, expert in enumerate(self.experts))[None]
+
+
+def test_a_router_on_the_meta_device_ends_in_a_sentence():
+    with pytest.raises(ValueError, match="Router decides by values .* on the meta device there are no values"):
+        plan_model(lambda: on_meta(Router), torch.zeros(4, 8), world_size=2, device_memory_gb=8)
 
 
 def test_nonsense():

@@ -1,9 +1,11 @@
 """Named models: published sizes, and blocks worked by hand. Held against real ones in `test_blocks_measured.py`."""
 
+from dataclasses import replace
+
 import pytest
 
-from fsdp_helpers.models.shapes import ViTShape
-from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
+from fsdp_helpers.models.shapes import Experts, ViTShape
+from fsdp_helpers.planning.blocks import decoder_block_bytes, llama_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.models import (
     LLAMA_SHAPES,
     NAMED_MODELS,
@@ -91,3 +93,53 @@ def test_operations_hand_worked():
     # attention 4 x 4 x 2 a token: 128; patches 2 x 4 x 1 x 2 = 16; the head 2 x 2 x 3 = 12
     vit = ViTShape(image_size=2, channels=1, patch_size=1, width=2, depth=1, num_heads=1, mlp_width=4, num_classes=3)
     assert vit_subject("tiny", vit).forward_flops(1) == 256 + 128 + 16 + 12
+
+
+def test_wide_heads_pay_for_their_width():
+    # heads of 5 instead of 2: q 20 wide, k and v 10; the weights of q and out 160 each, k and v 80 each, three of 96
+    wide = llama_subject("wide", replace(TINY, head_size=5))
+    assert wide.forward_flops(4) == 2 * 4 * (2 * (480 + 288) + 80) + 2 * 4 * 4 * 4 * 20
+    assert sum(wide.attention_flops(4).values()) == 2 * 4 * 4 * 4 * 20
+
+
+def test_a_loss_in_chunks_hand_worked():
+    # 3 tokens in 2 chunks: 2 x 10 logits at once. In backward log-probabilities and two gradients of them in fp32, the
+    # gradient of the norm's output, 2 x 3 x 8, and one more of the head's weight, 2 x 10 x 8
+    head = llama_head_bytes(TINY, 3, 2, loss_chunks=2)
+    assert head.kept_bytes == head.entering_bytes == 3 * (2 * 2 * 8 + 4)
+    assert head.forward_bytes == (2 + 2 * 4) * 20
+    assert head.inside_bytes == 3 * 4 * 20 + 48 + 160
+    assert llama_head_bytes(TINY, 3, 2, loss_chunks=2, is_frozen=True).inside_bytes == 3 * 4 * 20 + 48
+
+
+ROUTED = replace(TINY, experts=Experts(number=4, chosen=2, width=6, dense=frozenset({0})))
+
+
+def test_a_block_with_experts_hand_worked():
+    plain, routed = (decoder_block_bytes(ROUTED, block, 3, 2) for block in (0, 1))
+    # two chosen experts of 6 are as wide as the ordinary layer of 12; their inputs and outputs, 4 x 8 values a token, and
+    # the router's logits and probabilities, 2 x 4 in fp32, come on top
+    assert plain == llama_block_bytes(tokens=3, width=8, mlp_width=12, num_heads=4, kv_width=4, value_bytes=2)
+    assert routed.kept_bytes == plain.kept_bytes + 3 * (2 * 4 * 8 + 4 * 8)
+    # the gradients of all four experts' last weights, 4 x 6 x 8 instead of 12 x 8, and 2 x 8 values a token
+    assert routed.working_bytes == plain.working_bytes + 2 * (96 + 3 * 16)
+    subject = llama_subject("routed", ROUTED)
+    # two experts of three matrices of 6 x 8 are idle in one of two blocks
+    assert subject.num_params - subject.active_params == 2 * 3 * 48
+
+
+def test_adapters_hand_worked():
+    adapted = llama_subject("tiny", TINY, lora_rank=2)
+    # q, out (8, 8), k, v (4, 8), gate, up, down (12, 8): (in + out) x 2 each, two blocks
+    trained = 2 * 2 * (2 * 16 + 2 * 12 + 3 * 20)
+    profile = adapted.profile_of(4, "bf16", "none")
+    assert (profile.num_trained, adapted.num_params) == (trained, llama_subject("tiny", TINY).num_params + trained)
+    assert {moment.name.rpartition(".")[2] for moment in profile.moments if moment.event == "gradient"} == {
+        "lora_a",
+        "lora_b",
+    }
+    # backward: once for frozen weights, twice for adapters and attention
+    plain, attention = 8_320, 1_024
+    assert adapted.backward_of(4) == pytest.approx(
+        (plain + 2 * (2 * 4 * trained + attention)) / adapted.forward_flops(4)
+    )

@@ -66,3 +66,8 @@ def test_the_table_of_chapter_09(name):
     for ranks in (2, 8):
         assert peak(ranks, strategy="fsdp") == pytest.approx((4 + state) / ranks + 8)
         assert peak(ranks, strategy="fsdp") < peak(ranks, strategy="ddp")
+
+
+def test_moments_in_8_bits_have_a_scale_for_256_values():
+    assert OPTIMIZERS["adam-8bit"].state_bytes(256) == 2 * 256 + 2 * 4
+    assert OPTIMIZERS["adam-8bit"].state_bytes(257) == 2 * 257 + 2 * 2 * 4

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.planning import peak as peak_module
 from fsdp_helpers.planning.peak import peak_of_step, walk_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
 from fsdp_helpers.planning.walk.ledger import KINDS, Ledger, Term
@@ -247,9 +248,9 @@ def test_a_cpu_lays_gradients_out_with_copies():
     uneven = replace(two_layers(), shapes=shapes)
     assert peak(uneven, 4, strategy="fsdp", backend="fake").bytes == 4_800 + 5_600 + 2 * 6_400
     assert peak(uneven, 4, strategy="fsdp", backend="nccl").bytes == 4_800 + 2 * 6_400
-    # In bf16: gradients 2,800, laid out in fp32, 6,400; filled up 3,200, and joined in bf16, 3,200
+    # In bf16: gradients 2,800, laid out in fp32, 6,400; filled up 3,200, and one after the other in bf16, 1,600
     in_bf16 = peak(uneven, 4, strategy="fsdp", precision="bf16", backend="fake")
-    assert in_bf16.bytes == 4_800 + 2_800 + 6_400 + 2 * 3_200
+    assert in_bf16.bytes == 4_800 + 2_800 + 6_400 + 3_200 + 1_600
     # 8 rows need no filling up
     even = replace(two_layers(), shapes={"a.weight": (8, 100), "b.weight": (8, 100)})
     assert peak(even, 4, strategy="fsdp", backend="fake").bytes == 4_800 + 2 * 6_400
@@ -261,8 +262,9 @@ def test_a_cpu_lays_gradients_out_with_copies():
 def test_bf16_halves_what_is_gathered_and_its_gradient():
     # As in the gathering on sixteen ranks, with units of 320 bytes; shards and moments stay fp32
     cut = {"strategy": "fsdp-auto-wrap", "precision": "bf16"}
-    assert peak(two_layers(kept=5_000), 16, UNITS, **cut).bytes == 240 + 3 * 320 + 10_000
-    # FSDP1 makes a bf16 copy of its shard first, 2 x 160 / 16
+    # and the bf16 copy of a shard that is sent, 2 x 160 / 16
+    assert peak(two_layers(kept=5_000), 16, UNITS, **cut).bytes == 240 + 3 * 320 + 20 + 10_000
+    # FSDP1 makes such a copy, too
     assert peak(two_layers(kept=5_000), 16, UNITS, **cut, api="fsdp1").bytes == 240 + 3 * 320 + 20 + 10_000
     # and reduces in fp32: one unit of 320 values, in bf16 640, in fp32 1,280, gloo's copy 1,280, a shard 80
     one = peak(two_layers(), 16, strategy="fsdp", precision="bf16", api="fsdp1")
@@ -271,13 +273,13 @@ def test_bf16_halves_what_is_gathered_and_its_gradient():
 
 def test_micro_batches():
     # Two parts on 16 ranks, the second early in backward: gathering 240 + 3 x 640 + 10,000 as above, and
-    waiting = {"strategy": "fsdp-auto-wrap", "micro_batches": 2}
+    waiting = {"strategy": "fsdp-auto-wrap", "micro_batches": 2, "sync_micro_batches": False}
     profile = two_layers(kept=5_000)
     # whole gradients of both units, 2 x 640, that wait to be reduced once
     assert peak(profile, 16, UNITS, **waiting).bytes == 12_160 + 2 * 640
     # or the shards of the first part, 2 x 40, to which those of the second are added
     for parts in (2, 3):
-        each = {**waiting, "micro_batches": parts, "sync_micro_batches": True}
+        each = {**waiting, "micro_batches": parts, "sync_micro_batches": None}  # as nobody says otherwise
         assert peak(profile, 16, UNITS, **each).bytes == 12_160 + 2 * 40
     # or, with whole gradients, parameters that stay from the first forward to the last backward: nothing is gathered
     kept = peak(profile, 16, UNITS, **waiting, reshard_after_forward=False, reshard_after_backward=False)
@@ -287,7 +289,24 @@ def test_micro_batches():
     assert peak(profile, 1, strategy="local", micro_batches=2).bytes == 3_840 + 1_280 + 10_000
     # Under FSDP2 whole gradients wait in fp32, 2 x 640, also where parameters are gathered in bf16, 320 each
     in_bf16 = peak(profile, 16, UNITS, **waiting, precision="bf16")
-    assert in_bf16.bytes == 240 + 3 * 320 + 10_000 + 2 * 640
+    assert in_bf16.bytes == 240 + 3 * 320 + 20 + 10_000 + 2 * 640
+
+
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("sync", [None, False])
+def test_parts_between_the_first_and_the_last_are_counted_without_a_walk(api, sync, monkeypatch):
+    cut = {"strategy": "fsdp-auto-wrap", "api": api, "micro_batches": 7, "sync_micro_batches": sync}
+    config = TrainConfig(**cut, global_batch_size=7 * 16)
+    short = walk_step(two_layers(kept=5_000), config, 16, UNITS)
+    monkeypatch.setattr(peak_module, "TELLING_PARTS", 7)
+    assert walk_step(two_layers(kept=5_000), config, 16, UNITS) == short
+
+
+def test_buffers_are_on_every_rank():
+    plain, tables = two_layers(), replace(two_layers(), buffer_bytes=777)
+    for settings in ({"strategy": "local"}, {"strategy": "ddp"}, {"strategy": "fsdp"}):
+        ranks = 1 if settings["strategy"] == "local" else 4
+        assert peak(tables, ranks, **settings).bytes == peak(plain, ranks, **settings).bytes + 777
 
 
 # ---------------------------------------------------------------- the sum

@@ -106,8 +106,8 @@ TELLING = {
 }
 # With either API; of each lever one is among the telling cases.
 LEVERS = {
-    "two micro-batches, reduced once": {"micro_batches": 2},
-    "two micro-batches, each reduced": {"micro_batches": 2, "sync_micro_batches": True},
+    "two micro-batches, reduced once": {"micro_batches": 2, "sync_micro_batches": False},
+    "two micro-batches, each reduced": {"micro_batches": 2},
     "checkpointed": {"activation_checkpointing": "units"},
     "selective": {"activation_checkpointing": "selective"},
     "bf16": {"precision": "bf16"},

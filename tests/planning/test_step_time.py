@@ -60,7 +60,7 @@ def test_the_optimizer_comes_last():
 
 
 def test_micro_batches_compute_as_often():
-    assert timed(parts=2).arithmetic_s == 120.0
+    assert timed(parts=2).arithmetic_s == pytest.approx(120.0)
 
 
 def test_ddp_sends_what_is_finished_while_it_computes_the_rest():
@@ -121,3 +121,12 @@ def test_sharding_within_a_machine_is_as_much_faster_as_it_was():
     measured = runs["full"]["step_s"] / runs["hybrid"]["step_s"]
     print(f"full over hybrid: planned {planned:.2f}, measured {measured:.2f}")
     assert planned == pytest.approx(measured, rel=0.25)
+
+
+def test_waiting_is_not_the_optimizers_time():
+    assert timed(replace(SPEED, optimizer_s=5.0)).exposed_s == pytest.approx(timed().exposed_s)
+
+
+def test_launches_decide_below_a_millisecond():
+    assert not timed().launches_decide  # 10 s of forward for each block
+    assert timed(replace(SPEED, flops_per_s=1e8)).launches_decide  # 0.1 ms

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, step_spans
+from fsdp_helpers.planning.streams import ARITHMETIC, AT_END, COMMUNICATION, COPIES, Task, run_tasks, step_spans
 
 SECONDS = {"forward_s": 2.0, "gather_s": 1.0, "reduce_s": 1.0}
 
@@ -60,3 +60,24 @@ def test_no_queue_does_two_things_at_once(prefetch):
     for queue in (ARITHMETIC, COMMUNICATION):
         of_queue = sorted(stretches(spans, queue), key=lambda stretch: stretch[2])
         assert all(one[3] <= other[2] + 1e-9 for one, other in zip(of_queue, of_queue[1:], strict=False))
+
+
+def test_one_reduction_is_under_way_at_a_time():
+    spans = step_spans(3, forward_s=1.0, gather_s=0.0, reduce_s=9.0, prefetch=True)
+    # forward until 3, backward of unit 2 until 5; its reduction, 5 to 14. Unit 1 computes meanwhile, and is reduced from
+    # 14; but unit 0 waits until the reduction before that has ended
+    assert stretches(spans, ARITHMETIC)[-3:] == [
+        ("backward", 2, 3.0, 5.0),
+        ("backward", 1, 5.0, 7.0),
+        ("backward", 0, 14.0, 16.0),
+    ]
+
+
+def test_shards_are_added_up_over_the_copies_once_they_are_complete():
+    backward = Task(queue=ARITHMETIC, what="backward", unit="a")
+    reduce = Task(queue=COMMUNICATION, what="reduce_scatter", unit="a", asked=AT_END)
+    add_up = Task(queue=COPIES, what="all_reduce", unit="a", asked=AT_END)
+    spans = run_tasks(
+        [backward, reduce, add_up], lambda task: {"backward": 2.0, "reduce_scatter": 3.0}.get(task.what, 1.0)
+    )
+    assert [(span.start_s, span.end_s) for span in spans] == [(0.0, 2.0), (2.0, 5.0), (5.0, 6.0)]

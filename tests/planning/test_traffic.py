@@ -5,7 +5,6 @@ import pytest
 from fsdp_helpers.planning.traffic import (
     collective_sent_bytes,
     padded_params,
-    step_copied_bytes,
     step_range_s,
     step_sent_bytes,
 )
@@ -73,13 +72,6 @@ def test_padding_hand_worked():
     assert [padded_params("fsdp1", shapes, ranks) for ranks in (1, 2, 3, 4)] == [17, 18, 18, 20]
     # FSDP2: rows filled to a multiple of N. N = 2: 2 x 3 + 2 + 6; N = 3: 3 x 3 + 3 + 6; N = 4: 4 x 3 + 4 + 8
     assert [padded_params("fsdp2", shapes, ranks) for ranks in (1, 2, 3, 4)] == [13, 14, 18, 24]
-
-
-def test_copies_of_a_step_hand_worked():
-    # a root of 100 and two units of 200 parameters over 2 ranks, 4 bytes each: shards of 200, 400 and 400 bytes.
-    # To the device the root's once, the others' twice: 200 + 4 x 400. Gradients to the host once: 200 + 2 x 400.
-    assert step_copied_bytes((100, 200, 200), 2) == (1_800, 1_000)
-    assert step_copied_bytes((100,), 1) == (400, 400)  # one unit: 8 P / N in all
 
 
 def test_the_shortest_and_the_longest_step():

@@ -22,6 +22,7 @@ TELLING = [WAYS[0], WAYS[3], WAYS[4]]
 # seconds of tracing, and whether it is the last is decided in the same place for all strategies.
 PARTS = {"ddp": 3, "fsdp": 2, "fsdp-auto-wrap": 2}
 UNITS = {"strategy": "fsdp-auto-wrap"}
+ONCE = {"micro_batches": 2, "sync_micro_batches": False}
 LARGE = {"model": "shallow", "min_num_params": 20_000, "clip_norm": 0.5, "max_steps": 2}
 KEEPING = [
     {"reshard_after_forward": False},
@@ -30,9 +31,11 @@ KEEPING = [
 ]
 # They share the launch, too.
 ONE_LOOKS_AT = [
-    *[UNITS | {"micro_batches": 2} | keeping for keeping in KEEPING],
-    UNITS | {"micro_batches": 2, "clip_norm": 0.5},
-    UNITS | {"micro_batches": 2, "api": "fsdp1", "sharding": "grad-op"},
+    *[UNITS | ONCE | keeping for keeping in KEEPING],
+    *[UNITS | {"micro_batches": 2, "api": api} for api in ("fsdp1", "fsdp2")],
+    {"strategy": "ddp", "micro_batches": 2},
+    UNITS | ONCE | {"clip_norm": 0.5},
+    UNITS | ONCE | {"api": "fsdp1", "sharding": "grad-op"},
     {"strategy": "fsdp", "api": "fsdp1", "sharding": "none", "clip_norm": 0.5},
     {"strategy": "ddp", "micro_batches": 3, "bucket_view": True},
     *[{"strategy": strategy, "api": api, "precision": "bf16"} for strategy, api in SHARDED_UNITS],
@@ -50,7 +53,7 @@ def run(tmp_path_factory) -> Runs:
         for strategy, api in TELLING
         for settings in (
             {},
-            {"micro_batches": PARTS[strategy]},
+            {"micro_batches": PARTS[strategy], "sync_micro_batches": False},
             {"micro_batches": PARTS[strategy], "sync_micro_batches": True},
             {"clip_norm": 0.5},
         )
@@ -92,11 +95,18 @@ def test_reduced_once_or_after_every_part(strategy, api, run):
     assert held.ranks[0].peak_bytes > each.ranks[0].peak_bytes + 4 * P_BLOCK
 
 
+def test_shards_are_reduced_after_every_part_unless_told_otherwise(run):
+    """Five units, two parts, and no full gradients between the parts; DDP has them anyway, and reduces once."""
+    for api in ("fsdp1", "fsdp2"):
+        assert counts(run("fsdp-auto-wrap", api, micro_batches=2))["reduce_scatter"] == 2 * 5
+    assert counts(run("ddp", micro_batches=2)) == counts(run("ddp"))
+
+
 def test_every_part_gathers_again_unless_units_stay_whole(run):
     """Five units, gathered once a part in forward; the four below the root once more in backward."""
-    one, parts = run("fsdp-auto-wrap"), run("fsdp-auto-wrap", micro_batches=2)
+    one, parts = run("fsdp-auto-wrap"), run("fsdp-auto-wrap", **ONCE)
     assert [counts(record)["all_gather"] for record in (one, parts)] == [5 + 4, 2 * (5 + 4)]
-    kept = [run("fsdp-auto-wrap", micro_batches=2, **keeping) for keeping in KEEPING]
+    kept = [run("fsdp-auto-wrap", **ONCE, **keeping) for keeping in KEEPING]
     # freed after backward only: 5 a part; after forward only: 9, then 4 for the second backward; at the end: 5
     assert [counts(record)["all_gather"] for record in kept] == [2 * 5, 9 + 4, 5]
     for record in kept:
@@ -107,7 +117,7 @@ def test_every_part_gathers_again_unless_units_stay_whole(run):
 
 
 def test_fsdp1_has_both_in_one(run):
-    usual, kept = (run("fsdp-auto-wrap", "fsdp1", micro_batches=2, sharding=how) for how in ("full", "grad-op"))
+    usual, kept = (run("fsdp-auto-wrap", "fsdp1", **ONCE, sharding=how) for how in ("full", "grad-op"))
     assert [counts(record)["all_gather"] for record in (usual, kept)] == [2 * 9, 5]
     assert kept.step_losses == usual.step_losses
 
@@ -178,7 +188,7 @@ def test_the_norm_without_sharding(run):
 
 def test_clipping_and_micro_batches_together(run):
     one = run("local", world_size=1, clip_norm=0.5).gradient_norms
-    parts = run("fsdp-auto-wrap", micro_batches=2, clip_norm=0.5)
+    parts = run("fsdp-auto-wrap", **ONCE, clip_norm=0.5)
     assert parts.gradient_norms == pytest.approx(one, rel=1e-5)
 
 

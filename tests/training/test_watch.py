@@ -1,6 +1,7 @@
 """What a watched run says of itself, on a clock that the test moves."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -120,3 +121,15 @@ def test_an_evaluation_says_how_far_it_is(reports, half_second_clock, monkeypatc
 )
 def test_a_title_says_what_differs(settings, world_size, title):
     assert run_title(TrainConfig(**settings), world_size, "cpu") == title
+
+
+def test_what_happens_between_steps_does_not_count(reports, half_second_clock, monkeypatch):
+    """A checkpoint, say: here it reads the clock ten times, which is five seconds."""
+    monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
+    model = nn.Linear(1, 1)
+    watch = StepWatch(TrainConfig(), 2, torch.device("cpu"))
+    watch.watch(model, torch.optim.Adam(model.parameters()), lambda: [time.perf_counter() for _ in range(10)])
+    watch.begin_epoch(0)
+    for _ in range(2):
+        watch.after_step(torch.tensor(1.0), batch_bytes=0)
+    assert watch.step_seconds == [0.5, 0.5]

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from workers_for_tests import answer_to_each_disagreement, train_with_a_clock_of_its_own
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.training.worker import epoch_record, epochs_to_train
 
 
@@ -45,3 +47,31 @@ def test_an_epoch_hand_worked():
 def test_an_epoch_with_nothing_left_to_train_has_no_speed():
     epoch = epoch_record(TrainConfig(), 1, [], 0.0, torch.tensor([10.0, 4.0, 5.0]))
     assert (epoch.train_images, epoch.train_loss, epoch.images_per_s) == (0, None, None)
+
+
+# ---------------------------------------------------------------- ranks that disagree
+
+
+@pytest.fixture
+def tiny(digits_dir) -> TrainConfig:
+    return TrainConfig(
+        strategy="ddp", max_steps=2, global_batch_size=4, train_images=8, test_images=4, data_dir=str(digits_dir)
+    )
+
+
+def test_every_rank_is_told_where_ranks_disagree(tiny, tmp_path):
+    for said in launch(answer_to_each_disagreement, tiny, str(tmp_path), world_size=2, device="cpu", timeout_s=120):
+        assert said["data"].startswith(
+            "DataError: some ranks find MNIST and others do not; give every machine the same"
+        )
+        assert said["folder"].startswith("CheckpointError: not all ranks see the same in ")
+        assert said["save"] == "CheckpointError: nothing was saved: no space is left for it"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_epoch_lasts_as_long_as_on_the_slowest_rank_and_ranks_draw_their_own_numbers(tiny):
+    (seconds, drawn), (seconds_of_other, drawn_by_other) = launch(
+        train_with_a_clock_of_its_own, tiny, world_size=2, device="cpu", timeout_s=120
+    )
+    assert seconds == seconds_of_other == 3.0
+    assert drawn != drawn_by_other  # dropout masks, among others

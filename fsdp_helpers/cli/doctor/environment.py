@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsdp_helpers.cli.doctor.rows import Outcome, Unfit
+from fsdp_helpers.cli.doctor.rows import Outcome, Unfit, note
 
 OLDEST_PYTHON = (3, 11)
 LOCK = Path(__file__).resolve().parents[3] / "requirements.lock"
@@ -75,7 +75,7 @@ def versions_as_locked() -> Outcome:
     ]
     if not other:
         return Outcome(True, f"the versions of requirements.lock, {len(locked)} packages")
-    return Outcome(True, f"{len(other)} versions are not the tested ones, so last digits may differ: {other[0]}, ...")
+    return note(f"{len(other)} versions are not the tested ones, so last digits may differ: {other[0]}, ...")
 
 
 def locked_versions(text: str) -> dict[str, str]:

@@ -1,24 +1,20 @@
-"""Checks of the machine: cores, memory, names and ports, data, leftovers of earlier runs, and two ranks that talk."""
+"""Checks of the machine: cores, memory, files, data, GPU."""
 
+import os
 import shutil
-import socket
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from fsdp_helpers.cli.doctor.rows import Outcome, Unfit
+from fsdp_helpers.cli.doctor.rows import Outcome, Unfit, note
 from fsdp_helpers.quantities import GB, MB, format_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_BYTES = 64 * MB  # what a container gets unless it is told otherwise
+LEAST_SHARED_BYTES = 8 * MB  # a batch of 16 images of 224 x 224 pixels takes 10
+DOCKERS_SHARED_BYTES = 64 * 2**20  # what a container gets unless it is told otherwise
+LARGER_SHARED = "start the container with --shm-size=1g or --ipc=host"
+LEAST_FILES, ENOUGH_FILES = 64, 1024
 LEAST_MEMORY_BYTES = 2 * GB
 LARGEST_CHAPTER_BYTES = 7 * GB  # 04, with its 94 million parameters
-ROUND_TRIP_S = 180.0
-SERVER = ("multiprocessing.forkserver", "torch.distributed.fsdp")  # both are in our server's command line
-RANK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def cores() -> Outcome:
@@ -26,7 +22,9 @@ def cores() -> Outcome:
     from fsdp_helpers.ranks.group import num_cores
 
     count = num_cores()
-    return Outcome(True, f"{count}" if count > 1 else "1: two ranks share it, so allow twice the stated times")
+    if count > 1:
+        return Outcome(True, f"{count}")
+    return note("1: two ranks share it, so allow twice the stated times")
 
 
 def memory() -> Outcome:
@@ -36,9 +34,9 @@ def memory() -> Outcome:
     free = psutil.virtual_memory().available
     found = f"{format_bytes(free)} free"
     if free < LEAST_MEMORY_BYTES:
-        return Outcome(False, f"{found}, two ranks want {format_bytes(LEAST_MEMORY_BYTES)}; close other programs")
+        return Outcome(False, f"{found}, two ranks need {format_bytes(LEAST_MEMORY_BYTES)}; close other programs")
     if free < LARGEST_CHAPTER_BYTES:
-        return Outcome(True, f"{found}, enough for all but 04, which wants {format_bytes(LARGEST_CHAPTER_BYTES)}")
+        return note(f"{found}, enough for all but 04, which needs {format_bytes(LARGEST_CHAPTER_BYTES)}")
     return Outcome(True, found)
 
 
@@ -46,35 +44,51 @@ def shared_memory() -> Outcome:
     """Look for room in /dev/shm, where data loaders and NCCL exchange buffers."""
     if not SHARED_MEMORY.is_dir():
         raise Unfit(f"{SHARED_MEMORY} does not exist on this system")
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free >= LEAST_SHARED_BYTES:
-        return Outcome(True, f"{format_bytes(free)} free in {SHARED_MEMORY}")
-    remedy = (
-        f"remove what ended programs left there (ls -l {SHARED_MEMORY}); in a container, start it with --shm-size=1g"
-    )
-    return Outcome(False, f"{SHARED_MEMORY} is full, {format_bytes(free)} free; {remedy}")
+    room = shutil.disk_usage(SHARED_MEMORY)
+    found = f"{format_bytes(room.free)} of {format_bytes(room.total)} free in {SHARED_MEMORY}"
+    if room.free < LEAST_SHARED_BYTES:
+        remedy = f"remove what ended programs left there (ls -l {SHARED_MEMORY})"
+        return Outcome(False, f"{found}, too little for a batch of a data loader; {remedy}, or {LARGER_SHARED}")
+    if room.total <= DOCKERS_SHARED_BYTES:
+        return note(f"{found}, as Docker has it; data loaders with workers and NCCL may run out: {LARGER_SHARED}")
+    return Outcome(True, found)
 
 
-def host_name_resolves() -> Outcome:
-    """Look the host's own name up, as gloo and torchrun do."""
-    name = socket.gethostname()
+def open_files() -> Outcome:
+    """Compare the limit on open files with what a launch and a data loader with workers open."""
     try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as error:
-        remedy = f"add the line `127.0.0.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
-        return Outcome(False, f"{name} does not resolve ({error.strerror}); {remedy}")
-    return Outcome(True, f"{name} is {address}")
+        import resource
+    except ImportError:
+        raise Unfit("this system has no such limit") from None
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return Outcome(True, "no limit")
+    remedy = f"`ulimit -n {4096 if most == resource.RLIM_INFINITY else min(4096, most)}` in this shell"
+    if limit < LEAST_FILES:
+        return Outcome(False, f"at most {limit}, and two ranks need {LEAST_FILES}; {remedy}")
+    if limit < ENOUGH_FILES:
+        return note(f"at most {limit}; data loaders with workers may run out (Too many open files): {remedy}")
+    return Outcome(True, f"at most {limit}")
 
 
-def ports_answer() -> Outcome:
-    """Take a free port on this machine and connect to it."""
+def temporary_folder() -> Outcome:
+    """Look whether temporary files can be written where the variables say."""
+    chosen = {name: os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)}
+    for name, folder in chosen.items():
+        problem = why_not_writable(Path(folder)) if Path(folder).is_dir() else "there is no such folder"
+        if problem and usable_temporary_folder():
+            return note(f"{name}={folder} cannot be used ({problem}): Python takes {usable_temporary_folder()} instead")
+    if not usable_temporary_folder():
+        return Outcome(False, "no folder for temporary files can be written; `export TMPDIR=` one that can")
+    return Outcome(True, usable_temporary_folder())
+
+
+def usable_temporary_folder() -> str:
+    """Return the folder that Python takes for temporary files, or ""."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError as error:
-        remedy = "a firewall or sandbox blocks 127.0.0.1; torchrun and gloo need it"
-        return Outcome(False, f"no connection to a port of this machine ({error}); {remedy}")
-    return Outcome(True, "a free port of 127.0.0.1 answers")
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return ""
 
 
 def data_can_be_used() -> Outcome:
@@ -110,51 +124,6 @@ def why_not_writable(folder: Path) -> str:
     return ""
 
 
-def nothing_left_over() -> Outcome:
-    """Look for fork servers and ranks whose notebook or torchrun has ended."""
-    left = list(orphans())
-    if not left:
-        return Outcome(True, "no process of an earlier run")
-    pids = " ".join(str(pid) for pid, _ in left)
-    what = ", ".join(f"{name} {pid}" for pid, name in left)
-    return Outcome(False, f"{what}: the program that started it has ended; kill {pids}")
-
-
-def orphans() -> Iterator[tuple[int, str]]:
-    """Yield the number and kind of each process that an earlier run left behind."""
-    import psutil
-
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it ended, or belongs to somebody else
-            command = " ".join(process.cmdline())
-            is_server = all(word in command for word in SERVER)
-            if (is_server or belongs_to_rank(process)) and is_orphan(process):
-                yield process.pid, "fork server" if is_server else "rank of torchrun"
-
-
-def is_orphan(process: Any) -> bool:
-    """Return True if the process has lost its parent: its parent is the first process, or one that is not Python.
-
-    A rank's parent may also be a script that torchrun started in its stead; then the script's parent decides.
-    """
-    parent = process.parent()
-    if parent is None or parent.pid == 1:
-        return True
-    if belongs_to_rank(parent):
-        return is_orphan(parent)
-    return "python" not in " ".join(parent.cmdline()[:1])
-
-
-def belongs_to_rank(process: Any) -> bool:
-    """Return True if torchrun started this process, or one above it."""
-    import psutil
-
-    try:
-        return RANK_OF_TORCHRUN in process.environ()
-    except psutil.AccessDenied:  # somebody else's
-        return False
-
-
 def gpu_is_usable_or_absent() -> Outcome:
     """Ask a child whether torch can compute on the first GPU."""
     from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
@@ -166,16 +135,3 @@ def gpu_is_usable_or_absent() -> Outcome:
         remedy = f"update the driver, or torch to one that fits it; until then {VISIBLE}= hides it"
         return Outcome(False, f"torch cannot use the GPU of this machine ({gpus.problem}); {remedy}")
     return Outcome(True, f"{gpus.count} that torch can use" if gpus.count else "none: ranks run on the CPU")
-
-
-def two_ranks_add_up() -> Outcome:
-    """Start two ranks that exchange a sum, a gather and a scatter, as every notebook does."""
-    from fsdp_helpers.cli.doctor.gpu_workers import collectives_on_device
-    from fsdp_helpers.ranks.launching.launch import launch
-
-    began_s = time.monotonic()
-    found = launch(collectives_on_device, world_size=2, device="cpu", timeout_s=ROUND_TRIP_S, progress=False)
-    right = [("cpu", 3.0, [1.0, 2.0], [2.0 * (rank + 1)]) for rank in range(2)]
-    if found != right:
-        return Outcome(False, f"they found {found}, not {right}; run again, then open an issue with this line")
-    return Outcome(True, f"they talk through gloo; {time.monotonic() - began_s:.1f} s, most of it for loading PyTorch")

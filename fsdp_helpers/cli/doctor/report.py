@@ -1,22 +1,9 @@
 """Look at this machine and its environment: `python -m fsdp_helpers doctor`, one line per check."""
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from fsdp_helpers.cli.doctor import environment, machine
-from fsdp_helpers.cli.doctor.rows import FAIL, PASS, SKIP, Outcome, Row, Unfit
-
-WORDS = {PASS: "ok", FAIL: "WRONG", SKIP: "-"}
-
-
-@dataclass(frozen=True)
-class Look:
-    """One line of the report: `run` looks, and says what it found and, if that is wrong, what to do about it."""
-
-    title: str
-    run: Callable[[], Outcome]
-
+from fsdp_helpers.cli.doctor import environment, leftovers, machine, network
+from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, Look, Row, look_at
 
 LOOKS = (
     Look("Python", environment.python_is_new_enough),
@@ -26,32 +13,24 @@ LOOKS = (
     Look("cores", machine.cores),
     Look("memory", machine.memory),
     Look("shared memory", machine.shared_memory),
-    Look("host name", machine.host_name_resolves),
-    Look("ports", machine.ports_answer),
+    Look("open files", machine.open_files),
+    Look("temporary", machine.temporary_folder),
+    Look("rank variables", network.rank_variables),
+    Look("host name", network.host_name_is_this_machine),
+    Look("interfaces", network.interfaces_exist),
+    Look("ports", network.ports_answer),
+    Look("proxies", network.proxies_leave_this_machine_alone),
     Look("data", machine.data_can_be_used),
-    Look("leftovers", machine.nothing_left_over),
+    Look("leftovers", leftovers.processes_of_earlier_runs),
     Look("GPU", machine.gpu_is_usable_or_absent),
-    Look("two ranks", machine.two_ranks_add_up),
+    Look("two ranks", network.two_ranks_add_up),
 )
 
 
-def look_at(look: Look) -> Row:
-    """Return the row of one look; an error that it raises is what is wrong."""
-    began_s = time.monotonic()
-    try:
-        outcome = look.run()
-        result, measured = PASS if outcome.passed else FAIL, outcome.measured
-    except Unfit as reason:
-        result, measured = SKIP, str(reason)
-    except Exception as error:  # a broken environment breaks imports in ways that nobody can list
-        result, measured = FAIL, f"{type(error).__name__}: {error}"
-    return Row(look.title, result, " ".join(measured.split()), "", time.monotonic() - began_s)
-
-
-def examine(on_row: Callable[[Row], None]) -> list[Row]:
+def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
     """Look at everything in turn, and hand each row to `on_row` as soon as it is there."""
     rows = []
-    for look in LOOKS:
+    for look in looks:
         rows.append(look_at(look))
         on_row(rows[-1])
     return rows
@@ -59,12 +38,14 @@ def examine(on_row: Callable[[Row], None]) -> list[Row]:
 
 def line(row: Row) -> str:
     """Return a row as people read it."""
-    return f"{WORDS[row.result]:6}{row.check:14} {row.measured}"
+    return f"{row.result:6}{row.check:15} {row.measured}"
 
 
-def verdict(rows: list[Row]) -> str:
+def verdict(rows: Sequence[Row]) -> str:
     """Return the last line: is this machine ready?"""
     wrong = [row.check for row in rows if row.result == FAIL]
-    if not wrong:
-        return "This machine is right for all notebooks on CPU ranks. For its GPUs: python -m fsdp_helpers gpu-check"
-    return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."
+    if wrong:
+        return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."
+    notes = [row.check for row in rows if row.result == NOTE]
+    doubts = f" Worth a look: {', '.join(notes)}." if notes else ""
+    return f"This machine is ready for all notebooks on CPU ranks.{doubts} For its GPUs: python -m fsdp_helpers doctor --gpu"

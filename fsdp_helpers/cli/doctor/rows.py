@@ -1,13 +1,9 @@
-"""A check of this machine, its outcome, and the table that people paste. No torch import."""
+"""A check of this machine, its outcome, and its line. No torch import."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from fsdp_helpers.quantities import MB
-
-PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-NOISE_BYTES = 32 * MB  # a desktop or a neighbor may take them; a CUDA context takes more than 100 MB
-HEADERS = ("check", "result", "measured", "expected", "seconds")
+PASS, NOTE, FAIL, SKIP = "ok", "note", "WRONG", "-"
 
 
 class Unfit(Exception):
@@ -16,47 +12,48 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check: whether it passed, in words, and its numbers for plotting."""
+    """The result of a check in words. A doubt is a note: it does not make the machine wrong."""
 
     passed: bool
     measured: str
-    values: dict[str, float] = field(default_factory=dict)
+    is_note: bool = False
+
+    @property
+    def result(self) -> str:
+        if not self.passed:
+            return FAIL
+        return NOTE if self.is_note else PASS
+
+
+def note(measured: str) -> Outcome:
+    """Return the outcome of a check that passed with a doubt."""
+    return Outcome(True, measured, is_note=True)
 
 
 @dataclass(frozen=True)
-class Check:
-    """One row: `run(num_gpus)` does the work, in a process of its own, on a machine with at least `gpus` GPUs."""
+class Look:
+    """One line of the report: `run` looks, and says what it found and, if that is wrong, what to do about it."""
 
     title: str
-    run: Callable[[int], Outcome]
-    expected: str
-    gpus: int = 1
+    run: Callable[[], Outcome]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; `details` are the last lines that a failed check printed."""
+    """The line of a check that was made."""
 
     check: str
     result: str
     measured: str
-    expected: str
-    seconds: float
-    values: dict[str, float] = field(default_factory=dict)
-    details: tuple[str, ...] = ()
 
 
-def markdown_table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table, in Markdown; no cell breaks it."""
-    lines = [HEADERS, ("---",) * len(HEADERS)]
-    lines += [(row.check, row.result, row.measured, row.expected, f"{row.seconds:.1f}") for row in rows]
-    return [f"| {' | '.join(map(_one_cell, line))} |" for line in lines]
-
-
-def _one_cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def count_results(rows: Sequence[Row]) -> str:
-    """Count the results: "12 PASS, 1 FAIL, 9 SKIP"."""
-    return ", ".join(f"{sum(row.result == result for row in rows)} {result}" for result in (PASS, FAIL, SKIP))
+def look_at(look: Look) -> Row:
+    """Return the row of one look; an error that it raises is what is wrong."""
+    try:
+        outcome = look.run()
+        result, measured = outcome.result, outcome.measured
+    except Unfit as reason:
+        result, measured = SKIP, str(reason)
+    except Exception as error:  # a broken environment breaks imports in ways that nobody can list
+        result, measured = FAIL, f"{type(error).__name__}: {error}"
+    return Row(look.title, result, " ".join(measured.split()))

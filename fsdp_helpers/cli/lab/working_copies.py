@@ -14,7 +14,7 @@ IF_IT_IS_OPEN = (
     "Revert"
 )
 # What working in the originals may have left.
-LEFT_OUT = shutil.ignore_patterns("my_*.py", "job.sbatch", ".*", "__pycache__")
+LEFT_OUT = shutil.ignore_patterns("my_*", "job.sbatch", ".*", "__pycache__")
 
 
 def copy_missing(work: Path) -> list[Path]:

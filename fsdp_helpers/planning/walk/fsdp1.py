@@ -27,6 +27,7 @@ class FlatParameters:
         self._prefetch = config.backward_prefetch
         self._frees_after_forward = config.sharding != "grad-op"
         self._forwards: list[Unit] = []  # in the order in which they first ended
+        self._entered = {moment.name for moment in profile.flat_moments if moment.event == "enter_backward"}
         self._awaited: set[str] = set()  # units that will be gathered for a backward which has not begun
         self._in_backward: set[str] = set()
         self._gradients = Counter(
@@ -51,7 +52,8 @@ class FlatParameters:
             self._shards.compute("forward", unit)
         if unit.parameters and unit not in self._forwards:
             self._forwards.append(unit)
-            self._awaited.add(name)
+            if name in self._entered:  # a unit computed under no_grad has none, and is never prefetched for one
+                self._awaited.add(name)
         if name != ROOT and self._frees_after_forward:
             self._shards.free_gathered(unit)
 

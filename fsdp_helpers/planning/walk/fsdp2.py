@@ -9,6 +9,7 @@ from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.walk.units import Shards, Unit
 
 GATHER, LAST_GATHER, REDUCE = "all-gather", "all-gather of the last use", "reduce-scatter"
+SENT = "shard to be gathered"
 
 
 class FullyShard:
@@ -137,10 +138,16 @@ class FullyShard:
         self._shards.all_reduce(unit, values)
 
     def _fill_buffer(self, unit: Unit) -> None:
+        """Gather into the unit's buffer; a shard in another precision is cast first, and that copy stays meanwhile."""
         # a rank on its own copies straight from its parameters
-        if self._ranks > 1 and not self._shards.has_buffer(GATHER, unit):
-            self._shards.take_buffer(GATHER, unit, unit.padded, self._shards.sizes.gathered)
-            self._shards.all_gather(unit)
+        if self._ranks == 1 or self._shards.has_buffer(GATHER, unit):
+            return
+        sizes = self._shards.sizes
+        if sizes.gathered < sizes.kept:
+            self._shards.take_buffer(SENT, unit, unit.padded, sizes.gathered, self._ranks)
+        self._shards.take_buffer(GATHER, unit, unit.padded, sizes.gathered)
+        self._shards.all_gather(unit)
+        self._shards.free_buffer(SENT, unit)
 
     def _free_copied(self) -> None:
         if self._copied is not None:

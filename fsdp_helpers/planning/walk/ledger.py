@@ -1,5 +1,6 @@
 """A rank's memory as a sum of named terms, kept while a step goes by, and what the step does in order. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_helpers.planning.streams import ARITHMETIC, AT_END, AT_START, COMMUNICATION, COPIES, Task
@@ -55,7 +56,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str, str], Term] = {}  # owner, kind, name -> what is there
-        self._activations = Term(kind="activations", name="kept and in flight", values=0, value_bytes=1)
+        self._activation_bytes = 0
         self._bytes = 0  # of the terms held, without activations
         self.when = ""
         self._peak_when, self._peak_bytes = "", -1
@@ -79,13 +80,33 @@ class Ledger:
         self._bytes -= term.bytes if term else 0
 
     def set_activations(self, num_bytes: int) -> None:
-        self._activations = replace(self._activations, values=num_bytes)
+        self._activation_bytes = num_bytes
         self._look()
 
     def _look(self) -> None:
-        if self._bytes + self._activations.bytes > self._peak_bytes:
-            self._peak_bytes = self._bytes + self._activations.bytes
-            self._peak_when, self._peak_terms = self.when, (*self._held.values(), self._activations)
+        if self._bytes + self._activation_bytes > self._peak_bytes:
+            self._peak_bytes = self._bytes + self._activation_bytes
+            activations = Term(
+                kind="activations", name="kept and in flight", values=self._activation_bytes, value_bytes=1
+            )
+            self._peak_when, self._peak_terms = self.when, (*self._held.values(), activations)
+
+    def repeat(self, tasks: Sequence[Task], times: int) -> None:
+        """Note `tasks`, the newest ones, as often again: a part of a step that goes as the one before it did."""
+        counted = dict(self._collectives)
+        self.tasks += [*tasks] * times
+        for task in tasks:
+            if task.queue == ARITHMETIC:
+                continue
+            count, ranks = counted[task.what], task.ranks
+            sent_bytes = collective_sent_bytes(task.what, int(task.amount), ranks)
+            counted[task.what] = CollectiveCount(
+                op=task.what,
+                count=count.count + times,
+                bytes=count.bytes + times * int(task.amount),
+                sent_bytes=count.sent_bytes + times * sent_bytes,
+            )
+        self._collectives = counted
 
     @property
     def peak(self) -> Peak:
@@ -111,7 +132,7 @@ class Ledger:
         if full_bytes == 0 or ranks == 1:
             return
         queue, asked = COPIES if between_copies else COMMUNICATION, AT_END if late else AT_START
-        self.tasks.append(Task(queue=queue, what=op, unit=unit, amount=full_bytes, asked=asked))
+        self.tasks.append(Task(queue=queue, what=op, unit=unit, amount=full_bytes, asked=asked, ranks=ranks))
         before = self._collectives.get(op, CollectiveCount(op=op, count=0, bytes=0, sent_bytes=0))
         self._collectives[op] = CollectiveCount(
             op=op,

@@ -3,7 +3,7 @@
 No torch import.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,7 +14,7 @@ from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
-FROM_HOST, FILLED_UP, JOINED = "shard from the host", "gradients, filled up", "gradients, joined"
+FROM_HOST, LAID_OUT = "shard from the host", "gradients, laid out"
 GPU_BACKEND = "nccl"
 COPY_OF_GLOO = "gloo's copy"
 
@@ -40,7 +40,7 @@ def cut(profile: StepProfile, names: Sequence[str], api: str, ranks: int) -> dic
     A unit may be empty if units within it took everything. Raises ValueError for a name under which the model has no
     parameters, for tied parameters in two units, and for a parameter without dimensions, all of which torch refuses.
     """
-    wanted = list(dict.fromkeys(name for name in names if name != ROOT))
+    wanted = dict.fromkeys(name for name in names if name != ROOT)
     found: dict[str, list[str]] = {name: [] for name in (ROOT, *wanted)}
     for parameter, shape in profile.shapes.items():
         if not shape:
@@ -50,24 +50,32 @@ def cut(profile: StepProfile, names: Sequence[str], api: str, ranks: int) -> dic
             )
         found[_innermost(parameter, wanted)].append(parameter)
     _check_tied(profile, wanted)
+    modules = {around for parameter in profile.shapes for around in _around(parameter)}
     for name in wanted:
-        if not any(parameter.startswith(f"{name}.") for parameter in profile.shapes):
+        if name not in modules:
             raise ValueError(f"unit {name!r} has no parameters; a unit is the name of a module that has some")
     return {name: _unit(name, parameters, profile, api, ranks) for name, parameters in found.items()}
 
 
 def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozenset[str]:
     """Return the frozen parameters that share a unit of those names, or the root, with a trained one."""
+    names = set(names)
     trained = {_innermost(parameter, names) for parameter in profile.trained}
     return frozenset(parameter for parameter in profile.frozen if _innermost(parameter, names) in trained)
 
 
-def _innermost(parameter: str, units: Sequence[str]) -> str:
+def _innermost(parameter: str, units: Collection[str]) -> str:
     """Return the longest name of a unit that `parameter` is within, or the root's."""
-    return max((name for name in units if parameter.startswith(f"{name}.")), key=len, default=ROOT)
+    return next((around for around in _around(parameter) if around in units), ROOT)
 
 
-def _check_tied(profile: StepProfile, units: Sequence[str]) -> None:
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a parameter is within, the innermost first."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _check_tied(profile: StepProfile, units: Collection[str]) -> None:
     for other, name in profile.tied.items():
         one, two = _innermost(name, units), _innermost(other, units)
         if one != two:
@@ -116,6 +124,8 @@ class Shards:
         self._shapes, self._trained = profile.shapes, profile.trained
         self._values = {name: prod(shape) for name, shape in profile.shapes.items()}
         self._unit_of = {parameter: unit for unit in self.units.values() for parameter in unit.parameters}
+        if profile.buffer_bytes:
+            ledger.hold(ROOT, Term(kind="parameters", name="buffers", values=profile.buffer_bytes, value_bytes=1))
         if not offloads:
             all_values = sum(unit.padded for unit in self.units.values())
             shards = {"values": all_values, "value_bytes": sizes.kept, "ranks": ranks}
@@ -175,17 +185,17 @@ class Shards:
     def lay_out(self, unit: Unit) -> None:
         """FSDP2 lays gradients out with one operation, `_chunk_cat`; on a CPU it makes copies of its own.
 
-        A gradient whose rows the ranks do not divide is filled up in one, and gradients of another precision than that
-        of the reduction are joined in another. A GPU's kernel needs neither.
+        Gradients whose rows the ranks don't divide are filled up in copies, all at once. Those of another precision than
+        that of the reduction are laid out one after the other, each through one more copy. A GPU's kernel needs neither.
         """
         if self._backend == GPU_BACKEND:
             return
-        uneven = sum(prod(padded) for shape, padded in self._rows_filled_up(unit) if padded != shape)
-        self.take_buffer(FILLED_UP, unit, uneven, self.sizes.gathered)
+        rows = list(self._rows_filled_up(unit))
+        values = sum(prod(padded) for shape, padded in rows if padded != shape)
         if self.sizes.gathered < self.sizes.reduced:
-            self.take_buffer(JOINED, unit, self.reduced_values(unit), self.sizes.gathered)
-        self.free_buffer(FILLED_UP, unit)
-        self.free_buffer(JOINED, unit)
+            values += max((prod(padded) for _, padded in rows), default=0)
+        self.take_buffer(LAID_OUT, unit, values, self.sizes.gathered)
+        self.free_buffer(LAID_OUT, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Yield the shape of each parameter with a gradient, and the same with the rows that the ranks divide."""

@@ -37,6 +37,8 @@ class WholeModel:
         trained = {"values": self._num_trained, "value_bytes": sizes.kept}
         whole = Term(kind="parameters", name="whole", values=profile.num_params, value_bytes=sizes.kept)
         ledger.hold(ROOT, whole)
+        if profile.buffer_bytes:
+            ledger.hold(ROOT, Term(kind="parameters", name="buffers", values=profile.buffer_bytes, value_bytes=1))
         for name, values, value_bytes in optimizer.state_terms(self._num_trained, sizes.kept):
             ledger.hold(ROOT, Term(kind="optimizer", name=name, values=values, value_bytes=value_bytes))
         if self._bucket_view:

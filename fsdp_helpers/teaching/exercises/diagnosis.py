@@ -1,5 +1,6 @@
 """The exercise of 11: runs with unnamed faults, drawn from the gallery, and what is wrong with each."""
 
+import inspect
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from fsdp_helpers.teaching.failures.gallery import RUN, Seen
 from fsdp_helpers.teaching.page import cards
 
 NUM_CASES = 5
+UNNAMED = "broken_run"
 NUM_FIXES = 8  # those of the cases, and some that help none of them
 
 Answer = tuple[str, str, str]  # symptom, cause, and the letter of the fix
@@ -31,7 +33,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Ward:
+class Draw:
     """The cases of one draw, and the lettered fixes among which theirs are."""
 
     cases: tuple[Case, ...]
@@ -47,22 +49,31 @@ class Ward:
 
 
 def as_markdown(number: int, case: Case) -> str:
-    """Return what a reader sees of a case: the run's output and, if it ended, the right numbers."""
-    text = cards.as_text(case.seen)
+    """Return what a reader sees of a case: the code, the run's output and, if it ended, the right numbers."""
+    text = without_name(cards.as_text(case.seen), case.fault)
     if case.seen.numbers:
         text += f"\nright: {cards.in_words(case.fault.right())}"
-    return f"**Case {number}**\n\n```text\n{text}\n```"
+    return f"**Case {number}**\n\n```python\n{code_of(case.fault)}\n```\n\n```text\n{text}\n```"
 
 
-def admit(seed: int | None = None, num_cases: int = NUM_CASES) -> Ward:
+def code_of(fault: Failure) -> str:
+    """Return the code of a broken run, without the name that would give the fault away."""
+    return without_name(inspect.getsource(fault.broken), fault).rstrip()
+
+
+def without_name(text: str, fault: Failure) -> str:
+    return text.replace(fault.broken.__name__, UNNAMED)
+
+
+def draw(seed: int | None = None, num_cases: int = NUM_CASES) -> Draw:
     """Draw faults from the gallery and run them; without a seed each call draws different ones."""
-    draw = random.Random(seed)
-    faults = draw.sample(RUN, num_cases)
+    dice = random.Random(seed)
+    faults = dice.sample(RUN, num_cases)
     others = [failure.fix for failure in RUN if failure not in faults]
-    fixes = [fault.fix for fault in faults] + draw.sample(others, max(0, NUM_FIXES - num_cases))
-    draw.shuffle(fixes)
+    fixes = [fault.fix for fault in faults] + dice.sample(others, max(0, NUM_FIXES - num_cases))
+    dice.shuffle(fixes)
     cases = tuple(Case(fault, gallery.run_broken(fault)) for fault in faults)
-    return Ward(cases, dict(zip(ascii_lowercase, fixes, strict=False)))
+    return Draw(cases, dict(zip(ascii_lowercase, fixes, strict=False)))
 
 
 def causes() -> Markdown:
@@ -77,17 +88,17 @@ def cause_of(failure: Failure) -> str:
 
 
 @exercise("11")
-def check_diagnosis(ward: Ward, answers: Mapping[int, Answer]) -> str:
+def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
     """Compare each answer with its case: symptom, cause, fix."""
-    for number, case in enumerate(ward.cases, start=1):
+    for number, case in enumerate(cases.cases, start=1):
         answer = answers.get(number)
         expect_answered(answer)
         expect(
             isinstance(answer, tuple) and len(answer) == 3,
             f"case {number}: give three words, the symptom, the cause and the letter of the fix",
         )
-        check_case(number, case, answer, ward.fixes)
-    return f"All {len(ward.cases)} found, each with its fix. Draw again: the next ones are different."
+        check_case(number, case, answer, cases.fixes)
+    return f"All {len(cases.cases)} found, each with its fix. Draw again: the next ones are different."
 
 
 def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]) -> None:

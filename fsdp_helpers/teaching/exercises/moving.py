@@ -45,7 +45,7 @@ class MovedByReader:
     num_unsharded: int  # calls of `loss_of`, with gradients, on a model that was not sharded
     num_reductions: int  # reduce-scatters of all steps
     losses: list[float]  # means over the ranks, one per step
-    right: list[float]  # those of the run that stayed under DDP
+    right: list[float]  # those of the baseline under DDP
     held_out: list[float]
     right_held_out: list[float]
     in_file: str  # what is wrong with the file that was written, or ""
@@ -59,13 +59,13 @@ def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
             for rank, found in enumerate(run_on_ranks(move_by_reader, module, world_size, folder)):
                 _expect_moved(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, and the losses of the run that stayed."
+    return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, and the losses of the baseline."
 
 
 def _expect_moved(found: MovedByReader, says: str) -> None:
     expect(
         not found.whole,
-        f"{says}{len(found.whole)} parameters are whole, {first_of(found.whole)} among them; under FSDP2 a rank keeps"
+        f"{says}{len(found.whole)} parameters aren't sharded, {first_of(found.whole)} among them; under FSDP2 a rank keeps"
         " its shards",
     )
     expect(
@@ -92,7 +92,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     expect_same_losses(
         found.losses,
         found.right,
-        f"{says}the losses leave those of the run that stayed; what does a step depend on?",
+        f"{says}the losses leave those of the baseline; what does a step depend on?",
         "save-plain-optimizer-state",
         "wrong-optimizer-first",
         "wrong-clip-local-norm",
@@ -148,7 +148,7 @@ class MovedModel(nn.Module):
 
 
 def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> MovedByReader:
-    """Train under DDP, save in the middle, and let the reader's `go_on` go on from there beside the run that stays."""
+    """Train under DDP, save in the middle, and let the reader's `go_on` go on from there beside the baseline."""
     go_on = import_own(module, "go_on")
     torch.manual_seed(0)
     checkpoint, written = Path(folder) / "ddp.pt", Path(folder) / "moved.pt"
@@ -229,7 +229,7 @@ def step_losses(losses: list[float]) -> list[float]:
 
 
 def problem_in_file(path: Path, right: MovedModel) -> str:
-    """Say why one process cannot use the file as the weights of the run that stayed, or "" if it can."""
+    """Say why one process cannot use the file as the weights of the baseline, or "" if it can."""
     if not path.exists():
         return "no file was written to `path`"
     weights = torch.load(path, weights_only=True)
@@ -240,5 +240,5 @@ def problem_in_file(path: Path, right: MovedModel) -> str:
         if isinstance(value, DTensor) or value.shape != wanted[name].shape:
             return f"{name} in the file is a shard; one process cannot load it"
         if (value - wanted[name]).abs().max() > TOLERANCE:
-            return f"{name} in the file is not what the run that stayed ends with"
+            return f"{name} in the file is not what the baseline ends with"
     return ""

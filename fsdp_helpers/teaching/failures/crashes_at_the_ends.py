@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -90,6 +91,58 @@ def answer() -> Numbers:
     return {"the worker's answer": 42.0}
 
 
+# ---------------------------------------------------------------- an error before the group is up
+
+SCRIPT = """
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+@record_or_not
+def main():
+    torch.ones(2) @ torch.ones(3)
+main()
+"""
+
+
+def lines_of_traceback(script: str) -> Numbers:
+    """Run a script under torchrun, and count the lines of the script that torchrun's report names."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.py")
+        path.write_text(script)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        torchrun += ["--log-dir", folder]
+        done = subprocess.run([*torchrun, str(path)], capture_output=True, text=True, check=False)
+    report = done.stderr.partition("Root Cause")[2]
+    return {"lines of the script in torchrun's report": report.count("train.py")}
+
+
+def run_without_record(rank: int, world_size: int) -> Numbers:
+    return lines_of_traceback(SCRIPT.replace("@record_or_not", ""))
+
+
+def run_with_record(rank: int, world_size: int) -> Numbers:
+    return lines_of_traceback(SCRIPT.replace("@record_or_not", "@record"))
+
+
+def the_line_that_failed() -> Numbers:
+    return {"lines of the script in torchrun's report": 1}
+
+
+# ---------------------------------------------------------------- nobody at that address
+
+
+def meet_where_no_one_is(rank: int, world_size: int) -> Numbers:
+    with socket.create_server(("127.0.0.1", 0)) as ended:  # the job of yesterday
+        port = ended.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+    return {"stores": float(store.port > 0)}
+
+
+def meet_where_the_store_is(rank: int, world_size: int) -> Numbers:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=2))
+    return {"stores": float(store.port > 0)}
+
+
 CRASHES_AT_THE_ENDS = (
     Failure(
         name="crash-connection-closed",
@@ -116,6 +169,34 @@ CRASHES_AT_THE_ENDS = (
         fixed=meet_at_a_free_port,
         right=one_store,
         says="(?i)address already in use",
+    ),
+    Failure(
+        name="crash-no-traceback",
+        title="ChildFailedError, and no traceback",
+        why="torchrun's report knows a rank's exit code, and its traceback only if the rank wrote one for it. Your own error "
+        "stands higher up in the output, in the lines of the rank that failed first, or in its log file.",
+        tell="The report says `error_file: <N/A>`. Search the output upward for the first `Traceback`; look at the rank under "
+        "*Root Cause (first observed failure)*, and at its exit code: 1 is an exception, -6 an abort, -9 a kill, often for "
+        "memory, -11 a crash in C++, -15 is torchrun's own SIGTERM after a different rank failed.",
+        fix="Put `@record` (`torch.distributed.elastic.multiprocessing.errors`) above `main()`; `torchrun --log-dir logs --tee 3` "
+        "keeps what each rank prints.",
+        broken=run_without_record,
+        fixed=run_with_record,
+        right=the_line_that_failed,
+    ),
+    Failure(
+        name="hang-dead-address",
+        title="The client socket has timed out while trying to connect",
+        why="A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. The variables are left over from a different job, "
+        "rank 0 hasn't started or has failed, or the name resolves to a machine that doesn't answer.",
+        tell="The message has the address and the port: is a rank 0 there? `python -m fsdp_helpers doctor` finds stale variables.",
+        fix="`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`, and `torchrun --standalone` on one machine; on several, one "
+        "`--rdzv-endpoint=HOST:PORT` for all.",
+        broken=meet_where_no_one_is,
+        fixed=meet_where_the_store_is,
+        right=one_store,
+        says="The client socket has timed out",
+        stall_s=30.0,
     ),
     Failure(
         name="crash-notebook-function",

@@ -101,4 +101,65 @@ DOCUMENTED = (
         "[10](10_many_machines.ipynb) lists all the ways in which a job can end.",
         source="chapter 10's tests",
     ),
+    Failure(
+        name="hang-after-last-step",
+        title="The job stands still after the last step, or ends badly although all steps are done",
+        why="The end is a step like others: a last save or barrier in which not every rank takes part. And threads outlive the "
+        "group, as NCCL's watchdog does, while a reference to a sharded tensor keeps it alive.",
+        tell="Every rank has logged its last step. *destroy_process_group() was not called before program exit*, "
+        "*terminate called without an active exception* and exit code -6 are about the end.",
+        fix="On every rank, in this order: `dist.barrier()`, `del model, optimizer`, `dist.destroy_process_group()`.",
+        source="PyTorch documentation, *Shutdown*; pytorch#75097; torchtitan#1342; measured under torchrun, 11 of 20 runs",
+    ),
+    Failure(
+        name="crash-offload-device",
+        title="No backend type associated with device type cpu",
+        why="With `CPUOffloadPolicy` shards and gradients are on the host. `clip_grad_norm_` reduces their norm there, and a group "
+        "of NCCL alone has no backend for the host. A loss or a mask of your own that is on the host meets outputs on the GPU: "
+        "*Expected all tensors to be on the same device*.",
+        tell="The traceback ends in `clip_grad_norm_`, or in your loss. `next(model.parameters()).device` is `cpu`; it isn't the "
+        "device to send batches to.",
+        fix="`init_process_group('cpu:gloo,cuda:nccl')`, and `batch.to(torch.device('cuda', local_rank))`.",
+        source="pytorch#148532, #149395; torchtune#1977; torchtitan#1168",
+    ),
+    Failure(
+        name="memory-map-location",
+        title="GPU 0 has a process of every rank on it",
+        why="`torch.load` puts each tensor where it was when it was saved: on GPU 0, in every rank. The context alone takes "
+        "several hundred MB per rank; a checkpoint takes its size, N times.",
+        tell="`nvidia-smi` lists N processes on GPU 0 and one on each other GPU; it began when the checkpoint was loaded.",
+        fix="`torch.load(path, map_location='cpu', weights_only=True)`, and `torch.cuda.set_device(local_rank)` before anything "
+        "else.",
+        source="pytorch#23138; apex#222; PyTorch's DDP tutorial, *Save and Load Checkpoints*",
+    ),
+    Failure(
+        name="crash-nccl-system-error",
+        title="ncclSystemError, unhandled system error, unhandled cuda error",
+        why="NCCL passes on that a system call or a CUDA call failed, and says which one only if asked. Usual ones: /dev/shm too "
+        "small, no usable network interface, a firewall, a driver that doesn't fit, GPUs that a container doesn't see.",
+        tell="Run again with `NCCL_DEBUG=INFO` (and `NCCL_DEBUG_SUBSYS=INIT,NET`), and read the first WARN line.",
+        fix="Containers: `--ipc=host` or `--shm-size=1g`, `--network=host`. Several interfaces: `NCCL_SOCKET_IFNAME=eth0`. Before "
+        "asking anyone, have that WARN line, `nvidia-smi topo -m` and `python -m fsdp_helpers doctor --gpu`.",
+        source="nccl#207, #473, #697, #1000; NVIDIA, *NCCL environment variables*",
+    ),
+    Failure(
+        name="crash-recompute-two-forwards",
+        title="Two forwards before one backward, and recomputation finds shards",
+        why="A preference loss (DPO) calls the model twice, then backward once. With activation checkpointing the first "
+        "recomputation reshards units that the second one still expects unsharded.",
+        tell="The message is that of [crash-mixed-tensor-dtensor](#crash-mixed-tensor-dtensor), and the traceback comes from "
+        "`recompute_fn`. Two flat models in PyTorch 2.15 don't show it.",
+        fix="One forward for both: `model(torch.cat([chosen, rejected]))`; or `model.set_reshard_after_backward(False)` on the "
+        "units inside checkpointed blocks.",
+        source="pytorch#153354, #144035, PR #171779",
+    ),
+    Failure(
+        name="crash-slurm-node-failed",
+        title="Slurm ends the job: killed by a limit, or by a node",
+        why="Slurm kills what exceeds the memory or the time that was asked for, and cancels a job when one of its nodes fails.",
+        tell="`sacct -j JOB --format=State,ExitCode,MaxRSS` says OUT_OF_MEMORY, TIMEOUT or NODE_FAIL; the ranks say nothing.",
+        fix="`--mem=0` for all of a node's memory; `--signal=B:USR1@120` to save before the end, and `--requeue`, as in "
+        "[10](10_many_machines.ipynb).",
+        source="Slurm documentation, *sbatch*, *Job State Codes*",
+    ),
 )

@@ -40,6 +40,7 @@ class Failure:
     stall_s: float = 2.0  # a broken run whose ranks have not moved for this long is taken to wait forever
     source: str = ""  # of a failure that is not run here
     not_in: str = ""  # the last PyTorch known not to show the symptom, as "2.11"
+    since: str = ""  # the first PyTorch that has the fix, as "2.13"
 
     def __post_init__(self) -> None:
         if self.symptom not in SYMPTOMS:

@@ -15,12 +15,15 @@ from fsdp_helpers.measuring.divergence import log_collectives, read_log
 from fsdp_helpers.ranks.launching.errors import RankError, RankTimeout
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.records import Collective
+from fsdp_helpers.teaching.failures.branches import BRANCHES
 from fsdp_helpers.teaching.failures.crashes import CRASHES
 from fsdp_helpers.teaching.failures.crashes_at_the_ends import CRASHES_AT_THE_ENDS
 from fsdp_helpers.teaching.failures.documented import DOCUMENTED
 from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers, RankFunction, same_numbers
 from fsdp_helpers.teaching.failures.hangs import HANGS
+from fsdp_helpers.teaching.failures.loading import LOADING
 from fsdp_helpers.teaching.failures.memory import MEMORY
+from fsdp_helpers.teaching.failures.precision import PRECISION
 from fsdp_helpers.teaching.failures.saving import SAVING
 from fsdp_helpers.teaching.failures.slow import SLOW
 from fsdp_helpers.teaching.failures.wrong import WRONG
@@ -29,7 +32,20 @@ from fsdp_helpers.teaching.failures.wrong_start import WRONG_START
 
 NUM_RANKS = 2
 LIMIT_S = 240.0  # nothing here takes so long, not even on a machine that is busy with other things
-RUN = (*HANGS, *CRASHES_AT_THE_ENDS, *CRASHES, *MEMORY, *WRONG_START, *WRONG, *WRONG_DATA, *SLOW, *SAVING)
+RUN = (
+    *HANGS,
+    *CRASHES_AT_THE_ENDS,
+    *CRASHES,
+    *PRECISION,
+    *BRANCHES,
+    *MEMORY,
+    *LOADING,
+    *WRONG_START,
+    *WRONG,
+    *WRONG_DATA,
+    *SLOW,
+    *SAVING,
+)
 GALLERY = {
     failure.name: failure for symptom in SYMPTOMS for failure in (*RUN, *DOCUMENTED) if failure.symptom == symptom
 }
@@ -97,8 +113,17 @@ def shows_symptom(failure: Failure, seen: Seen) -> bool:
 
 def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
     """Say whether a broken run shows its symptom, or does not if this PyTorch is one of those that do not show it."""
-    release = TorchVersion(".".join(torch.__version__.split(".")[:2]))
-    return shows_symptom(failure, seen) == (not failure.not_in or release > failure.not_in)
+    return shows_symptom(failure, seen) == (not failure.not_in or release() > failure.not_in)
+
+
+def release() -> TorchVersion:
+    """Return the release of this PyTorch, as 2.15."""
+    return TorchVersion(".".join(torch.__version__.split(".")[:2]))
+
+
+def has_fix(failure: Failure) -> bool:
+    """Say whether this PyTorch has what fixes the failure."""
+    return not failure.since or release() >= failure.since
 
 
 def is_fixed(failure: Failure, seen: Seen) -> bool:

@@ -124,7 +124,7 @@ MEMORY = (
         why="`fully_shard(model)` makes one unit of the whole model. It is gathered at the first layer, so during forward and "
         "backward every rank holds all parameters.",
         tell="One all-gather per forward. Count them with `CommDebugMode`, or with the trace of this series.",
-        fix="Shard the blocks first, the root last.",
+        fix="`for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`.",
         broken=shard_the_root_alone,
         fixed=shard_each_layer,
         right=one_layer,
@@ -146,7 +146,7 @@ MEMORY = (
         why="`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until "
         "the last micro-batch every rank keeps the whole gradient instead of its shard.",
         tell="After the first micro-batch memory grows by 4 bytes per parameter of the whole model.",
-        fix="Reduce after each micro-batch. Hold back only when the whole gradient fits.",
+        fix="Reduce after each micro-batch: no `model.set_requires_gradient_sync(False)`. Hold back only when the full gradient fits.",
         broken=hold_back_reduction,
         fixed=reduce_each_micro_batch,
         right=half_of_the_gradients,

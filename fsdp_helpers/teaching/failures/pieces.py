@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 WIDTH = 8
 ALL_IMAGES = 8
@@ -36,7 +37,11 @@ def images(count: int = ALL_IMAGES) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor, gathered if it is sharded; a collective of all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def gradient_norm(model: nn.Module) -> float:
     """Return the norm of the whole gradient, sharded or not, the same number on every rank."""
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return float(whole(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))

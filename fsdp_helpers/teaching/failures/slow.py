@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
@@ -41,6 +42,47 @@ def keep_parameters_between(rank: int, world_size: int) -> Numbers:
 
 def one_gather_per_unit() -> Numbers:
     return {"all-gathers of a step": NUM_UNITS}
+
+
+# ---------------------------------------------------------------- a head that is called per chunk
+
+
+class ChunkedLoss(nn.Module):
+    """A body, and a head whose logits exist for one chunk of tokens at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return sum(checkpoint(self.loss_of, chunk, use_reentrant=False) for chunk in self.body(tokens).chunk(4))
+
+    def loss_of(self, chunk: Tensor) -> Tensor:
+        return self.head(chunk).logsumexp(dim=1).sum()
+
+
+def head_as_a_unit(rank: int, world_size: int) -> Numbers:
+    model = ChunkedLoss()
+    fully_shard(model.body, mesh=cpu_mesh())
+    fully_shard(model.head, mesh=cpu_mesh())
+    return count_gathers_of_a_step(fully_shard(model, mesh=cpu_mesh()))
+
+
+def head_in_the_root(rank: int, world_size: int) -> Numbers:
+    model = ChunkedLoss()
+    fully_shard(model.body, mesh=cpu_mesh())
+    return count_gathers_of_a_step(fully_shard(model, mesh=cpu_mesh()))
+
+
+def count_gathers_of_a_step(model: FSDPModule) -> Numbers:
+    with trace_collectives() as events:
+        model(images()).backward()
+    return {"all-gathers of a step": sum(event.op == "all_gather" for event in events)}
+
+
+def body_twice_and_root_once() -> Numbers:
+    return {"all-gathers of a step": 3}
 
 
 # ---------------------------------------------------------------- too many units
@@ -112,11 +154,23 @@ SLOW = (
         title="Accumulation over four micro-batches makes the network four times as busy",
         why="Each micro-batch is a forward and a backward, and each gathers every unit again.",
         tell="Count the all-gathers of one step: they grow with the number of micro-batches.",
-        fix="Keep the parameters whole within a step, if they fit: no resharding after forward, and after backward only at the "
-        "last micro-batch.",
+        fix="Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
+        "`model.set_reshard_after_backward(is_last)` for each micro-batch.",
         broken=gather_for_every_micro_batch,
         fixed=keep_parameters_between,
         right=one_gather_per_unit,
+    ),
+    Failure(
+        name="slow-head-per-chunk",
+        title="A chunked loss gathers the head again for each chunk",
+        why="The logits of a chunk are computed by calling the head. If the head is a unit, each call gathers it, and each "
+        "recomputation in backward once more.",
+        tell="Count the all-gathers of one step with 1 chunk and with 4: they grow with the chunks.",
+        fix="Leave the head to the root, `fully_shard(model)` without `fully_shard(model.head)`: the root stays unsharded "
+        "from forward to backward.",
+        broken=head_as_a_unit,
+        fixed=head_in_the_root,
+        right=body_twice_and_root_once,
     ),
     Failure(
         name="slow-many-units",
@@ -124,7 +178,7 @@ SLOW = (
         why="With every linear layer a unit, each gathers on its own. A collective costs its latency however small it is, and "
         "the peak hardly falls further.",
         tell="Count the collectives of one step; compare the largest unit with the mean.",
-        fix="One unit per block of the model.",
+        fix="One unit per block: `for block in model.blocks: fully_shard(block)`.",
         broken=shard_every_layer,
         fixed=shard_every_block,
         right=two_gathers_per_block,
@@ -135,7 +189,7 @@ SLOW = (
         why="Every rank prepares the same folder at the same time: N downloads, and files that one rank reads while a "
         "different one still writes them.",
         tell="The download appears in the log once per rank.",
-        fix="Let one rank prepare, and the others wait at a barrier. On several machines that is one rank per machine.",
+        fix="`if rank == 0: download()`, then `dist.barrier()` on all ranks; on several machines, rank 0 of each.",
         broken=download_on_every_rank,
         fixed=download_on_one_rank,
         right=one_download,

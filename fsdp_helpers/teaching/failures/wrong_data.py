@@ -1,5 +1,7 @@
 """It trains, but wrongly: images, statistics and metrics that are not those of one process."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,28 +13,28 @@ from fsdp_helpers.teaching.failures.pieces import WIDTH, images
 # ---------------------------------------------------------------- the sampler
 
 
-def orders_of_two_epochs(sampler: DistributedSampler, *, set_epoch: bool) -> Numbers:
-    orders = []
-    for epoch in range(2):
-        if set_epoch:
-            sampler.set_epoch(epoch)
-        orders.append(list(sampler))
+def new_places(orders: Sequence[list[int]]) -> Numbers:
     return {"images in a new place": sum(before != after for before, after in zip(*orders, strict=True))}
 
 
 def forget_set_epoch(rank: int, world_size: int) -> Numbers:
-    sampler = DistributedSampler(range(8), world_size, 0, shuffle=True)
-    return orders_of_two_epochs(sampler, set_epoch=False)
+    sampler, orders = DistributedSampler(range(8), world_size, 0, shuffle=True), []
+    for _ in range(2):
+        orders.append(list(sampler))
+    return new_places(orders)
 
 
 def call_set_epoch(rank: int, world_size: int) -> Numbers:
-    sampler = DistributedSampler(range(8), world_size, 0, shuffle=True)
-    return orders_of_two_epochs(sampler, set_epoch=True)
+    sampler, orders = DistributedSampler(range(8), world_size, 0, shuffle=True), []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    return new_places(orders)
 
 
 def drawn_by_hand() -> Numbers:
     orders = [torch.randperm(8, generator=torch.Generator().manual_seed(epoch)).tolist()[::2] for epoch in (0, 1)]
-    return {"images in a new place": sum(before != after for before, after in zip(*orders, strict=True))}
+    return new_places(orders)
 
 
 def count_padded_images(rank: int, world_size: int) -> Numbers:
@@ -64,18 +66,25 @@ def trained_batchnorm(rank: int, world_size: int) -> nn.BatchNorm1d:
 
 def keep_own_statistics(rank: int, world_size: int) -> Numbers:
     layer = trained_batchnorm(rank, world_size)
-    return {"sum of running means": layer.running_mean.sum().item()}
+    return statistics(layer)
 
 
 def average_statistics(rank: int, world_size: int) -> Numbers:
     layer = trained_batchnorm(rank, world_size)
-    dist.all_reduce(layer.running_mean)
-    layer.running_mean /= world_size
-    return {"sum of running means": layer.running_mean.sum().item()}
+    for buffer in (layer.running_mean, layer.running_var):
+        dist.all_reduce(buffer)
+        buffer /= world_size
+    return statistics(layer)
+
+
+def statistics(layer: nn.BatchNorm1d) -> Numbers:
+    return {"running means": layer.running_mean.sum().item(), "running variances": layer.running_var.sum().item()}
 
 
 def statistics_alone() -> Numbers:
-    return {"sum of running means": trained_batchnorm(0, 1).running_mean.sum().item()}
+    """Return the averages over both halves of the images, each normalized on its own, as one process takes them."""
+    halves = [statistics(trained_batchnorm(half, 2)) for half in range(2)]
+    return {name: sum(half[name] for half in halves) / 2 for name in halves[0]}
 
 
 def reduce_in_own_order(rank: int, world_size: int) -> Numbers:
@@ -123,11 +132,11 @@ WRONG_DATA = (
     Failure(
         name="wrong-batchnorm",
         title="Ranks disagree in evaluation",
-        why="The running mean of a BatchNorm is a buffer: it is not sharded, and no gradient keeps it together. Each rank "
-        "computes it from its own images, and a checkpoint keeps one rank's.",
-        tell="Compare a buffer across the ranks.",
-        fix="Average the buffers before you evaluate or save. On GPUs use `SyncBatchNorm`; GroupNorm has no "
-        "statistics at all.",
+        why="The running mean and variance of a BatchNorm are buffers: they aren't sharded, and nothing synchronizes them. Each "
+        "rank computes them from its own images, and a checkpoint keeps one rank's.",
+        tell="Compare `running_mean` and `running_var` across the ranks.",
+        fix="Average over the ranks, variance included, before you evaluate or save: `dist.all_reduce(buffer); buffer /= "
+        "world_size`. On GPUs `SyncBatchNorm` keeps them equal all along; GroupNorm has no statistics at all.",
         broken=keep_own_statistics,
         fixed=average_statistics,
         right=statistics_alone,

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model, whole
 
 # ---------------------------------------------------------------- the start
 
@@ -104,10 +103,6 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 def pretrained() -> dict[str, Tensor]:
     return small_model(seed=3).state_dict()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
-from fsdp_helpers.planning.plan import Plan
 from fsdp_helpers.quantities import GB, format_bytes, in_mb
 from fsdp_helpers.ranks.progress import count_ranks
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
@@ -111,15 +110,7 @@ def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
     enough = [ranks for ranks in needed_bytes if ranks > max(too_few, default=0)]
     if not enough:
         return f"Does not fit {device_bytes / GB:.0f} GB on {count_ranks(max(needed_bytes))}"
-    return f"Fits {device_bytes / GB:.0f} GB from {count_ranks(min(enough))} on"
-
-
-def smallest_that_fits(plans: Sequence[Sequence[Plan]]) -> str:
-    """Say which of the devices, a row of plans for each, is the smallest that fits, and from how many ranks on."""
-    by_size = sorted(plans, key=lambda row: row[0].cluster.device_memory_bytes)
-    smallest = next((row for row in by_size if any(plan.spare_bytes >= 0 for plan in row)), by_size[-1])
-    needed = {plan.cluster.world_size: plan.needed_bytes for plan in smallest}
-    return fits_from(needed, smallest[0].cluster.device_memory_bytes)
+    return f"Of those drawn, {count_ranks(min(enough))} or more fit {device_bytes / GB:.0f} GB"
 
 
 def errors_within(errors: Sequence[float], bound: float) -> str:

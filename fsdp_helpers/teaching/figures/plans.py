@@ -10,21 +10,30 @@ from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, smallest_that_fits, titled
-from fsdp_helpers.teaching.figures.plot_words import errors_in_words, fits_in_words, sentences, waterfall_in_words
+from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, titled
+from fsdp_helpers.teaching.figures.plot_words import errors_in_words, sentences, waterfall_in_words
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLORS, SERIES_COLORS, figure_style
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 NEAR = 0.01  # of the measured peak
 MODEL_SHIFT = 0.2  # between the marks of two models
-FITS, FITS_NOT = "#bbf7d0", "#fecaca"
+NOT_CHOSEN = 0.3  # opacity of a bar
 
 
-def plot_waterfall(plans: Sequence[Plan], subject: str) -> tuple[Figure, Axes]:
-    """Plot a bar per number of ranks, stacked by category, with what is outside the count and the device's memory."""
+def plot_waterfall(
+    plans: Sequence[Plan], subject: str, *, chosen: int | None = None, highest_gb: float | None = None
+) -> tuple[Figure, Axes]:
+    """Plot a bar per number of ranks, stacked by category, with what is outside the count and the device's memory.
+
+    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it is given; a bar that goes on has an
+    arrow at its number.
+    """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
-        draw_waterfall(ax, plans)
+        draw_waterfall(ax, plans, highest_gb)
+        for bars in ax.containers if chosen else ():
+            for plan, bar in zip(plans, bars, strict=True):
+                bar.set_alpha(1.0 if plan.cluster.world_size == chosen else NOT_CHOSEN)
         needed = {plan.cluster.world_size: plan.needed_bytes for plan in plans}
         finding = fits_from(needed, plans[0].cluster.device_memory_bytes)
         ax.set(title=titled(finding, subject))
@@ -32,7 +41,7 @@ def plot_waterfall(plans: Sequence[Plan], subject: str) -> tuple[Figure, Axes]:
     return fig, ax
 
 
-def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
+def draw_waterfall(ax: Axes, plans: Sequence[Plan], highest_gb: float | None = None) -> None:
     """Draw the bars of `plot_waterfall`."""
     places = range(len(plans))
     below = [0.0] * len(plans)
@@ -45,34 +54,53 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan]) -> None:
     ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="none", edgecolor=FRAME_COLOR)
     memory = plans[0].cluster.device_memory_bytes / GB
     ax.axhline(memory, color="#b91c1c", linestyle="--", label=f"{memory:.0f} GB")
+    highest_gb = highest_gb or 1.1 * max(memory, max(plan.needed_bytes for plan in plans) / GB)
     for place, plan in enumerate(plans):
         top = plan.needed_bytes / GB
-        ax.text(place, top, f"{top:,.0f}", ha="center", va="bottom", color=TEXT_COLOR)
+        beyond = " ↑" if top > highest_gb else ""
+        ax.text(place, min(top, highest_gb), f"{top:,.0f}{beyond}", ha="center", va="bottom", color=TEXT_COLOR)
     ax.set_xticks(places, [f"{plan.cluster.world_size:,}" for plan in plans])
-    highest = max(memory, max(plan.needed_bytes for plan in plans) / GB)
-    ax.set(xlabel="ranks, each with the same batch", ylabel="on one rank (GB)", ylim=(0, 1.1 * highest))
+    ax.set(xlabel="ranks, each with the same batch", ylabel="on one rank (GB)", ylim=(0, highest_gb))
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def plot_what_fits(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> tuple[Figure, Sequence[Axes]]:
-    """Plot a grid for each name, ranks across, device memory down: what a rank needs in GB, and whether it fits."""
+def plot_what_fits(
+    needed: Mapping[str, Mapping[int, float]], thresholds: Mapping[str, Mapping[int, int | None]]
+) -> tuple[Figure, Axes]:
+    """Plot what a rank needs against the number of ranks, a line per model, and a dashed line per size of a device.
+
+    `needed` has the bytes by model and ranks; `thresholds`, by model and GB of a device, the fewest ranks that fit. A
+    mark shows each that lies within the ranks drawn.
+    """
+    sizes = sorted({size for fewest in thresholds.values() for size in fewest})
     with figure_style():
-        fig, axes = plt.subplots(1, len(plans), figsize=(9, 2.4), layout="constrained", sharey=True, squeeze=False)
-        for ax, (name, rows) in zip(axes[0], plans.items(), strict=True):
-            for down, row in enumerate(rows):
-                for across, plan in enumerate(row):
-                    color = FITS if plan.fits else FITS_NOT
-                    ax.add_patch(plt.Rectangle((across - 0.5, down - 0.5), 1, 1, color=color, linewidth=0))
-                    text = f"{plan.needed_bytes / GB:,.0f}" + ("" if plan.fits else " ✗")
-                    ax.text(across, down, text, ha="center", va="center", fontsize=8, color="black")
-            ax.set_xticks(range(len(rows[0])), [f"{plan.cluster.world_size:,}" for plan in rows[0]])
-            memory = [f"{row[0].cluster.device_memory_bytes / GB:.0f}" for row in rows]
-            ax.set_yticks(range(len(rows)), memory)
-            ax.set(xlim=(-0.5, len(rows[0]) - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel="ranks")
-            ax.set(title=titled(smallest_that_fits(rows), name))
-        axes[0][0].set(ylabel="memory of a device (GB)")
-    put_in_words(fig, fits_in_words(plans))
-    return fig, axes[0]
+        fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
+        for (name, by_ranks), color, marker in zip(needed.items(), SERIES_COLORS[1:], MARKERS, strict=False):
+            ax.plot(list(by_ranks), [size / GB for size in by_ranks.values()], color=color, label=name)
+            found = {size: ranks for size, ranks in thresholds[name].items() if ranks and ranks >= min(by_ranks)}
+            ax.scatter(list(found.values()), list(found), color=color, marker=marker, zorder=3)
+            for size, ranks in found.items():
+                ax.annotate(f"{ranks:,}", (ranks, size), (3, 3), textcoords="offset points", color=color, fontsize=8)
+        for size in sizes:
+            ax.axhline(size, color=FRAME_COLOR, linestyle="--", linewidth=0.8)
+            ax.text(1.005, size, f"{size} GB", transform=ax.get_yaxis_transform(), va="center", color=TEXT_COLOR)
+        ax.set(xscale="log", yscale="log", xlabel="ranks, each with the same batch", ylabel="on one rank (GB)")
+        ticks = [ranks for ranks in next(iter(needed.values())) if ranks & (ranks - 1) == 0]
+        ax.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
+        ax.set_yticks(sizes, [str(size) for size in sizes])
+        ax.minorticks_off()
+        ax.set(title="A rank's needs fall until units, activations and buffers are left")
+        ax.legend(loc="upper right")
+    put_in_words(fig, _thresholds_in_words(thresholds))
+    return fig, ax
+
+
+def _thresholds_in_words(thresholds: Mapping[str, Mapping[int, int | None]]) -> str:
+    told = []
+    for name, by_size in thresholds.items():
+        fits = [f"{size} GB with {ranks:,} or more" if ranks else f"{size} GB never" for size, ranks in by_size.items()]
+        told.append(f"Ranks on which {name} fits: {', '.join(fits)}")
+    return sentences(*told)
 
 
 def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:

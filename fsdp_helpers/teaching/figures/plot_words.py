@@ -16,7 +16,6 @@ from fsdp_helpers.teaching.figures.findings import (
     peak_of_curve,
     same_losses,
     sent_in_a_step,
-    smallest_that_fits,
 )
 
 
@@ -151,15 +150,6 @@ def copies_in_words(copies: Sequence[tuple[str, str, float]]) -> str:
     ways = dict.fromkeys(way for _, way, _ in copies)
     units = {way: [unit.removeprefix("blocks.") for unit, one, _ in copies if one == way] for way in ways}
     return sentences(*(f"Copied {way}, in this order: {', '.join(names)}" for way, names in units.items()))
-
-
-def fits_in_words(plans: Mapping[str, Sequence[Sequence[Plan]]]) -> str:
-    """Say for each name what a rank needs on each number of ranks, and the smallest device that has it."""
-    told = []
-    for name, rows in plans.items():
-        needed = [f"{plan.needed_bytes / GB:,.0f} GB on {count_ranks(plan.cluster.world_size)}" for plan in rows[0]]
-        told += [f"{name} needs {', '.join(needed)}", smallest_that_fits(rows)]
-    return sentences(*told)
 
 
 def waterfall_in_words(plans: Sequence[Plan]) -> str:

@@ -1,5 +1,6 @@
 """A job after its move: what may be wrong with it, found before it costs a day; and how its ranks start. For notebook 14."""
 
+import copy
 import os
 import subprocess
 
@@ -43,28 +44,120 @@ def ranks_from_torchrun() -> dict[str, int | str]:
     }
 
 
-# What of DDP must not stay, what takes its place, and what comes of it if it stays.
-LEFTOVERS = [
-    ("`model.module`", "`model`", "AttributeError: there is no wrapper"),
-    ("`with model.no_sync()`", "`model.set_requires_gradient_sync(False)`, then `True`", "AttributeError"),
-    ("`find_unused_parameters=True`", "nothing", "an unused layer has no gradient, and Adam skips it"),
-    ("`static_graph=True`", "nothing", "each unit's hooks follow the graph as it comes"),
-    ("`bucket_cap_mb`, `gradient_as_bucket_view`", "the cut into units", "a unit is the bucket"),
-    ("`broadcast_buffers=True`", "a broadcast of your own", "each rank's batch norm keeps its own statistics"),
+# Each line of an ordinary DDP script, its line under FSDP2, and the reason, or what happens if it stays as it was.
+LINES = [
+    ("`init_process_group`, `set_device`", "the same", "and `init_device_mesh`, for `mesh=`"),
+    ("`DistributedSampler`, `set_epoch`", "the same", "the ranks still share the batch"),
     (
         "weights that DDP broadcasts at the start",
         "one seed, or `broadcast_from_rank0=True`",
-        "shards of different models",
+        "else: shards of different models",
     ),
-    ("`register_comm_hook(fp16_compress_hook)`", "`MixedPrecisionPolicy(reduce_dtype=...)`", "AttributeError"),
-    ("`if rank == 0: evaluate(model)`", "every rank evaluates its part", "a hang, or a crash in gloo"),
+    (
+        "`nn.SyncBatchNorm.convert_sync_batchnorm(model)`",
+        "the same, before `fully_shard`",
+        "on GPUs; on the CPU it raises a ValueError",
+    ),
+    ("a parameter with shape `()`", "shape `(1,)`", "else: ValueError; or ignore it and average its gradient"),
+    ("`torch.compile(model)`", "compile each block, after sharding", "files saved with it have `_orig_mod.` in names"),
+    ("`DistributedDataParallel(model)`", "`fully_shard(block, mesh=mesh)` per block, then the root", ""),
+    ("`bucket_cap_mb`, `gradient_as_bucket_view`", "the choice of units", "a unit is the bucket"),
+    ("`static_graph=True`", "nothing", "each unit's hooks follow the graph as it comes"),
+    (
+        "`find_unused_parameters=True`, every rank skips the same layers",
+        "nothing",
+        "no gradient, and Adam skips them",
+    ),
+    (
+        "`find_unused_parameters=True`, ranks differ",
+        "every rank calls every unit; `set_reduce_scatter_unused_params(True)`",
+        "else: **wrong gradients, without an error**",
+    ),
+    (
+        "`broadcast_buffers=True`",
+        "average the buffers, variance included, before evaluating and saving",
+        "else: each rank's batch norm has its own statistics",
+    ),
+    ("`register_comm_hook(fp16_compress_hook)`", "`MixedPrecisionPolicy(reduce_dtype=...)`", "else: AttributeError"),
+    ("`optimizer = AdamW(model.parameters())`", "the same, after `fully_shard`", "else: **the loss stands still**"),
+    ("`schedule = LambdaLR(optimizer, ...)`", "the same, before the load", "else: **each rank has its own rate**"),
+    ("`copy.deepcopy(model.module)`, `AveragedModel`", "build and shard a second model", "else: AssertionError"),
+    ("`model.module`", "`model`", "else: AttributeError; there is no wrapper"),
+    (
+        "`with torch.autocast(...)`",
+        "the same, or `MixedPrecisionPolicy`",
+        "parameters are gathered in fp32 with the first",
+    ),
+    ("`GradScaler`", "the same", "inf on one rank: all ranks skip the step"),
+    (
+        "`with model.no_sync()`",
+        "`model.set_requires_gradient_sync(False)`, then `True`",
+        "else: AttributeError; without it, a reduction per micro-batch",
+    ),
+    ("`clip_grad_norm_(model.parameters(), 1.0)`", "the same; `.full_tensor()` to log the norm", "it's a DTensor"),
+    ("`mean.lerp_(own, 0.1)` for the average", "the same, shard by shard", "`reshard()` first, after an evaluation"),
+    ("`mean.copy_(own)` for its buffers", "the same", "buffers are never sharded"),
+    ("`if rank == 0: evaluate(model)`", "every rank evaluates its part", "else: a hang, or a crash in gloo"),
+    ("`Join([model])`", "the same number of batches on every rank", "else: AttributeError"),
     (
         "`if rank == 0: torch.save(model.state_dict())`",
         "`dcp.save`, or gather on all and write on one",
-        "one rank's shards",
+        "else: one rank's shards",
     ),
-    ("`Join([model])`", "the same number of batches on every rank", "AttributeError"),
 ]
+# What torch changed from 2.11 to 2.15; read in its sources and documentation, but for what notebook 14 runs.
+CHANGES = [
+    (
+        "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`",
+        "reduces in fp32 now; through 2.14 in bf16. Set `reduce_dtype`. FSDP1 is unchanged",
+    ),
+    ("`set_reduce_scatter_unused_params`", "new in 2.13: zeros for parameters that only other ranks used"),
+    ("`set_separate_reduce_scatter_group`", "new: reductions get a communicator of their own, next to the gathers'"),
+    ("`reset_iter_state`", "new: after an exception between forward and backward, the root starts afresh"),
+    ("`param_dtype_override_fn`", "new in `MixedPrecisionPolicy`: some parameters stay in their own dtype"),
+    ("parameters between forward and backward", "documented: don't change them; it isn't supported"),
+    ("`FsspecReader`, `FsspecWriter`", "public in `torch.distributed.checkpoint`: checkpoints in object stores"),
+]
+
+
+def measure_lines(rank: int, world_size: int) -> dict[str, object]:
+    """Return what FSDP2 makes of some of DDP's lines, as this rank sees it."""
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    found = {"inf on one rank": scale_gradients(rank, mesh)}
+    layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with torch.autocast(rank_device().type, torch.bfloat16):
+        outputs = layer(torch.ones(2, 4, device=rank_device()))
+    outputs.float().sum().backward()
+    found["autocast"] = str(outputs.dtype), str(layer.weight.grad.dtype)
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.ones(()))
+    for name, call in {
+        "deepcopy": lambda: copy.deepcopy(layer),
+        "scalar": lambda: fully_shard(scalar, mesh=mesh),
+    }.items():
+        try:
+            call()
+        except (AssertionError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def scale_gradients(rank: int, mesh: dist.DeviceMesh) -> list[bool]:
+    """Return whether each of two steps under GradScaler changed this rank's shard; in the first, rank 1 has an inf."""
+    torch.manual_seed(0)
+    layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(rank_device().type, init_scale=8.0)
+    changed = []
+    for factor in (float("inf") if rank == 1 else 1.0, 1.0):
+        optimizer.zero_grad()
+        before = layer.weight.to_local().clone()
+        loss = layer(torch.ones(2, 4, device=rank_device())).sum() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed.append(not torch.equal(before, layer.weight.to_local()))
+    return changed
 
 
 # ---------------------------------------------------------------- a checklist
@@ -84,10 +177,12 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     if strangers > len(whole):  # a root that is not resharded hides its shards, so it has as many of either
         findings.append(f"{strangers} of the optimizer's parameters are not the model's: build it after fully_shard")
     if whole:
-        findings.append(f"{len(whole)} parameters are whole, {whole[0]} among them: ignored, or reshard() is missing")
+        findings.append(
+            f"{len(whole)} parameters aren't sharded, {whole[0]} among them: ignored, or reshard() is missing"
+        )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if len(units) == 1:
-        findings.append("one unit: all of the model is gathered at once")
+        findings.append("one unit: the full model is unsharded at once")
     small = sum(sum(own.numel() for own in unit.parameters()) < SMALL_UNIT for unit in units)
     if small > len(units) // 2:
         findings.append(
@@ -97,9 +192,17 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     dist.all_gather_object(lengths, num_batches)
     if len(set(lengths)) > 1:
         findings.append(f"the ranks have {lengths} batches: those with more will wait forever")
-    counted = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
-    if counted != {steps_done}:
-        findings.append(f"Adam has counted {sorted(counted)} steps instead of {steps_done}: was its state loaded?")
+    trained = [name for name, parameter in parameters.items() if parameter in optimizer.state]
+    on_ranks = [[]] * dist.get_world_size()
+    dist.all_gather_object(on_ranks, trained)
+    if differing := sorted(set().union(*on_ranks) - set(on_ranks[0]).intersection(*on_ranks)):
+        findings.append(
+            f"the ranks have trained different parameters, {differing[0]} among them: every rank calls every unit, and"
+            " set_reduce_scatter_unused_params(True)"
+        )
+    counted = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+    if counted != steps_done:  # some parameters may have had fewer gradients
+        findings.append(f"Adam has counted {counted} steps instead of {steps_done}: was its state loaded?")
     return findings
 
 
@@ -120,6 +223,9 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
             if list(layer.parameters()):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif case == "ranks use different heads":
+        model.heads = nn.ModuleList(nn.Linear(10, 10) for _ in range(world_size)).to(rank_device())
+        shard(model, mesh)
     else:
         shard(model, mesh)
     if case != "optimizer built before":
@@ -127,7 +233,12 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
 
     images = torch.zeros(2, 1, 28, 28, device=rank_device())
     for _ in range(1 if case == "Adam's state not loaded" else STEPS_DONE):
-        model(images).square().mean().backward()
+        outputs = model(images)
+        if case == "ranks use different heads":
+            outputs = model.heads[rank](outputs)
+        outputs.square().mean().backward()
+        if case == "a head for every second step" and not optimizer.state:
+            model.head.weight.grad = model.head.bias.grad = None
         optimizer.step()
         optimizer.zero_grad()
     if case == "evaluated, not resharded":
@@ -140,6 +251,13 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
 # The symptom, the case in `visit_one` that has it, what to do, and the entries of 11 that show it.
 SYMPTOMS = [
     ("nothing: all is well", "no fault", "", ()),
+    ("nothing: all is well", "a head for every second step", "", ()),
+    (
+        "gradients are wrong, without an error",
+        "ranks use different heads",
+        "every rank calls every unit; `set_reduce_scatter_unused_params(True)`",
+        (),
+    ),
     (
         "the loss stands still",
         "optimizer built before",

@@ -1,8 +1,9 @@
-"""A training job under DDP, and the same job under FSDP2, which goes on from the other's checkpoint. For notebook 14."""
+"""What notebook 14's training job has under DDP and FSDP2 alike, and how two of its checkpoints compare.
 
-import copy
+The two jobs themselves are cells of the notebook.
+"""
+
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -10,21 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from fsdp_helpers.data.images import load_data
+from fsdp_helpers.data.images import Dataset, load_data
 from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.ranks.group import rank_device
@@ -37,6 +30,7 @@ EVALUATE_EVERY = 5  # steps
 KEPT = 0.9  # of the running average of the weights, per step
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3
+WARM_UP = 4  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +50,24 @@ class Record:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)  # this rank's learning rate in each step
     parameter_bytes: int = 0  # of the trained model, on this rank
+
+    def add(self, loss: Tensor, norm: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step that is done: its loss as the mean over all ranks, which all take part in this."""
+        self.losses.append(mean_over_ranks(loss))
+        self.norms.append(norm.item())
+        self.rates.append(optimizer.param_groups[0]["lr"])
 
     def curves(self) -> tuple[list[float], list[float], list[float]]:
         """Return what two runs must have alike."""
         return self.losses, self.norms, self.held_out
+
+
+def differences(baseline: Record, run: Record) -> list[float]:
+    """Return by how much the losses, norms and held-out losses of `run` differ at most from the end of the baseline's."""
+    pairs = zip(baseline.curves(), run.curves(), strict=True)
+    return [max(abs(a - b) for a, b in zip(long[-len(end) :], end, strict=True)) for long, end in pairs]
 
 
 # ---------------------------------------------------------------- what stays as it is
@@ -81,6 +88,11 @@ def make_optimizer(model: nn.Module) -> AdamW:
     return AdamW(groups, lr=LEARNING_RATE)
 
 
+def make_schedule(optimizer: AdamW) -> LambdaLR:
+    """Return a schedule that rises for a few steps and then falls a little with each."""
+    return LambdaLR(optimizer, lambda step: min((step + 1) / WARM_UP, 0.97**step))
+
+
 def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Yield this rank's micro-batches of each step, on from `first_step`, wherever in an epoch that is."""
     digits = load_data(train_images=TRAIN_IMAGES).train
@@ -93,7 +105,13 @@ def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> I
         if place == 0 or step == first_step:
             sampler.set_epoch(epoch)  # or every epoch has the same order
             batches = islice(loader, place * PARTS, None)  # skip what an earlier job has had
-        yield [next(batches) for _ in range(PARTS)]
+        parts = [next(batches) for _ in range(PARTS)]
+        yield [(images.to(rank_device()), labels.to(rank_device())) for images, labels in parts]
+
+
+def load_test() -> Dataset:
+    """Return the images held out."""
+    return load_data(test_images=TEST_IMAGES).test
 
 
 @torch.no_grad()
@@ -114,105 +132,7 @@ def mean_over_ranks(value: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-# ---------------------------------------------------------------- under DDP
-
-
-def train_ddp(rank: int, world_size: int, job: Job) -> Record:
-    """Train under DDP, as many scripts do."""
-    device = rank_device()
-    model = DistributedDataParallel(build_model(job.seed).to(device), gradient_as_bucket_view=True)
-    average = copy.deepcopy(model.module)
-    optimizer = make_optimizer(model)
-    first_step = 0
-    if job.resume_from:
-        first_step = load_ddp(job.resume_from, model, average, optimizer)
-
-    record = Record()
-    for step, parts in enumerate(load_steps(rank, world_size, first_step, job.last_step), first_step):
-        loss_of_step = torch.zeros((), device=device)
-        optimizer.zero_grad()
-        for index, (images, labels) in enumerate(parts):
-            is_last = index == PARTS - 1
-            with nullcontext() if is_last else model.no_sync():
-                loss = F.cross_entropy(model(images.to(device)), labels.to(device)) / PARTS
-                loss.backward()
-            loss_of_step += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        update_average(average, model.module)
-        record.losses.append(mean_over_ranks(loss_of_step))
-        record.norms.append(norm.item())
-        if (step + 1) % EVALUATE_EVERY == 0 and rank == 0:
-            record.held_out.append(evaluate_on_one_rank(average))
-    record.parameter_bytes = sum(own.nbytes for own in model.parameters())
-
-    if job.save_to and rank == 0:
-        save_ddp(job.save_to, model, average, optimizer, job.last_step)
-    return record
-
-
-def evaluate_on_one_rank(average: nn.Module) -> float:
-    """Return the mean loss on the images held out. One rank has the whole model, so it needs no other."""
-    test = load_data(test_images=TEST_IMAGES).test.to(rank_device())
-    return sum_losses(average, test.images, test.labels).item() / len(test)
-
-
-def save_ddp(path: str, model: nn.Module, average: nn.Module, optimizer: AdamW, step: int) -> None:
-    """Write one file: the model under names with `module.`, Adam's state under numbers."""
-    checkpoint = {
-        "model": model.state_dict(),
-        "average": average.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "step": step,
-    }
-    torch.save(checkpoint, path)
-
-
-def load_ddp(path: str, model: nn.Module, average: nn.Module, optimizer: AdamW) -> int:
-    """Read that file on every rank; return the number of steps that are done."""
-    checkpoint = torch.load(path, map_location=rank_device(), weights_only=True)
-    model.load_state_dict(checkpoint["model"])
-    average.load_state_dict(checkpoint["average"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    return checkpoint["step"]
-
-
-# ---------------------------------------------------------------- under FSDP2
-
-
-def train_fsdp2(rank: int, world_size: int, job: Job) -> Record:
-    """Train under FSDP2; begin with a checkpoint that was saved under DDP, if the job names one."""
-    device = rank_device()
-    mesh = init_device_mesh(device.type, (world_size,))
-    model = shard(build_model(job.seed), mesh)
-    average = shard(build_model(job.seed), mesh)
-    optimizer = make_optimizer(model)
-    first_step = 0
-    if job.resume_from:
-        first_step = load_from_ddp(job.resume_from, model, average, optimizer)
-
-    record = Record()
-    for step, parts in enumerate(load_steps(rank, world_size, first_step, job.last_step), first_step):
-        loss_of_step = torch.zeros((), device=device)
-        optimizer.zero_grad()
-        for index, (images, labels) in enumerate(parts):
-            is_last = index == PARTS - 1
-            model.set_requires_gradient_sync(is_last)
-            loss = F.cross_entropy(model(images.to(device)), labels.to(device)) / PARTS
-            loss.backward()
-            loss_of_step += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor()
-        optimizer.step()
-        update_average(average, model)
-        record.losses.append(mean_over_ranks(loss_of_step))
-        record.norms.append(norm.item())
-        if (step + 1) % EVALUATE_EVERY == 0:
-            record.held_out.append(evaluate_on_all_ranks(average))
-    record.parameter_bytes = sum(own.to_local().nbytes for own in model.parameters())
-
-    if job.save_to:
-        save_like_ddp(job.save_to, model, average, optimizer, job.last_step)
-    return record
+# ---------------------------------------------------------------- what the move is checked with
 
 
 def shard(model: ViT, mesh: dist.DeviceMesh) -> ViT:
@@ -222,57 +142,10 @@ def shard(model: ViT, mesh: dist.DeviceMesh) -> ViT:
     return fully_shard(model, mesh=mesh)
 
 
-def evaluate_on_all_ranks(average: nn.Module) -> float:
-    """Return the mean loss on the images held out; every rank takes part in every forward, and has its own images."""
-    test = load_data(test_images=TEST_IMAGES).test.to(rank_device())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    total = sum_losses(average, test.images[rank::world_size], test.labels[rank::world_size])
-    average.reshard()  # the root is whole after a forward without backward, and updates to it would be lost
-    dist.all_reduce(total)
-    return total.item() / len(test)
-
-
-# ---------------------------------------------------------------- the checkpoint, there and back
-
-
-def load_from_ddp(path: str, model: nn.Module, average: nn.Module, optimizer: AdamW) -> int:
-    """Read DDP's checkpoint on rank 0 and hand each rank its shards; return the number of steps that are done."""
-    weights, adam, averages, step = {}, {}, {}, [0]
-    if dist.get_rank() == 0:
-        checkpoint = torch.load(path, mmap=True, weights_only=True)
-        consume_prefix_in_state_dict_if_present(checkpoint["model"], "module.")
-        plain = build_model(seed=0)
-        plain.load_state_dict(checkpoint["model"])
-        plain_optimizer = make_optimizer(plain)
-        plain_optimizer.load_state_dict(checkpoint["optimizer"])  # by number: 0, 1, 2, ...
-        weights, adam = get_state_dict(plain, plain_optimizer)  # by name
-        averages = checkpoint["average"]
-        step = [checkpoint["step"]]
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    # One by one: `set_state_dict` would take the other ranks' empty dictionary for a wish to leave the model alone.
-    set_model_state_dict(model, weights, options=options)
-    set_optimizer_state_dict(model, optimizer, adam, options=options)
-    set_model_state_dict(average, averages, options=options)
-    dist.broadcast_object_list(step)
-    return step[0]
-
-
-def save_like_ddp(path: str, model: nn.Module, average: nn.Module, optimizer: AdamW, step: int) -> None:
-    """Write the file that DDP's script would have written: the way back. All ranks gather; rank 0 writes."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole on rank 0, empty elsewhere
-    weights, adam = get_state_dict(model, optimizer, options=options)
-    averages = get_state_dict(average, [], options=options)[0]
-    if dist.get_rank() == 0:
-        plain = build_model(seed=0)
-        plain_optimizer = make_optimizer(plain)
-        set_state_dict(plain, plain_optimizer, model_state_dict=weights, optim_state_dict=adam)
-        checkpoint = {
-            "model": {f"module.{name}": value for name, value in weights.items()},
-            "average": averages,
-            "optimizer": plain_optimizer.state_dict(),
-            "step": step,
-        }
-        torch.save(checkpoint, path)
+def own_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters that this rank keeps."""
+    own = [value.to_local() if isinstance(value, DTensor) else value for value in model.parameters()]
+    return sum(value.nbytes for value in own)
 
 
 def compare_checkpoints(one: str, other: str) -> dict[str, tuple[int, int, float]]:

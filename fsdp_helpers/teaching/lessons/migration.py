@@ -19,6 +19,7 @@ from fsdp_helpers.training.worker import first_batches
 
 Parts = list[tuple[Tensor, Tensor]]
 loss_of = nn.CrossEntropyLoss()
+CONFIG = TrainConfig(model="vit-mnist", global_batch_size=24, max_steps=4, train_images=480, test_images=60)
 
 
 # Short lines, ended by commas: the two stand side by side in the notebook.
@@ -78,7 +79,7 @@ def train_with_fsdp2(
     return norms
 
 
-def norms_by_both(rank: int, world_size: int, config: TrainConfig) -> dict[str, list[float]]:
+def norms_by_both(rank: int, world_size: int, config: TrainConfig = CONFIG) -> dict[str, list[float]]:
     """Return each step's gradient norm in both trainings, of the same model on the same images, in two parts each."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     batches = first_batches(rank, world_size, config)
@@ -95,7 +96,7 @@ ARGUMENTS = [
     ("module", "the same argument", "changed in place and returned; there is no wrapper, and no `.module`"),
     ("process_group", "`mesh`", "`init_device_mesh`; also says on which device"),
     ("device_mesh", "`mesh`", "one dimension, or two for hybrid sharding"),
-    ("sharding_strategy=FULL_SHARD", "`reshard_after_forward=True`", "the root is kept, unless you say True"),
+    ("sharding_strategy=FULL_SHARD", "`reshard_after_forward=True`", "the root stays full, unless you say True"),
     ("sharding_strategy=SHARD_GRAD_OP", "`reshard_after_forward=False`", "a number N keeps one shard in N"),
     ("sharding_strategy=HYBRID_SHARD", "a mesh of two dimensions", "copies first, shards second"),
     ("sharding_strategy=NO_SHARD", "`DistributedDataParallel`", ""),

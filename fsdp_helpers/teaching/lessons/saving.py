@@ -8,14 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
@@ -29,7 +27,6 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve, RunRecord, SavingRecord
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
-from fsdp_helpers.teaching.lessons.unit_probes import local_part
 from fsdp_helpers.training.loop import train_step
 from fsdp_helpers.training.worker import config_batches, load_rank_data, train_worker
 
@@ -49,17 +46,17 @@ def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str)
         }
         for way, save_it in ways.items():
             with record_function(way):
-                _finish(save_it(f"{folder}/traced-{way}"))
+                finish(save_it(f"{folder}/traced-{way}"))
     # Tracing takes time, so each is saved once more, for the clock.
-    return [_timed(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
+    return [timed(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
 
 
-def _timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
+def timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
     dist.barrier()
     start_s = time.perf_counter()
     writing = save_it(str(path))
     waiting_s = time.perf_counter() - start_s
-    _finish(writing)
+    finish(writing)
     dist.barrier()
     files = [*path.glob("*"), *path.parent.glob(f"{path.name}.pt")]
     return SavingRecord(
@@ -71,17 +68,9 @@ def _timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve:
     )
 
 
-def _finish(writing: Future | None) -> None:
+def finish(writing: Future | None) -> None:
     if writing is not None:
         writing.result()
-
-
-def save_in_if(rank: int, world_size: int, config: TrainConfig, folder: str) -> None:
-    """Cause the most common accident: it looks right, since one rank is enough to write a file."""
-    model, optimizer = trained_for_a_step(rank, world_size, config)
-    if rank == 0:
-        save_full(f"{folder}/model.pt", model, optimizer)  # gathering takes all ranks, and only this one came
-    dist.barrier()
 
 
 def save_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -105,75 +94,24 @@ def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
     )
 
 
-class AppState(Stateful):
-    """Model and optimizer as one entry of a checkpoint: DCP calls these methods itself."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        return {"model": model_state, "optimizer": optimizer_state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
-def save_in_background(rank: int, world_size: int, config: TrainConfig, folder: str) -> bool:
-    """Save twice while training goes on; return whether the newest checkpoint is the state of its moment."""
-    model, optimizer = trained_for_a_step(rank, world_size, config)
-    state = {"training": AppState(model, optimizer)}
-    group = dist.new_group(backend="gloo")  # for the threads that write
-    saving = None
-    for step in (1, 2):
-        if saving is not None:
-            saving.result()  # one at a time; an error of the thread is raised here
-        saving = dcp.async_save(state, checkpoint_id=f"{folder}/{step}", process_group=group)
-        as_saved = [parameter.detach().clone() for parameter in model.parameters()]
-        for parameter in model.parameters():
-            parameter.detach().mul_(2)  # training goes on
-    saving.result()
-    dcp.load(state, checkpoint_id=f"{folder}/2")
-    return all(
-        torch.equal(local_part(loaded), local_part(saved))
-        for loaded, saved in zip(model.parameters(), as_saved, strict=True)
-    )
-
-
-def save_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Save as one process would."""
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
-
-
-def load_plainly(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load with `dcp.load`, which fills what is in the dict; for a new optimizer there is nothing in it yet."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-
-
-def resume_through(
-    rank: int, world_size: int, config: TrainConfig, way: str, folder: str
-) -> tuple[int, int, list[float]]:
-    """Train half of the steps, save, start again, load and go on, with the lines of "shards" or of "plain" above.
+def resume_through_shards(rank: int, world_size: int, config: TrainConfig, folder: str) -> tuple[int, int, list[float]]:
+    """Train half of the steps, save, start again, load and go on, with the two functions above.
 
     Returns for how many parameters the optimizer had a state before the load and after it, and the losses.
     """
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
-    save_it, load_it = (save_shards, load_shards) if way == "shards" else (save_plainly, load_plainly)
-    built = _build(config, seed=config.seed)
-    losses = _train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
+    built = build_sharded(config, seed=config.seed)
+    losses = train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
     model, optimizer, schedule = built
-    save_it(folder, model, optimizer)
+    save_shards(folder, model, optimizer)
     saved_for = len(optimizer.state)
-    model, optimizer, new_schedule = _build(config, seed=config.seed + 1)
-    load_it(folder, model, optimizer)
+    model, optimizer, new_schedule = build_sharded(config, seed=config.seed + 1)
+    load_shards(folder, model, optimizer)
     loaded_for = len(optimizer.state)
     new_schedule.load_state_dict(schedule.state_dict())
     built = model, optimizer, new_schedule
-    losses += _train_steps(rank, world_size, config, dataset, built, first_step=half, count=half)
+    losses += train_steps(rank, world_size, config, dataset, built, first_step=half, count=half)
     return saved_for, loaded_for, losses
 
 
@@ -184,21 +122,23 @@ def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, f
     """
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
-    model, optimizer, schedule = _build(config, seed=config.seed)
-    losses = _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=half)
+    model, optimizer, schedule = build_sharded(config, seed=config.seed)
+    losses = train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=half)
     save(folder, model, optimizer, extra={"schedule": schedule.state_dict(), "step": half})
 
-    model, optimizer, schedule = _build(config, seed=config.seed + 1)  # a new process knows nothing of the old one
+    model, optimizer, schedule = build_sharded(
+        config, seed=config.seed + 1
+    )  # a new process knows nothing of the old one
     extra = load(folder, model, optimizer)
     if lost == "optimizer":
-        optimizer, schedule = _optimize(model, config)
+        optimizer, schedule = optimize_with_schedule(model, config)
         optimizer.param_groups[0]["lr"] = extra["schedule"]["_last_lr"][0]
     if lost == "schedule":
         optimizer.param_groups[0]["lr"] = config.learning_rate
     else:
         schedule.load_state_dict(extra["schedule"])
     first_step = 0 if lost == "data position" else extra["step"]
-    losses += _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count=half)
+    losses += train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count=half)
     return losses
 
 
@@ -216,26 +156,26 @@ def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: i
 def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer with a state worth saving."""
     dataset = load_rank_data(config, rank_device())
-    model, optimizer, schedule = _build(config, seed=config.seed)
-    _train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)
+    model, optimizer, schedule = build_sharded(config, seed=config.seed)
+    train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)
     optimizer.zero_grad()
     return model, optimizer
 
 
-def _build(config: TrainConfig, seed: int) -> Built:
+def build_sharded(config: TrainConfig, seed: int) -> Built:
     torch.manual_seed(seed)
     model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
-    return model, *_optimize(model, config)
+    return model, *optimize_with_schedule(model, config)
 
 
-def _optimize(
+def optimize_with_schedule(
     model: nn.Module, config: TrainConfig
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
 
 
-def _train_steps(
+def train_steps(
     rank: int, world_size: int, config: TrainConfig, dataset: Dataset, built: Built, first_step: int, count: int
 ) -> list[float]:
     """Take `count` steps, with a falling learning rate; return each one's mean loss over the global batch."""

@@ -1,4 +1,4 @@
-"""Rank functions about parameters that are not like the others: tied, frozen, ignored; and buffers. For notebook 14."""
+"""Rank functions about parameters that aren't like the others: tied, frozen, ignored, used on some ranks; and buffers. For notebook 14."""
 
 import warnings
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.measuring.memory import state_bytes
-from fsdp_helpers.models.shapes import ViTShape
+from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import Block, ViT
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.group import rank_device
@@ -29,7 +29,7 @@ STEPS = 4
 
 
 class TinyLanguageModel(nn.Module):
-    """The word that follows each word; one matrix turns words into vectors and back. (N, words) -> (N, words, 20)"""
+    """The token that follows each token; embedding and head share a matrix. (N, tokens) -> (N, tokens, 20)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class TinyLanguageModel(nn.Module):
         self.head = nn.Linear(16, 20, bias=False)
         self.head.weight = self.embed.weight  # tied: one parameter with two names
 
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.hidden(self.embed(words))))
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.embed(tokens))))
 
 
 def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
@@ -66,9 +66,9 @@ def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     losses = []
     for _ in range(STEPS):
-        words = torch.arange(20, device=rank_device()).expand(4, -1)  # the same on every rank
+        tokens = torch.arange(20, device=rank_device()).expand(4, -1)  # the same on every rank
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -85,34 +85,33 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer and a small trained detour around it, as in LoRA (Hu and others 2021, arXiv:2106.09685)."""
+    """A frozen linear layer and a small trained adapter around it, as in LoRA (Hu and others 2021, arXiv:2106.09685)."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
         self.layer = layer
         self.down = nn.Linear(layer.in_features, rank, bias=False)
         self.up = nn.Linear(rank, layer.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)  # at first the detour adds nothing
+        nn.init.zeros_(self.up.weight)  # at first the adapter adds nothing
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layer(inputs) + self.up(self.down(inputs))
 
 
-def add_detours(model: ViT, rank: int) -> ViT:
-    """Freeze everything; then train a detour of `rank` columns around the attention of each block."""
+def add_adapters(model: ViT, rank: int) -> ViT:
+    """Freeze everything; then train a adapter of `rank` columns around the attention of each block."""
     model.requires_grad_(False)
     for block in model.blocks:
         block.attention.qkv = LowRank(block.attention.qkv, rank)
     return model
 
 
-def train_frozen(
-    rank: int, world_size: int, shape: ViTShape, detour: int, api: str
-) -> tuple[StateBytes, tuple[CollectiveCount, ...]]:
-    """Return the bytes this rank keeps and a step's collectives, training all parameters (`detour` 0) or detours only."""
+def train_frozen(rank: int, world_size: int, adapter: int, api: str) -> tuple[StateBytes, tuple[CollectiveCount, ...]]:
+    """Return the bytes this rank keeps and a step's collectives, training all parameters (`adapter` 0) or adapters only."""
     torch.manual_seed(0)
+    shape = VIT_SHAPES["vit-mnist"]
     model = ViT(shape)
-    model = (add_detours(model, detour) if detour else model).to(rank_device())
+    model = (add_adapters(model, adapter) if adapter else model).to(rank_device())
     if api == "fsdp1":
         warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad")  # the notebook says it
         model = FullyShardedDataParallel(
@@ -134,12 +133,13 @@ def train_frozen(
 # ---------------------------------------------------------------- ignored
 
 
-def train_ignoring(rank: int, world_size: int, shape: ViTShape, averaged: bool) -> tuple[str, float]:
+def train_ignoring(rank: int, world_size: int, averaged: bool) -> tuple[str, float]:
     """Return the type of an ignored parameter, and how far apart the ranks' copies are after a few steps.
 
     With `averaged`, its gradient is averaged by hand.
     """
     torch.manual_seed(0)
+    shape = VIT_SHAPES["vit-mnist"]
     model = ViT(shape).to(rank_device())
     mesh = init_device_mesh(rank_device().type, (world_size,))
     for block in model.blocks:
@@ -164,6 +164,57 @@ def largest_gap(values: Tensor) -> float:
     return (everywhere.max(dim=0).values - everywhere.min(dim=0).values).max().item()
 
 
+# ---------------------------------------------------------------- ranks that use different layers
+
+WAYS = ("DDP", "FSDP2 as it is", "unused as zeros", "each layer a unit", "each layer a unit, all called")
+
+
+def train_two_layers(rank: int, world_size: int, way: str) -> tuple[float, list[float | None]]:
+    """Return this rank's loss and, of each of two layers, its gradient on this rank, or None without one.
+
+    Rank 0 uses the first layer only and rank 1 the second only, so the mean gradients over two ranks are 1 and 10.
+    `way` is one of WAYS.
+    """
+    layers = nn.ModuleList(nn.Linear(1, world_size, bias=False) for _ in range(2)).to(rank_device())
+    for number, layer in enumerate(layers, 1):
+        nn.init.constant_(layer.weight, number)
+    model = TwoLayers(layers, calls_all=way.endswith("all called"))
+    if way == "DDP":
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        mesh = init_device_mesh(rank_device().type, (world_size,))
+        for layer in layers if way.startswith("each") else ():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if way == "unused as zeros":
+            model.set_reduce_scatter_unused_params(True)
+    kinds = torch.full((1,), rank % 2, device=rank_device())
+    loss = model(2 * 10.0**kinds, kinds)
+    loss.backward()
+    gradients = [layer.weight.grad for layer in layers]
+    own = [value.to_local() if isinstance(value, DTensor) else value for value in gradients]
+    return loss.item(), [None if value is None else value.flatten()[0].item() for value in own]
+
+
+class TwoLayers(nn.Module):
+    """Samples of kind 0 pass the first layer, those of kind 1 the second: (N,) inputs and kinds -> their summed outputs.
+
+    With `calls_all`, each layer is called on every rank, without a sample if need be; its gradient is then zero.
+    """
+
+    def __init__(self, layers: nn.ModuleList, calls_all: bool) -> None:
+        super().__init__()
+        self.layers, self.calls_all = layers, calls_all
+
+    def forward(self, inputs: Tensor, kinds: Tensor) -> Tensor:
+        total = torch.zeros((), device=inputs.device)
+        for kind, layer in enumerate(self.layers):
+            mine = inputs[kinds == kind, None]  # (its samples, 1)
+            if len(mine) or self.calls_all:
+                total = total + layer(mine).sum()
+        return total
+
+
 # ---------------------------------------------------------------- buffers
 
 
@@ -173,11 +224,15 @@ class BufferRecord:
 
     num_values: int  # that this rank has of it
     apart: float  # the largest difference between two ranks
+    variances_apart: float  # and that of the running variances
     saved: bool  # whether a state dict has it
 
 
 def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecord:
-    """Train with batch norm, whose running mean is a buffer. `strategy` is "ddp", "fsdp1" or "fsdp2"."""
+    """Train with batch norm, whose running mean and variance are buffers.
+
+    `strategy` is "ddp", "fsdp1", "fsdp2", or "fsdp2, averaged": at the end.
+    """
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(8)
     model = nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 1)).to(rank_device())
@@ -190,5 +245,19 @@ def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecor
     torch.manual_seed(rank)  # every rank sees inputs of its own
     for _ in range(STEPS):
         model(torch.randn(16, 4, device=rank_device())).square().mean().backward()
-    saved = any(name.endswith("running_mean") for name in model.state_dict())
-    return BufferRecord(num_values=norm.running_mean.numel(), apart=largest_gap(norm.running_mean), saved=saved)
+    if strategy.endswith("averaged"):
+        average_buffers(model)
+    return BufferRecord(
+        num_values=norm.running_mean.numel(),
+        apart=largest_gap(norm.running_mean),
+        variances_apart=largest_gap(norm.running_var),
+        saved=any(name.endswith("running_mean") for name in model.state_dict()),
+    )
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Give all ranks the mean of their statistics, variances included: before an evaluation, and before a save."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer /= dist.get_world_size()

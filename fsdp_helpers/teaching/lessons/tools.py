@@ -1,4 +1,4 @@
-"""Tools that set FSDP2 for you: their knobs beside plain torch, and accelerate asked for it on CPU ranks. For notebook 14."""
+"""Tools that set FSDP2 for you: their settings next to plain torch, and accelerate asked for it on CPU ranks. For notebook 14."""
 
 import importlib.util
 import json
@@ -8,21 +8,21 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.teaching.lessons.from_ddp import build_model, make_optimizer, mean_over_ranks, shard
+from fsdp_helpers.teaching.lessons.from_ddp import build_model, make_optimizer, mean_over_ranks, own_bytes, shard
 
 STEPS = 5
 BATCH = 24  # images per step, over all ranks
 
 # The line of plain torch, then what stands for it in accelerate's `fsdp_config` (1.15), in the dictionary that
-# Trainer takes as `fsdp_config` (transformers 5.23), with Lightning's ModelParallelStrategy (2.6) and in torchtitan's
-# TOML. "yours": you write that line yourself.
-KNOBS = [
+# Trainer takes as `fsdp_config` (transformers 5.23), with Lightning's ModelParallelStrategy (2.6), and the fields of
+# torchtitan's configuration, which is Python since February 2026 (its pull request 2386) and was TOML before.
+# "yours": you write that line yourself.
+SETTINGS = [
     (
         "`fully_shard`, not FSDP1",
         "`fsdp_version: 2`; 1 is the default",
@@ -71,7 +71,7 @@ KNOBS = [
         "`fsdp_activation_checkpointing`",
         "`activation_checkpointing`",
         "yours",
-        '`[activation_checkpoint] mode = "full"`',
+        '`activation_checkpoint.mode`, "full"',
     ),
     (
         "`set_model_state_dict(..., broadcast_from_rank0=True)`",
@@ -85,7 +85,7 @@ KNOBS = [
         "`fsdp_state_dict_type`",
         "`state_dict_type`; one whole file by default",
         "`save_distributed_checkpoint`; shards by default",
-        "`[checkpoint]`; shards",
+        "`checkpoint.*`; shards",
     ),
     (
         "`set_requires_gradient_sync(False)`",
@@ -162,16 +162,12 @@ def make_up_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor
     return images.chunk(world_size)[rank], labels.chunk(world_size)[rank]
 
 
-def own_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters that this rank keeps."""
-    own = [value.to_local() if isinstance(value, DTensor) else value for value in model.parameters()]
-    return sum(value.nbytes for value in own)
-
-
 def ask_accelerate(kept: str | Path) -> dict:
-    """Return the answers of two CPU ranks with accelerate, or, where it is not installed, the record in `kept`."""
+    """Return the answers of two CPU ranks with accelerate, or, where it is not installed, the output saved in `kept`."""
     if importlib.util.find_spec("accelerate") is None:
-        return json.loads(Path(kept).read_text()) | {"source": f"kept record, {kept}: accelerate is not installed here"}
+        return json.loads(Path(kept).read_text()) | {
+            "source": f"saved output, {kept}: accelerate is not installed here"
+        }
     answer = launch(train_with_accelerate, world_size=2, device="cpu")[0]
     versions = {name: version(name) for name in ("accelerate", "torch")}
     return {"versions": versions, "world_size": 2, **answer, "source": "run here"}

@@ -10,22 +10,29 @@ from pathlib import Path
 from IPython.display import Markdown, display
 
 from fsdp_helpers.ranks.launching.launch import launch
-from fsdp_helpers.teaching.failures import gallery, tools
-from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers
-from fsdp_helpers.teaching.failures.gallery import GALLERY, Seen
+from fsdp_helpers.teaching.failures import gallery, plain, tools
+from fsdp_helpers.teaching.failures.entry import Failure, Numbers
+from fsdp_helpers.teaching.failures.gallery import Seen
+from fsdp_helpers.teaching.failures.sights import BEHAVIOR, MESSAGE, NUMBER, SIGHTS
 from fsdp_helpers.teaching.page import show
 
+KINDS = {MESSAGE: "By message", BEHAVIOR: "By behavior", NUMBER: "By number"}
 MOST_OF_ERROR = 600  # characters
 KEPT = Path("reference/failures.json")  # beside the notebooks
 
 
 def index() -> Markdown:
-    """Return the table of all failures by symptom, each a link to its card."""
-    lines = ["| what you see | which |", "| :-- | :-- |"]
-    for symptom, words in SYMPTOMS.items():
-        links = [f"[{one.name}](#{one.name})" for one in GALLERY.values() if one.symptom == symptom]
-        lines.append(f"| **{words}** | {' · '.join(links)} |")
-    return Markdown("\n".join(lines))
+    """Return the tables of what is seen, by message, number and behavior, each row with a link to its card."""
+    return Markdown("\n\n".join(f"**{words}**\n\n{index_by(kind)}" for kind, words in KINDS.items()))
+
+
+def index_by(kind: str) -> str:
+    """Return the table of one kind of sights, in alphabetical order."""
+    rows = sorted((sight.text, name) for name, sights in SIGHTS.items() for sight in sights if sight.kind == kind)
+    shown = [(f"`{text}`" if kind == MESSAGE else text, name) for text, name in rows]
+    return "\n".join(
+        ["| what you see | its card |", "| :-- | :-- |", *(f"| {text} | [{name}](#{name}) |" for text, name in shown)]
+    )
 
 
 def card(name: str) -> bool:
@@ -40,7 +47,7 @@ def kept_card(name: str) -> None:
     """Show a card from the kept record of its test's run."""
     failure = gallery.find(name)
     record = json.loads(KEPT.read_text())[name]
-    display(Markdown("*From a kept run of this failure's test, not run in this notebook.*"))
+    display(Markdown("*From a saved run of this failure's test, not run in this notebook.*"))
     draw(failure, seen_from(record["broken"]), seen_from(record["fixed"]))
 
 
@@ -52,13 +59,27 @@ def seen_from(record: dict) -> Seen:
 def draw(failure: Failure, broken: Seen, fixed: Seen) -> None:
     """Show the five parts of a card, and the code that they are about."""
     display(show.source(failure.broken))
-    display(
-        Markdown(
-            f"**What you see**\n\n```text\n{as_text(broken)}\n```\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}"
-        )
-    )
+    display(Markdown(f"{what_you_see(failure, broken)}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}"))
     display(show.difference(failure.broken, failure.fixed))
     display(Markdown(f"**The proof**\n\n{proof(fixed, failure.right())}"))
+
+
+def what_you_see(failure: Failure, broken: Seen) -> str:
+    """Return what a broken run shows here and, if it ends in an error, what torchrun showed, from a saved run."""
+    here = f"**What you see**\n\n```text\n{as_text(broken)}\n```"
+    saved = plain_runs().get(failure.name)
+    return f"{here}\n\nUnder plain torchrun (a saved run):\n\n```text\n{plain_text(saved)}\n```" if saved else here
+
+
+def plain_runs() -> dict[str, dict]:
+    """Return the saved runs under plain torchrun, by name."""
+    return json.loads(KEPT.read_text()).get("torchrun", {})
+
+
+def plain_text(saved: dict) -> str:
+    """Return a saved run under torchrun: the errors, and of the report what differs from failure to failure."""
+    codes = [line.strip() for line in saved["report"] if "exitcode" in line]
+    return "\n".join([*saved["errors"], *saved["report"][:1], *dict.fromkeys(codes), f"exit status {saved['status']}"])
 
 
 def reasons(failure: Failure) -> str:
@@ -108,6 +129,14 @@ def keep_seconds(names: Iterable[str], path: Path = KEPT) -> None:
         gallery.run_broken(failure)
         kept.setdefault("seconds", {})[failure.name] = round(time.monotonic() - start_s, 1)
     path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def keep_torchrun(names: Iterable[str], path: Path = KEPT) -> None:
+    """Run failures under plain torchrun and add what it showed to the kept runs."""
+    for name in names:
+        kept = json.loads(path.read_text())
+        kept.setdefault("torchrun", {})[name] = plain.run_plainly(name)
+        path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def keep_tools(path: Path = KEPT) -> None:

@@ -4,37 +4,37 @@ import pytest
 
 from fsdp_helpers.teaching.exercises import diagnosis
 from fsdp_helpers.teaching.exercises.answers import NotYet
-from fsdp_helpers.teaching.exercises.diagnosis import admit, cause_of, check_diagnosis
+from fsdp_helpers.teaching.exercises.diagnosis import cause_of, check_diagnosis, draw
 from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.gallery import RUN, Seen
 
 
 @pytest.fixture
-def ward(monkeypatch):
+def cases(monkeypatch):
     """Five cases, without their ranks."""
     monkeypatch.setattr(gallery, "run_broken", lambda failure: Seen(error=failure.says or "a number that is wrong"))
-    return admit(seed=3)
+    return draw(seed=3)
 
 
-def right_answers(ward):
-    letters = {fix: letter for letter, fix in ward.fixes.items()}
+def right_answers(cases):
+    letters = {fix: letter for letter, fix in cases.fixes.items()}
     return {
         number: (case.fault.symptom, cause_of(case.fault), letters[case.fault.fix])
-        for number, case in enumerate(ward.cases, start=1)
+        for number, case in enumerate(cases.cases, start=1)
     }
 
 
-def test_right_answers_are_accepted(ward):
-    assert "All 5 found" in check_diagnosis(ward, right_answers(ward))
+def test_right_answers_are_accepted(cases):
+    assert "All 5 found" in check_diagnosis(cases, right_answers(cases))
 
 
-def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(ward):
-    answers = right_answers(ward)
+def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(cases):
+    answers = right_answers(cases)
     symptom, cause, letter = answers[2]
     wrong = {
         "that is not its symptom": ("slow" if symptom != "slow" else "hang", cause, letter),
         "looks different": (symptom, cause_of(next(one for one in RUN if cause_of(one) != cause)), letter),
-        "does not touch it": (symptom, cause, next(other for other in ward.fixes if other != letter)),
+        "does not touch it": (symptom, cause, next(other for other in cases.fixes if other != letter)),
         "is none of the symptoms": ("no idea", cause, letter),
         "is none of the causes": (symptom, "no idea", letter),
         "is none of the letters": (symptom, cause, "z"),
@@ -43,23 +43,26 @@ def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(ward):
     }
     for said, answer in wrong.items():
         with pytest.raises(NotYet) as refused:
-            check_diagnosis(ward, {**answers, 2: answer})
+            check_diagnosis(cases, {**answers, 2: answer})
         assert said in str(refused.value)
         if cause not in str(answer):
             assert cause not in str(refused.value)
 
 
-def test_each_draw_is_different_and_a_seed_repeats_it(ward):
-    def names(ward):
-        return [case.fault.name for case in ward.cases]
+def test_each_draw_is_different_and_a_seed_repeats_it(cases):
+    def names(cases):
+        return [case.fault.name for case in cases.cases]
 
-    assert names(admit(seed=3)) == names(ward)
-    assert len({tuple(names(admit())) for _ in range(5)}) > 1
-    assert len(ward.fixes) == diagnosis.NUM_FIXES and len(set(names(ward))) == 5
+    assert names(draw(seed=3)) == names(cases)
+    assert len({tuple(names(draw())) for _ in range(5)}) > 1
+    assert len(cases.fixes) == diagnosis.NUM_FIXES and len(set(names(cases))) == 5
 
 
-def test_the_page_does_not_name_the_fault(ward):
-    assert not any(case.fault.name in ward._repr_markdown_() + repr(ward) + repr(case) for case in ward.cases)
+def test_the_page_does_not_name_the_fault(cases):
+    page = cases._repr_markdown_()
+    assert not any(case.fault.name in page + repr(cases) + repr(case) for case in cases.cases)
+    assert not any(case.fault.broken.__name__ in page for case in cases.cases)
+    assert page.count("def broken_run(rank: int, world_size: int) -> Numbers:") == len(cases.cases), "its code is shown"
     assert all(f"`{cause_of(failure)}`" in diagnosis.causes().data for failure in RUN)
 
 

@@ -84,11 +84,11 @@ class TestUnit(BuildTestsOnRanks):
         ),
         # a second copy of all values, where torch does not look
         (
-            [("        self.reshard()\n\n", "        self.kept = whole.numpy().copy()\n        self.reshard()\n\n")],
+            [("        self.reshard()\n\n", "        self.kept = full.numpy().copy()\n        self.reshard()\n\n")],
             r"4\d,... bytes are held between steps outside of torch, in NumPy or Python",
         ),
         (
-            [("        self.reshard()\n\n", "        self.kept = bytes(whole.numpy())\n        self.reshard()\n\n")],
+            [("        self.reshard()\n\n", "        self.kept = bytes(full.numpy())\n        self.reshard()\n\n")],
             r"4\d,... bytes are held between steps outside of torch, in NumPy or Python",
         ),
         # only rank 0 reshards
@@ -101,8 +101,8 @@ class TestUnit(BuildTestsOnRanks):
         ),
         (
             [
-                ("dist.reduce_scatter_tensor(self.shard.grad, whole)", "dist.all_reduce(whole)"),
-                ("torch.empty_like(self.shard)", "whole.chunk(self.world_size)[dist.get_rank()].clone()"),
+                ("dist.reduce_scatter_tensor(self.shard.grad, full)", "dist.all_reduce(full)"),
+                ("torch.empty_like(self.shard)", "full.chunk(self.world_size)[dist.get_rank()].clone()"),
             ],
             "'all_reduce': 1",
         ),

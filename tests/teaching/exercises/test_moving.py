@@ -79,7 +79,7 @@ class TestMove(BuildTestsOnRanks):
     worker = staticmethod(moving.move_by_reader)
     alone = (LEFT_ALONE,)
     file = "."
-    starter = "on 2 ranks, rank 0: 10 parameters are whole, module.embed.weight among them"
+    starter = "on 2 ranks, rank 0: 10 parameters aren't sharded, module.embed.weight among them"
     wrong = [
         # 1: the optimizer has the parameters that sharding replaced
         (
@@ -104,7 +104,7 @@ class TestMove(BuildTestsOnRanks):
         ),
         (
             [("    set_optimizer_state_dict(model, optimizer, adam, options=options)\n", "")],
-            "the losses leave those of the run that stayed.* in step 2 .*save-plain-optimizer-state",
+            "the losses leave those of the baseline.* in step 2 .*save-plain-optimizer-state",
         ),
         ([("    set_model_state_dict(model, weights, options=options)\n", "")], "not that of the file's weights"),
         # 4
@@ -122,7 +122,7 @@ class TestMove(BuildTestsOnRanks):
             [("        model.set_requires_gradient_sync(False)  # 4: instead of no_sync\n", "")],
             "48 reductions in 6 steps; .* 4 units and step is enough for 2 micro-batches.*slow-gather-every-micro-batch",
         ),
-        ([("        model.set_requires_gradient_sync(True)\n", "")], "the losses leave those of the run that stayed"),
+        ([("        model.set_requires_gradient_sync(True)\n", "")], "the losses leave those of the baseline"),
         # 5
         (
             [("            loss_of(model, held_out)", "            mesh.get_rank() or loss_of(model, held_out)")],

@@ -2,7 +2,6 @@
 
 import matplotlib.pyplot as plt
 import pytest
-from matplotlib.colors import to_hex, to_rgb
 
 from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.models import named_subject
@@ -54,16 +53,19 @@ def test_a_waterfall_adds_up_to_what_is_needed():
     assert [text.get_text() for text in ax.texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for plan in three]
     largest = max(three[0].by_category().items(), key=lambda part: part[1])
     first = f"8 ranks: {three[0].needed_bytes / 1e9:,.0f} GB, the largest part {largest[0]} with {largest[1] / 1e9:,.0f} GB."
-    assert describe(fig).startswith("title. Fits 10 GB from 8 ranks on. " + first)
+    assert describe(fig).startswith("title. Of those drawn, 8 ranks or more fit 10 GB. " + first)
 
 
 def test_a_waterfall_says_from_how_many_ranks_on_it_fits():
     drawn = [planned(ranks, memory=5.3e9) for ranks in (2, 8, 64)]
     assert [plan.fits for plan in drawn] == [False, True, True]
-    assert plans.plot_waterfall(drawn, "A model")[1].get_title("left") == "Fits 5 GB from 8 ranks on\nA model"
-    assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB from 1,024 ranks on"
+    assert (
+        plans.plot_waterfall(drawn, "A model")[1].get_title("left")
+        == "Of those drawn, 8 ranks or more fit 5 GB\nA model"
+    )
+    assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Of those drawn, 1,024 ranks or more fit 10 GB"
     assert findings.fits_from({8: 30e9}, 10e9) == "Does not fit 10 GB on 8 ranks"
-    assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Fits 10 GB from 8 ranks on"
+    assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Of those drawn, 8 ranks or more fit 10 GB"
 
 
 def test_losses_that_are_no_numbers_are_not_the_same():
@@ -71,25 +73,19 @@ def test_losses_that_are_no_numbers_are_not_the_same():
     assert findings.same_losses([(2.0, 1.0), (2.0, float("nan"))]) == ""
 
 
-def test_what_fits_is_marked_by_more_than_a_color():
-    rows = [[planned(8, memory), planned(64, memory)] for memory in (1e9, 10e9)]
-    fig, axes = plans.plot_what_fits({"one": rows, "another": rows})
-    texts = [text.get_text() for text in axes[0].texts]
-    assert [text.endswith("✗") for text in texts] == [True, True, False, False]
-    # red, red, green, green: 1 GB does not hold it, 10 GB do
-    assert [to_hex(cell.get_facecolor()) for cell in axes[0].patches] == [plans.FITS_NOT] * 2 + [plans.FITS] * 2
-    (red, green, _), (red_not, green_not, _) = to_rgb(plans.FITS), to_rgb(plans.FITS_NOT)
-    assert green > red and red_not > green_not
-    # ranks across, memory down, in each cell what a rank needs
-    assert [text.split()[0] for text in texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for row in rows for plan in row]
-    assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["8", "64"]
-    assert [tick.get_text() for tick in axes[0].get_yticklabels()] == ["1", "10"]
-    # 1 GB is too little on 8 and on 64 ranks, 10 GB are enough on 8
-    assert axes[0].get_title(loc="left") == "Fits 10 GB from 8 ranks on\none" and "(GB)" in axes[0].get_ylabel()
-    needed = ", ".join(f"{text.split()[0]} GB on {ranks} ranks" for text, ranks in zip(texts, (8, 64), strict=False))
-    assert describe(fig).startswith(f"one needs {needed}. Fits 10 GB from 8 ranks on. another needs")
-    nowhere = plans.plot_what_fits({"one": rows[:1]})[1][0]
-    assert nowhere.get_title(loc="left") == "Does not fit 1 GB on 64 ranks\none"
+def test_what_fits_has_a_line_per_model_a_line_per_device_and_a_mark_at_each_threshold():
+    needed = {"one": {8: 30e9, 64: 9e9}, "two": {8: 90e9, 64: 20e9}}
+    thresholds = {"one": {24: 12, 40: 4}, "two": {24: 50, 40: None}}
+    fig, ax = plans.plot_what_fits(needed, thresholds)
+    drawn = {line.get_label(): list(line.get_ydata()) for line in ax.lines if not line.get_label().startswith("_")}
+    assert drawn == {"one": [30, 9], "two": [90, 20]}
+    assert [list(line.get_ydata()) for line in ax.lines if line.get_label().startswith("_")] == [[24, 24], [40, 40]]
+    # 4 ranks are fewer than those drawn
+    assert [points.get_offsets().tolist() for points in ax.collections] == [[[12, 24]], [[50, 24]]]
+    assert describe(fig) == (
+        "Ranks on which one fits: 24 GB with 12 or more, 40 GB with 4 or more. "
+        "Ranks on which two fits: 24 GB with 50 or more, 40 GB never."
+    )
 
 
 def test_errors_are_drawn_in_percent():

@@ -1,11 +1,15 @@
 """The checklist names each fault and lets the healthy job pass; a rank knows who it is, whoever started it."""
 
+import inspect
 import json
 import os
 import re
 
 import pytest
+import torch
 from leftovers import PROJECT
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from workers_for_tests import bytes_reduced
 
 from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.teaching.failures.gallery import GALLERY
@@ -13,14 +17,19 @@ from fsdp_helpers.teaching.lessons import after_the_move
 
 SAYS = {
     "no fault": None,
+    "a head for every second step": None,
+    "ranks use different heads": "the ranks have trained different parameters, heads.0.bias among them",
     "optimizer built before": "55 of the optimizer's parameters are not the model's",
-    "one unit": "one unit: all of the model",
+    "one unit": "one unit: the full model",
     # 4 blocks of 8 layers, and 15 of the 28 units are norms or projections of fewer than 10,000 parameters
     "every layer a unit": "15 of 28 units have less than 10,000 parameters",
     "uneven data": "the ranks have [5, 6] batches",
-    "Adam's state not loaded": "Adam has counted [1] steps instead of 2",
-    "evaluated, not resharded": "7 parameters are whole, positions among them",
+    "Adam's state not loaded": "Adam has counted 1 steps instead of 2",
+    "evaluated, not resharded": "7 parameters aren't sharded, positions among them",
 }
+
+
+WITHOUT_ENTRIES = ("no fault", "a head for every second step", "ranks use different heads")
 
 
 def test_each_fault_is_named_on_every_rank():
@@ -38,7 +47,7 @@ def test_each_symptom_leads_to_its_own_entries_of_11():
     notebook = json.loads((PROJECT / "notebooks" / "11_when_it_breaks.ipynb").read_text())
     headings = {"".join(cell["source"]).partition("\n")[0] for cell in notebook["cells"]}
     for case, links in entries.items():
-        assert bool(links) == (case != "no fault")
+        assert bool(links) == (case not in WITHOUT_ENTRIES)
         for shown, anchor in links:
             assert shown == anchor and anchor in GALLERY and f"### {anchor}" in headings, case
     kinds = {case: links[0][0].partition("-")[0] for case, links in entries.items() if links}
@@ -59,6 +68,26 @@ def test_srun_and_torchrun_tell_a_rank_the_same(monkeypatch, tmp_path):
     assert after_the_move.ranks_from_srun()["rank"] == 5
 
 
-@pytest.mark.parametrize("old", ["`model.module`", "`with model.no_sync()`", "`Join([model])`"])
-def test_what_must_not_stay_is_listed(old):
-    assert old in {row[0] for row in after_the_move.LEFTOVERS}
+@pytest.mark.parametrize("old", ["`model.module`", "`with model.no_sync()`", "`Join([model])`", "`GradScaler`"])
+def test_each_line_of_a_ddp_script_has_its_row(old):
+    assert old in {row[0] for row in after_the_move.LINES}
+
+
+def test_what_the_rows_say_is_so():
+    found = launch(after_the_move.measure_lines, world_size=2, device="cpu", timeout_s=240, progress=False)
+    for seen in found:
+        assert seen["inf on one rank"] == [False, True]  # both ranks skip the step, rank 1 alone had the inf
+        assert seen["autocast"] == ("torch.bfloat16", "torch.float32")
+        assert seen["deepcopy"].startswith("AssertionError: FSDP does not support deepcopy")
+        assert seen["scalar"].startswith("ValueError: fully_shard doesn't support scalar parameters")
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="said of torch 2.15")
+def test_what_changed_is_there():
+    assert torch.distributed.checkpoint.FsspecReader and torch.distributed.checkpoint.FsspecWriter
+    for name in ("set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group", "reset_iter_state"):
+        assert hasattr(FSDPModule, name) and any(f"`{name}`" in row[0] for row in after_the_move.CHANGES)
+    assert "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
+    for api, reduced in (("FSDP2", 20 * 4), ("FSDP1", 20 * 2)):  # in fp32, and in bf16
+        found = launch(bytes_reduced, api, world_size=2, device="cpu", timeout_s=240, progress=False)
+        assert found == [reduced] * 2, api

@@ -56,13 +56,6 @@ def test_no_padding_where_the_ranks_divide():
     assert [by_hand.FlatUnit(nn.Linear(2, 3), 0, world_size=count).padding for count in (3, 1)] == [0, 0]
 
 
-def test_nested_by_hand():
-    (printed,) = set(launch(probes.nest_by_hand, world_size=2, device="cpu"))
-    assert printed.count("FullyShardedDataParallel(") == 2  # the root and the first layer
-    first, last = printed.index("in_features=784"), printed.index("in_features=512")
-    assert printed.rindex("FullyShardedDataParallel(") < first < last
-
-
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 def test_norms_of_shards_make_the_norm_of_the_whole(api, digits_dir):
     config = TrainConfig(dropout=False, **settings(digits_dir))

@@ -7,11 +7,8 @@ import pytest
 import torch
 from workers_for_tests import call_each
 
-from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.ranks.launching.launch import RankError, launch
 from fsdp_helpers.teaching.lessons import special
-
-SHAPE = VIT_SHAPES["vit-mnist"]
 
 
 def on_two_ranks(worker, *args) -> list:
@@ -22,9 +19,12 @@ def on_two_ranks(worker, *args) -> list:
 def found() -> dict:
     """By name, what the rank functions return on either rank."""
     calls = {cut: (special.train_tied, cut) for cut in ("not sharded", "nothing", "both ends")}
-    calls |= {f"frozen, {api}": (special.train_frozen, SHAPE, 4, api) for api in ("fsdp1", "fsdp2")}
-    calls |= {f"averaged: {averaged}": (special.train_ignoring, SHAPE, averaged) for averaged in (False, True)}
-    calls |= {f"buffers, {name}": (special.train_with_buffers, name) for name in ("ddp", "fsdp1", "fsdp2")}
+    calls |= {f"frozen, {api}": (special.train_frozen, 4, api) for api in ("fsdp1", "fsdp2")}
+    calls |= {f"averaged: {averaged}": (special.train_ignoring, averaged) for averaged in (False, True)}
+    calls |= {
+        f"buffers, {name}": (special.train_with_buffers, name) for name in ("ddp", "fsdp1", "fsdp2", "fsdp2, averaged")
+    }
+    calls |= {way: (special.train_two_layers, way) for way in special.WAYS}
     return dict(zip(calls, zip(*on_two_ranks(call_each, list(calls.values())), strict=True), strict=True))
 
 
@@ -44,11 +44,11 @@ def test_tied_across_units_is_refused():
 
 
 def test_frozen_parameters_cost_fsdp2_no_reduction(found):
-    # four detours of 64 x 4 and 4 x 192 values: 1,024 each, 4 bytes a value
-    detours = 4 * 4 * 1_024
+    # four adapters of 64 x 4 and 4 x 192 values: 1,024 each, 4 bytes a value
+    adapters = 4 * 4 * 1_024
     for kept, counted in found["frozen, fsdp2"]:
-        assert (kept.gradient_bytes, kept.optimizer_bytes) == (detours // 2, detours)
-        assert {one.op: one.bytes for one in counted}["reduce_scatter"] == detours
+        assert (kept.gradient_bytes, kept.optimizer_bytes) == (adapters // 2, adapters)
+        assert {one.op: one.bytes for one in counted}["reduce_scatter"] == adapters
 
 
 def test_fsdp1_reduces_what_is_frozen_too(found):
@@ -68,4 +68,29 @@ def test_ignored_parameters_drift_apart_unless_averaged(found):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
 def test_buffers_are_whole_and_differ(strategy, found):
     for seen in found[f"buffers, {strategy}"]:
-        assert (seen.num_values, seen.saved) == (8, True) and seen.apart > 0
+        assert (seen.num_values, seen.saved) == (8, True) and seen.apart > 0 and seen.variances_apart > 0
+
+
+def test_averaged_buffers_are_equal_variances_included(found):
+    """All ranks have the mean of what they had, which is that of fsdp2 without averaging."""
+    for seen in found["buffers, fsdp2, averaged"]:
+        assert (seen.apart, seen.variances_apart) == (0.0, 0.0)
+
+
+# Rank 0's sample is 2, and passes a layer of weights 1 to two outputs: 4. Rank 1's is 20, of weights 2: 80.
+# The mean over two ranks of a layer's gradients: 2 / 2 and 20 / 2.
+RIGHT = ((4.0, [1.0, 10.0]), (80.0, [1.0, 10.0]))
+
+
+@pytest.mark.parametrize("way", ["DDP", "unused as zeros", "each layer a unit, all called"])
+def test_ranks_that_use_different_layers(way, found):
+    assert found[way] == RIGHT
+
+
+def test_without_a_word_fsdp2_mixes_their_gradients(found):
+    assert found["FSDP2 as it is"] == ((4.0, [11.0, None]), (80.0, [None, 11.0]))
+
+
+def test_as_units_of_their_own_their_weights_too(found):
+    """Each rank has one row of its own layer and one of the other's: 2 x (1 + 2) and 20 x (1 + 2)."""
+    assert found["each layer a unit"] == ((6.0, [11.0, None]), (60.0, [None, 11.0]))

@@ -13,15 +13,15 @@ KEPT = PROJECT / "notebooks" / "reference" / "accelerate.json"
 
 
 def test_every_knob_has_its_line_in_each_tool():
-    assert {len(row) for row in tools.KNOBS} == {5}
-    assert all(cell for row in tools.KNOBS for cell in row)
+    assert {len(row) for row in tools.SETTINGS} == {5}
+    assert all(cell for row in tools.SETTINGS for cell in row)
 
 
 def test_without_accelerate_the_record_is_shown_and_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(tools, "launch", None)  # nothing is started
     answer = tools.ask_accelerate(KEPT)
-    assert answer["source"].startswith("kept record, ") and "not installed here" in answer["source"]
+    assert answer["source"].startswith("saved output, ") and "not installed here" in answer["source"]
     assert answer["model_is_a"] == "DistributedDataParallel" and not answer["plugin_in_use"]
 
 

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from fsdp_helpers.teaching.failures import gallery
-from fsdp_helpers.teaching.failures.entry import Failure
+from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure
 from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
 from fsdp_helpers.teaching.page import cards
 
@@ -33,7 +33,7 @@ def test_every_failure_has_its_card_in_the_notebook():
         if not failure.is_run:
             assert heading == documented_card(failure)
         elif failure.name not in LIVE:
-            assert f'kept_card("{failure.name}")' in CODE and "*A kept run.*" in heading
+            assert f'kept_card("{failure.name}")' in CODE and "*A saved run.*" in heading
 
 
 @pytest.mark.parametrize("name", [failure.name for failure in RUN if failure.name not in LIVE])
@@ -44,20 +44,61 @@ def test_a_kept_run_shows_what_its_test_asks_for(name):
 
 
 def test_each_symptom_was_there_within_15_seconds():
-    """As kept from one run on two cores; nothing here measures a time, which a busy machine would stretch."""
+    """As kept from one run on two idle cores, of the first 40; `cards.keep_seconds` adds more. Nothing here measures."""
     seconds = KEPT["seconds"]
-    assert seconds.keys() == {failure.name for failure in RUN} and max(seconds.values()) < 15
+    assert seconds.keys() <= {failure.name for failure in RUN} and len(seconds) >= 40
+    assert max(seconds.values()) < 15
 
 
-def test_the_index_links_to_every_card():
+def test_the_index_leads_from_what_is_seen_to_every_card():
     text = cards.index().data
     assert all(f"[{name}](#{name})" in text for name in GALLERY)
+    assert "| `EADDRINUSE` | [crash-port-in-use](#crash-port-in-use) |" in text
+    assert text.index("**By message**") < text.index("**By behavior**") < text.index("**By number**")
+
+
+def test_what_torchrun_shows_stands_next_to_what_launch_shows(monkeypatch):
+    saved = {
+        "status": 1,
+        "errors": ["[rank0]: RuntimeError: gone"],
+        "report": ["Child", "  exitcode  : 1", "  exitcode  : 1"],
+    }
+    monkeypatch.setattr(cards, "plain_runs", lambda: {"hang-order": saved})
+    text = cards.what_you_see(gallery.find("hang-order"), Seen(error="rank 0 was waiting"))
+    assert "rank 0 was waiting\n```" in text and "Under plain torchrun (a saved run)" in text
+    assert "[rank0]: RuntimeError: gone\nChild\nexitcode  : 1\nexit status 1\n" in text
+    assert "torchrun" not in cards.what_you_see(gallery.find("hang-new-group"), Seen(error="rank 0 was waiting"))
+
+
+def test_the_proof_shows_the_fixed_run_and_not_the_right_numbers():
+    text = cards.proof(Seen(numbers=({"images": 5}, {"images": 4})), {"images": 6})
+    assert "| fixed, rank 0 | 5 |" in text and "| fixed, rank 1 | 4 |" in text and "| right | 6 |" in text
+
+
+def test_one_rank_right_of_two_is_not_fixed():
+    failure = gallery.find("wrong-sampler-padding")
+    right = failure.right()
+    assert gallery.is_fixed(failure, Seen(numbers=(right, right)))
+    assert not gallery.is_fixed(failure, Seen(numbers=(right, {"images evaluated": 6})))
+
+
+def test_the_symptoms_in_words():
+    assert SYMPTOMS["hang"] == "it hangs" and SYMPTOMS["crash"] == "it crashes"
+    assert all(failure.symptom == name.partition("-")[0] for name, failure in GALLERY.items())
+
+
+def test_a_card_has_the_texts_of_its_own_failure(shown):
+    cards.kept_card("slow-many-units")
+    failure, text = gallery.find("slow-many-units"), "\n".join(shown)
+    assert f"**Why.** {failure.why}" in text and f"**How to tell.** {failure.tell}" in text
+    assert f"**The fix.** {failure.fix}" in text
 
 
 @pytest.fixture
 def shown(monkeypatch):
     """What would be displayed, as text."""
     parts = []
+    monkeypatch.setattr(cards, "KEPT", NOTEBOOKS / "reference/failures.json")
     monkeypatch.setattr(cards, "display", lambda part: parts.append(getattr(part, "data", repr(part))))
     return parts
 
@@ -80,10 +121,9 @@ def test_a_card_has_five_parts_and_says_whether_it_holds(broken, fixed, verdict,
     assert "def count_padded_images" in text and "+mine = range(5)[rank::world_size]" in text
 
 
-def test_a_kept_card_says_so(shown, monkeypatch):
-    monkeypatch.setattr(cards, "KEPT", NOTEBOOKS / "reference/failures.json")
+def test_a_kept_card_says_so(shown):
     cards.kept_card("crash-frozen-flat")
-    assert "kept run" in shown[0] and "uniform `requires_grad`" in "".join(shown)
+    assert "saved run" in shown[0] and "uniform `requires_grad`" in "".join(shown)
 
 
 def test_words():

@@ -71,7 +71,7 @@ LISTINGS = [
     (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
     (state.save_full, state.gather_on_rank_0),
     (saving.save_shards, saving.load_shards),
-    (saving.save_plainly, saving.load_plainly),
+    (saving.resume_without, saving.train_and_be_killed),
     (folder.commit, folder.sync_folder),
     (models.ShallowNet, models.DeepNet),
 ]

@@ -12,10 +12,9 @@ import pytest
 from programs import OWN_PEAK_KB
 
 from fsdp_helpers.__main__ import main
+from fsdp_helpers.cli.plan import add_plan_arguments, plan_lines, read_plan
 from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.advice import possible_changes
-from fsdp_helpers.planning.arguments import add_plan_arguments, read_plan
-from fsdp_helpers.planning.command import plan_lines
 from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings
 from fsdp_helpers.planning.step_time import StepTime
@@ -25,6 +24,7 @@ WHOLE = ("plan", "--model", "vit-10b", "--world-size", "128", "--device-memory-g
 WITHOUT_TORCH = f"""
 import sys
 from fsdp_helpers.__main__ import main
+from fsdp_helpers.cli.plan import add_plan_arguments, plan_lines, read_plan
 status = main(sys.argv[1:])
 print(status, 'torch' in sys.modules, {OWN_PEAK_KB}, file=sys.stderr)
 """
@@ -39,10 +39,11 @@ def with_changes(**changes: str) -> list[str]:
 
 def test_a_table_and_a_sentence(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    assert main([*WHOLE, "--tflops", "400", "--json", str(path)]) == 0
+    assert main([*WHOLE, "--tflops", "400", "--storage-gb-s", "2", "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "vit-10b, 10,077,917,160 parameters, on 128 rank(s), 8 image(s) each"
-    assert [line.split("  ")[1] for line in lines[3:9]] == [
+    assert lines[2] == "A step has 128 ranks x 8 images = 1,024 images."
+    assert [line.split("  ")[1] for line in lines[4:10]] == [
         "parameters",
         "gradients",
         "optimizer state",
@@ -52,7 +53,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     ]
     written = json.loads(path.read_text())
     assert written["verdict"] in lines and written["verdict"].startswith("It fits: the peak of ")
-    assert lines[-1].startswith("Fastest of what was tried: ") and written["fastest"]["fits"]
+    assert any(line.startswith("Fastest of what was tried: ") for line in lines) and written["fastest"]["fits"]
     # P = 10.08e9: shards 4 P / 128 = 315 MB without padding, and twice that
     assert written["state"]["parameter_bytes"] == pytest.approx(4 * 10_077_917_160 / 128, rel=0.02)
     assert written["peak"]["optimizer"] == 2 * written["peak"]["parameters"]
@@ -61,6 +62,78 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     # a checkpoint has parameters and two moments, 12 P, and 128 nodes write it at 2 GB/s each
     assert written["saving"]["checkpoint_bytes"] == written["checkpoint_bytes"] == 12 * 10_077_917_160
     assert written["saving"]["save_s"] == pytest.approx(12 * 10_077_917_160 / (128 * 2e9))
+
+
+LLAMA_70B = ["plan", *"--model llama-70b --world-size 256 --device h100 --precision bf16".split()]
+RECOMPUTED = ["--activation-checkpointing", "units"]
+
+
+def said(capsys, *arguments: str) -> str:
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_micro_batches_do_not_need_full_gradients(capsys):
+    one, four = (said(capsys, *LLAMA_70B, *RECOMPUTED, "--micro-batches", parts) for parts in ("1", "4"))
+    assert "It fits: the peak of 26.9 GB" in one and "It fits: the peak of 28.0 GB" in four
+    # 4 bytes for each of 70.6 billion parameters wait otherwise
+    assert "Held back until the last (--no-sync-micro-batches), a rank sends 843 GB less and peaks at 309 GB" in four
+    held = said(capsys, *LLAMA_70B, *RECOMPUTED, "--micro-batches", "4", "--no-sync-micro-batches")
+    assert "first reduce gradients after every part (without --no-sync-micro-batches) (peak 28.0 GB)" in held
+
+
+def test_advice_ends_with_a_command_that_fits(capsys):
+    small = "--model llama-8b --world-size 64 --device-memory-gb 16 --precision bf16 --activation-checkpointing units"
+    lines = said(capsys, "plan", *small.split()).splitlines()
+    assert "compute the loss in 8 chunks (--loss-chunks 8) (peak 8.62 GB), and it fits." in lines[-3]
+    assert lines[-1].strip() == f"python -m fsdp_helpers plan {small} --loss-chunks 8"
+    assert "It fits: the peak of 8.62 GB" in said(capsys, *lines[-1].split()[3:])
+
+
+def test_the_size_of_a_step_is_said_and_judged(capsys):
+    large = said(capsys, *LLAMA_70B, *RECOMPUTED, "--micro-batches", "16")
+    assert "256 ranks x 8,192 tokens x 16 parts = 33,554,432 tokens in 4,096 sequences." in large
+    assert "more than 16 million" in large and "15_more_dimensions.ipynb" in large
+    asked = said(capsys, *LLAMA_70B, *RECOMPUTED, "--global-batch", "8388608")
+    assert "256 ranks x 8,192 tokens x 4 parts = 8,388,608 tokens" in asked and "million" not in asked
+
+
+def test_where_units_take_less_than_a_millisecond_there_is_no_range(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    small = said(capsys, "plan", *f"--model vit-mnist --world-size 8 --device h100 --json {path}".split())
+    assert "launches decide" in small and "Between" not in small and "a day" not in small
+    written = json.loads(path.read_text())
+    assert written["step_s"] is None and written["items_per_s"] is None and written["step_estimate_s"] > 0
+
+
+def test_hours_say_what_they_leave_out(capsys):
+    plain = said(capsys, *LLAMA_70B, *RECOMPUTED, "--total", "1e12")
+    assert "without saving, restarts, evaluation" in plain and "--storage-gb-s, what a node writes" in plain
+    honest = said(capsys, *LLAMA_70B, *RECOMPUTED, *"--total 1e12 --goodput 0.5 --storage-gb-s 2".split())
+    hours = [float(text.split(" GPU-hours")[0].split()[-1].replace(",", "")) for text in (plain, honest)]
+    assert hours[1] == pytest.approx(2 * hours[0], rel=1e-4) and "of which 50% is training" in honest
+    assert "10 minutes until all ranks train again" in honest
+
+
+def test_adapters_train_little_and_skip_the_gradients_of_frozen_weights(tmp_path, capsys):
+    arguments = "--model llama-8b --world-size 8 --device h100 --precision bf16".split()
+    full, adapted = planned(*arguments), planned(*arguments, "--lora-rank", "16")
+    # 32 blocks, each (in + out) x 16 for q, out (4096, 4096), k, v (4096, 1024), gate, up, down (4096, 14336)
+    trained = 32 * 16 * (2 * 8_192 + 2 * 5_120 + 3 * 18_432)
+    assert adapted.num_params - full.num_params == trained
+    assert adapted.state.gradient_bytes == pytest.approx(4 * trained / 8, rel=0.01)
+    assert adapted.checkpoint_bytes == 4 * adapted.num_params + 8 * trained
+    assert 2.0 < adapted.step_flops / (full.step_flops / 3) < 2.3
+    assert adapted.time.optimizer_s < full.time.optimizer_s / 50
+
+
+def test_the_sweep_finds_the_fewest(capsys):
+    arguments = "--model llama-8b --world-size 32 --device h100 --precision bf16 --context 8192 --sweep".split()
+    lines = said(capsys, "plan", *arguments, "--total", "1e11", "--days", "30").splitlines()
+    assert lines[1].split() == [*"GPUs sequence batch recompute chunks sharding peak tokens/s GPU-hours days".split()]
+    assert [line.split()[0] for line in lines[2:5]] == ["8", "16", "32"]
+    fewest = int(lines[5].split(": ")[1].split()[0])
+    assert "are the fewest that are done in 30 days" in lines[5] and 8 <= fewest <= 32
 
 
 def planned(*arguments: str) -> Plan:
@@ -184,6 +257,26 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"total": "-1"}, "--total is -1.0"),
         ({"hours_between_failures": "0"}, "--hours-between-failures is 0.0"),
         ({"storage_gb_s": "nan"}, "--storage-gb-s is nan"),
+        ({"restart_minutes": "-1"}, "--restart-minutes is -1.0"),
+        ({"goodput": "0.5"}, "give --total as well"),
+        ({"goodput": "1.5", "total": "10"}, "--goodput is 1.5; it is a share"),
+        ({"days": "30"}, "--days looks for the fewest GPUs"),
+        ({"global_batch": "1000"}, "use a multiple of that"),
+        ({"global_batch": "0"}, "global_batch is 0"),
+        ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
+        ({"lora_rank": "8"}, "--lora-rank belongs to language models"),
+        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "planned with FSDP2"),
+        ({"lora_rank": "0", "model": "llama-8b"}, "lora_rank is 0"),
+        ({"device": "v100", "precision": "pure-bf16"}, "has no arithmetic in bf16; use --precision fp16"),
+        ({"activation_checkpointing": "some"}, "--activation-checkpointing: invalid choice"),
+        ({"replicas": "0"}, "replicas is 0"),
+        ({"loss_chunks": "4"}, "--loss-chunks belongs to language models"),
+        ({"strategy": "ddp", "sharding": "grad-op"}, "sharding and backward_prefetch belong to FSDP"),
+        ({"tokens": "100", "model": "llama-8b"}, "is not made of whole sequences"),
+        ({"context": "0", "model": "llama-8b"}, "context is 0"),
+        ({"world_size": "-8"}, "world_size is -8"),
+        ({"precision": "fp8"}, "--precision: invalid choice: 'fp8'"),
+        ({"heads": "0"}, "--heads belongs to --llama or --vit"),
         ({"total": "10"}, "GPU-hours need a rate; name a --device, or give --tflops"),
         ({"sharding": "hybrid", "replicas": "3"}, "use a multiple of 3"),
         ({"sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
@@ -263,7 +356,7 @@ def test_published_sizes_by_file(changes, num_params, tmp_path):
         (None, "No such file or directory; give a model's config.json"),
         ("nonsense", "is not JSON"),
         ("{}", "has no model_type"),
-        (json.dumps(THREE_B | {"model_type": "gpt2"}), "model_type 'gpt2' is not one of llama, mistral"),
+        (json.dumps(THREE_B | {"model_type": "bert"}), "model_type 'bert' is not one of llama, mistral"),
         (json.dumps({"model_type": "llama"}), "no whole number hidden_size, num_hidden_layers"),
     ],
 )
@@ -301,7 +394,7 @@ def test_shapes_that_cannot_be(arguments, message, capsys):
 def test_half_a_batch_is_never_half_a_sequence():
     plan = planned(*SHAPE, *"--world-size 8 --device-memory-gb 9 --precision bf16 --tokens 24576".split())
     halves = [text for text, _ in possible_changes(plan, llama_subject("", LlamaShape(**LLAMA_3B))) if "halve" in text]
-    assert halves == ["halve a rank's batch to 8,192 token(s)"]
+    assert halves == ["halve a rank's batch to 8,192 token(s) (--tokens 8192)"]
 
 
 LLAMA_3B = {

@@ -1,0 +1,79 @@
+"""Processes of earlier runs: fork servers without a notebook, and ranks without a torchrun."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_helpers.cli.doctor.rows import Outcome, note
+
+SERVER = ("multiprocessing.forkserver", "torch.distributed.fsdp")  # both are in our server's command line
+RANK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+MOST_OF_COMMAND = 60  # characters
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A process whose parent has ended."""
+
+    pid: int
+    age_s: float
+    command: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.age_s / 60:.0f} min old: {self.command})"
+
+
+def processes_of_earlier_runs() -> Outcome:
+    """List what may be left over. Never more than a note: whether a process is still wanted, only its owner knows."""
+    left = list(orphans())
+    if not left:
+        return Outcome(True, "no process of an earlier run")
+    return note(f"{', '.join(map(str, left))}: the program that started it has ended; if it is yours, end it")
+
+
+def orphans() -> Iterator[Orphan]:
+    """Yield each fork server and rank that an earlier run seems to have left behind."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it ended, or belongs to somebody else
+            command = " ".join(process.cmdline())
+            is_server = all(word in command for word in SERVER)
+            if (is_server or belongs_to_rank(process)) and is_orphan(process):
+                what = "a fork server" if is_server else command[:MOST_OF_COMMAND]
+                yield Orphan(process.pid, time.time() - process.create_time(), what)
+
+
+def is_orphan(process: Any) -> bool:
+    """Return True if the process has lost its parent: its parent is the first process, or one that is not Python.
+
+    In a container the first process may be torchrun itself (`exec torchrun`), or the Python that started the ranks.
+    A rank's parent may also be a script that torchrun started in its stead; then the script's parent decides.
+    """
+    parent = process.parent()
+    if parent is None:
+        return True
+    if starts_ranks(parent):
+        return False
+    if parent.pid == 1:
+        return True
+    return is_orphan(parent) if belongs_to_rank(parent) else True
+
+
+def starts_ranks(process: Any) -> bool:
+    """Return True for torchrun, and for any Python: a kernel, a script."""
+    command = process.cmdline()
+    return "python" in " ".join(command[:1]) or any(agent in word for word in command[:4] for agent in AGENTS)
+
+
+def belongs_to_rank(process: Any) -> bool:
+    """Return True if torchrun started this process, or one above it."""
+    import psutil
+
+    try:
+        return RANK_OF_TORCHRUN in process.environ()
+    except psutil.AccessDenied:  # somebody else's
+        return False

@@ -1,0 +1,151 @@
+"""Checks of how ranks find and reach each other: variables, names, interfaces, ports, and two ranks that talk."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from fsdp_helpers.cli.doctor.leftovers import AGENTS
+from fsdp_helpers.cli.doctor.rows import Outcome, Unfit, note
+from fsdp_helpers.ranks.torchrun import RANK_VARIABLES, TELLING
+
+ROUND_TRIP_S = 180.0
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+# ---------------------------------------------------------------- variables
+
+
+def rank_variables() -> Outcome:
+    """Look for torchrun's variables outside torchrun: `train` would take itself for a rank, and wait for the others."""
+    found = {name: os.environ[name] for name in dict.fromkeys((*TELLING, *RANK_VARIABLES)) if name in os.environ}
+    said, names = ", ".join(f"{name}={value}" for name, value in found.items()), " ".join(found)
+    if not found:
+        return Outcome(True, "none is set")
+    if any(agent in word for word in command_of(os.getppid())[:4] for agent in AGENTS):
+        return Outcome(True, "set by torchrun, which started this")
+    if not any(name in found for name in TELLING):
+        return note(f"{said}: left over? a script with its own `init_process_group` would use it; else `unset {names}`")
+    if found.items() <= variables_of(1).items():
+        return note(f"{said}: this container's job has them; start ranks with torchrun, or `unset {names}`")
+    return Outcome(False, f"{said} without torchrun: `train` would wait for other ranks; `unset {names}`")
+
+
+def command_of(pid: int) -> Sequence[str]:
+    import psutil
+
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return ()
+
+
+def variables_of(pid: int) -> Mapping[str, str]:
+    """Return the environment in which a process was started; nothing if it is not ours to read, or not Linux's."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def interfaces_exist() -> Outcome:
+    """Compare the interfaces that gloo and NCCL are told to use with those that this machine has."""
+    there = interfaces()
+    if missing := missing_for_gloo():
+        remedy = f"name one of {', '.join(there)}, or `unset GLOO_SOCKET_IFNAME`"
+        return Outcome(
+            False, f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, which this machine does not have; {remedy}"
+        )
+    chosen = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if chosen and not matches_nccl(chosen, there):
+        return note(f"NCCL_SOCKET_IFNAME={chosen} matches none of {', '.join(there)}: NCCL would find no interface")
+    return Outcome(True, ", ".join(there))
+
+
+def interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def missing_for_gloo() -> list[str]:
+    """Return the names in GLOO_SOCKET_IFNAME, separated by commas, that are no interface of this machine."""
+    names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    return [name for name in names if name not in interfaces()]
+
+
+def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
+    """Return whether NCCL would use any interface: prefixes, `=` before exact names, `^` before what it leaves out."""
+    is_excluded, chosen = chosen.startswith("^"), chosen.removeprefix("^")
+    is_exact, names = chosen.startswith("="), chosen.removeprefix("=").split(",")
+
+    def is_named(name: str) -> bool:
+        return name in names if is_exact else any(name.startswith(prefix) for prefix in names)
+
+    return any(is_named(name) != is_excluded for name in there)
+
+
+def proxies_leave_this_machine_alone() -> Outcome:
+    """Look for a proxy that requests to this machine would go through: Jupyter's, and the debug server's."""
+    found = [name for name in PROXIES if os.environ.get(name)]
+    if not found:
+        return Outcome(True, "none")
+    spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if spared == "*" or {"localhost", "127.0.0.1"} <= set(spared.replace(" ", "").split(",")):
+        return Outcome(True, f"{', '.join(found)}; localhost is spared")
+    return note(
+        f"{', '.join(found)} is set: `export no_proxy=localhost,127.0.0.1`, or requests to this machine leave it"
+    )
+
+
+# ---------------------------------------------------------------- names and ports
+
+
+def host_name_is_this_machine() -> Outcome:
+    """Look the host's own name up, as torchrun does to tell ranks where they meet."""
+    name = socket.gethostname()
+    remedy = f"torchrun's ranks meet at that name; add the line `127.0.0.1 {name}` to /etc/hosts"
+    try:
+        address = socket.getaddrinfo(name, None, family=socket.AF_INET)[0][4][0]
+    except OSError as error:
+        return Outcome(False, f"{name} does not resolve ({error.strerror}); {remedy}")
+    if not is_own_address(address):
+        return Outcome(False, f"{name} resolves to {address}, which is not this machine; {remedy}")
+    return Outcome(True, f"{name} is {address}")
+
+
+def is_own_address(address: str) -> bool:
+    """Return whether an interface of this machine has that IPv4 address; all of 127.0.0.0/8 belongs to the loopback."""
+    import psutil
+
+    known = {one.address for addresses in psutil.net_if_addrs().values() for one in addresses}
+    return address in known or address.startswith("127.")
+
+
+def ports_answer() -> Outcome:
+    """Take a free port on this machine and connect to it."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        remedy = "a firewall or sandbox blocks 127.0.0.1; torchrun and gloo need it"
+        return Outcome(False, f"no connection to a port of this machine ({error}); {remedy}")
+    return Outcome(True, "a free port of 127.0.0.1 answers")
+
+
+# ---------------------------------------------------------------- two ranks
+
+
+def two_ranks_add_up() -> Outcome:
+    """Start two ranks that exchange a sum, a gather and a scatter, as every notebook does."""
+    from fsdp_helpers.cli.doctor.workers import collectives_on_device, expected_of_collectives
+    from fsdp_helpers.ranks.launching.launch import launch
+
+    if missing_for_gloo():
+        raise Unfit("not started: gloo has no interface, see above")
+    began_s = time.monotonic()
+    found = launch(collectives_on_device, world_size=2, device="cpu", timeout_s=ROUND_TRIP_S, progress=False)
+    right = expected_of_collectives("cpu", 2)
+    if found != right:
+        return Outcome(False, f"they found {found}, not {right}; run again, then open an issue with this line")
+    return Outcome(True, f"they talk through gloo; {time.monotonic() - began_s:.1f} s, most of it for loading PyTorch")

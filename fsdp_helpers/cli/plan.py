@@ -1,0 +1,538 @@
+"""`python -m fsdp_helpers plan`: its arguments, its table, its sentences. No torch.
+
+The flags of a training and of a cluster are those of `Settings` and `Cluster`; a shape's are named here.
+"""
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from fsdp_helpers.cli.files import write_json
+from fsdp_helpers.cli.flags import Flag, add_flags, flags, given_settings
+from fsdp_helpers.models.shapes import LLAMA_SHAPES, LlamaShape, ViTShape
+from fsdp_helpers.planning.advice import CHAPTER, changes_until_it_fits, fastest, held_back, sentence
+from fsdp_helpers.planning.cluster import Cluster, require_whole
+from fsdp_helpers.planning.costs import (
+    DEVICE_HOURS_BETWEEN_FAILURES,
+    HOUR_S,
+    LEFT_OUT,
+    MINUTE_S,
+    RESTART_S,
+    SavePlan,
+    device_hours,
+    save_plan,
+)
+from fsdp_helpers.planning.devices import TYPICAL_RANGE, named_device
+from fsdp_helpers.planning.hugging_face import read_config
+from fsdp_helpers.planning.models import NAMED_MODELS, Subject, llama_subject, named_subject, vit_subject
+from fsdp_helpers.planning.optimizers import OPTIMIZERS
+from fsdp_helpers.planning.plan import Plan, Settings, make_plan
+from fsdp_helpers.planning.step_time import LAUNCH_BOUND_S
+from fsdp_helpers.planning.sweep import CONTEXTS, DAY_HOURS, Row, days_of, fewest_ranks, powers_of_two, sweep
+from fsdp_helpers.quantities import GB, format_bytes, format_count, format_seconds
+
+DAY_S = DAY_HOURS * HOUR_S
+DEFAULT_BATCH = {"image": 8, "token": 8192}  # of one rank, in one forward and backward
+# Llama 3 405B trained with 4 to 16 million tokens a step, DeepSeek-V3 with 12.6 to 62.9: few have more than the first.
+LARGE_STEP = 16e6
+LLAMA_FLAGS = {  # flag -> field, meaning
+    "width": ("width", "numbers in a token's vector"),
+    "depth": ("depth", "number of blocks"),
+    "heads": ("num_heads", "number of attention heads"),
+    "kv-heads": ("num_kv_heads", "number of key/value heads (default: the same)"),
+    "mlp-width": ("mlp_width", "width of a block's hidden layer"),
+    "vocabulary": ("vocabulary", "vocabulary size, for --llama"),
+}
+VIT_FLAGS = {
+    "image-size": ("image_size", "image side in pixels, for --vit (default: 224)"),
+    "patch-size": ("patch_size", "patch side in pixels, for --vit (default: 16)"),
+    "classes": ("num_classes", "number of classes, for --vit (default: 1000)"),
+}
+SHAPE_FLAGS = tuple(
+    Flag(setting=flag.replace("-", "_"), kind=int, meaning=meaning)
+    for flag, (_, meaning) in (LLAMA_FLAGS | VIT_FLAGS).items()
+)
+TRAINING_FLAGS = tuple(flags(Settings))
+CLUSTER_FLAGS = tuple(
+    replace(row, kind=float if row.kind is not str and row.setting != "ranks_per_node" else row.kind, default=None)
+    for row in flags(Cluster)
+)
+BATCH_FLAGS = tuple(
+    Flag(setting=f"{item}s", kind=int, meaning=f"{item}s per rank in one forward and backward (default: {usual})")
+    for item, usual in DEFAULT_BATCH.items()
+)
+COST_FLAGS = (
+    Flag(
+        setting="total",
+        kind=float,
+        meaning="tokens or images in the whole run, to compute GPU-hours (for example 2e12)",
+    ),
+    Flag(
+        setting="goodput",
+        kind=float,
+        meaning=f"share of the time that is training, for GPU-hours; the rest is {LEFT_OUT} (default: 1)",
+    ),
+    Flag(
+        setting="storage_gb_s",
+        kind=float,
+        meaning="rate at which a node writes a checkpoint, to say how often to save",
+    ),
+    Flag(
+        setting="hours_between_failures",
+        kind=float,
+        default=round(DEVICE_HOURS_BETWEEN_FAILURES),
+        meaning="mean time between failures of one device; the default is from the Llama 3 paper",
+    ),
+    Flag(
+        setting="restart_minutes",
+        kind=float,
+        default=RESTART_S / MINUTE_S,
+        meaning="time from a failure until all ranks train again",
+    ),
+    Flag(setting="days", kind=float, meaning="with --sweep and --total: find the fewest GPUs that need no longer"),
+)
+
+
+def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`; those that `train` has too mean the same."""
+    group = plan.add_argument_group("the model")
+    kind = group.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--model", choices=NAMED_MODELS, help="a model known by name")
+    kind.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a Hugging Face config.json: Llama and most of what descends from it",
+    )
+    kind.add_argument("--llama", action="store_true", help="a Llama-like model with the shape given below")
+    kind.add_argument("--vit", action="store_true", help="a vision transformer with the shape given below")
+    add_flags(group, SHAPE_FLAGS)
+    group.add_argument("--tied", action="store_true", help="the head shares the embedding's weight, for --llama")
+    group.add_argument("--context", type=int, metavar="N", help="tokens per sequence")
+    group.add_argument(
+        "--lora-rank",
+        type=int,
+        metavar="N",
+        help="train adapters of rank N beside each matrix of the blocks, only these",
+    )
+    group = plan.add_argument_group("the training")
+    add_flags(group, TRAINING_FLAGS)
+    add_flags(group.add_mutually_exclusive_group(), BATCH_FLAGS)
+    group.add_argument(
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="tokens or images per step, over all ranks; chooses --micro-batches",
+    )
+    group = plan.add_argument_group("the cluster")
+    group.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        required=True,
+        help="number of ranks, one per device; with --sweep the most of them",
+    )
+    add_flags(group, sorted(CLUSTER_FLAGS, key=lambda row: row.setting != "device"))
+    group = plan.add_argument_group("the run")
+    add_flags(group, COST_FLAGS)
+    group.add_argument(
+        "--sweep",
+        action="store_true",
+        help="a table instead: what fits, and how fast it is, by ranks, sequence and levers",
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
+
+
+# ---------------------------------------------------------------- what the arguments ask for
+
+
+def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
+    """Return the model and the plan that the arguments ask for. Raises ValueError for what is impossible."""
+    subject = read_subject(options)
+    settings = read_settings(options, subject)
+    return subject, make_plan(subject, settings, read_cluster(options))
+
+
+def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
+    """Return the settings; the number of parts follows from --global-batch, if it is given."""
+    settings = Settings(batch=_batch(options, subject), **given_settings(vars(options), TRAINING_FLAGS))
+    if options.global_batch is None:
+        return settings
+    require_whole("global_batch", options.global_batch)
+    if settings.micro_batches > 1:
+        raise ValueError("--global-batch chooses the parts; leave out --micro-batches")
+    together = settings.batch * options.world_size
+    if options.global_batch % together:
+        raise ValueError(
+            f"--global-batch is {options.global_batch:,}, and {options.world_size:,} ranks with {settings.batch:,} "
+            f"{subject.item}s each make {together:,}; use a multiple of that, or other {subject.item}s per rank"
+        )
+    return replace(settings, micro_batches=options.global_batch // together)
+
+
+def read_subject(options: argparse.Namespace) -> Subject:
+    """Return the model that is named, described by a file, or given by its shape."""
+    if options.vit or options.model and options.model not in LLAMA_SHAPES:
+        for flag, given in {
+            "context": options.context,
+            "loss-chunks": options.loss_chunks > 1,
+            "lora-rank": options.lora_rank,
+        }.items():
+            if given:
+                raise ValueError(f"--{flag} belongs to language models; leave it out")
+    if options.vit:
+        return vit_subject("vit", _vit_shape(options))
+    name, shape = None, None
+    if options.config:
+        name, shape = read_config(options.config)
+    elif options.llama:
+        name, shape = "llama", _llama_shape(options)
+    elif options.model in LLAMA_SHAPES:
+        name, shape = options.model, LLAMA_SHAPES[options.model]
+    if not options.llama:
+        _refuse(options, [*LLAMA_FLAGS, *VIT_FLAGS, "tied"], "--llama or --vit")
+    if shape is None:
+        return named_subject(options.model)
+    if options.context is not None:
+        require_whole("context", options.context)
+        if shape.positions and options.context > shape.positions:
+            raise ValueError(f"--context is {options.context:,}; {name} has {shape.positions:,} learned positions")
+        shape = replace(shape, context=options.context)
+    if options.lora_rank is not None:
+        require_whole("lora_rank", options.lora_rank)
+    return llama_subject(name, shape, lora_rank=options.lora_rank or 0)
+
+
+def _refuse(options: argparse.Namespace, names: list[str], belongs_to: str) -> None:
+    for flag in names:
+        given = getattr(options, flag.replace("-", "_"))
+        if given is not None and given is not False:
+            raise ValueError(f"--{flag} belongs to {belongs_to}; leave it out")
+
+
+def _shape_values(options: argparse.Namespace, names: dict, defaults: dict) -> dict:
+    """Return fields and values. Raises ValueError for a value that is missing or is not a size."""
+    values = {}
+    for flag, (field, _) in names.items():
+        value = getattr(options, flag.replace("-", "_"))
+        value = defaults.get(field) if value is None else value
+        if value is None:
+            raise ValueError(f"the shape lacks --{flag}; give all of {', '.join(f'--{name}' for name in names)}")
+        require_whole(flag, value)
+        values[field] = value
+    if values["width"] % values["num_heads"]:
+        raise ValueError(f"{values['num_heads']} heads do not divide a width of {values['width']}")
+    return values
+
+
+def _llama_shape(options: argparse.Namespace) -> LlamaShape:
+    _refuse(options, [*VIT_FLAGS], "--vit")
+    values = _shape_values(options, LLAMA_FLAGS, {"num_kv_heads": options.heads})
+    if values["num_heads"] % values["num_kv_heads"]:
+        raise ValueError(f"{values['num_kv_heads']} kv-heads do not divide {values['num_heads']} heads")
+    return LlamaShape(**values, tied=options.tied)
+
+
+def _vit_shape(options: argparse.Namespace) -> ViTShape:
+    _refuse(options, ["kv-heads", "vocabulary", "tied"], "--llama")
+    names = {name: field for name, field in LLAMA_FLAGS.items() if name not in ("kv-heads", "vocabulary")}
+    usual = {"image_size": 224, "patch_size": 16, "num_classes": 1000}
+    values = _shape_values(options, names | VIT_FLAGS, usual)
+    if values["image_size"] % values["patch_size"]:
+        raise ValueError(f"patches of {values['patch_size']} pixels do not divide an image of {values['image_size']}")
+    return ViTShape(**values, channels=3, class_token=True)
+
+
+def read_cluster(options: argparse.Namespace, world_size: int | None = None) -> Cluster:
+    """Return the cluster; what is given replaces what is usual for the device."""
+    given = given_settings(vars(options), CLUSTER_FLAGS)
+    ranks = options.world_size if world_size is None else world_size
+    device = given.pop("device", None)
+    return Cluster.of(device, ranks, options.precision, **given) if device else Cluster(world_size=ranks, **given)
+
+
+def _batch(options: argparse.Namespace, subject: Subject) -> int:
+    given = {item: getattr(options, f"{item}s") for item in DEFAULT_BATCH}
+    (other,) = [item for item in DEFAULT_BATCH if item != subject.item]
+    if given[other] is not None:
+        raise ValueError(f"--{other}s: a batch of {subject.name} is counted in {subject.item}s; use --{subject.item}s")
+    if given[subject.item] is not None:
+        return given[subject.item]
+    return max(1, DEFAULT_BATCH[subject.item] // subject.sequence) * subject.sequence
+
+
+def _check_costs(options: argparse.Namespace) -> None:
+    for row in COST_FLAGS:
+        value = getattr(options, row.setting)
+        or_zero = row.setting == "restart_minutes"
+        if value is not None and not (0 < value < float("inf") or or_zero and value == 0):
+            raise ValueError(f"{row.name} is {value}; it must be a number above zero")
+    if options.goodput is not None and options.goodput > 1:
+        raise ValueError(f"--goodput is {options.goodput}; it is a share, above 0 and at most 1")
+    if options.goodput is not None and options.total is None:
+        raise ValueError("--goodput is about the GPU-hours of a whole run; give --total as well")
+    if options.days is not None and not (options.sweep and options.total):
+        raise ValueError("--days looks for the fewest GPUs; give --sweep and --total as well")
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def plan_command(options: argparse.Namespace) -> None:
+    """Print the plan and its verdict, or the table of --sweep; write what --json asks for."""
+    _check_costs(options)
+    if options.sweep:
+        print("\n".join(_sweep_lines(options)))
+        return
+    subject, plan = read_plan(options)
+    hours = device_hours(plan, options.total, options.goodput or 1.0) if options.total else None
+    saving = _saving(options, plan)
+    changes = [] if plan.fits else changes_until_it_fits(plan, subject)
+    said, best = sentence(plan, changes), fastest(plan, subject)
+    waits = held_back(plan, subject)
+    lines = [*plan_lines(plan), *_held_back_lines(plan, waits), *_cost_lines(options, plan, saving, hours), "", said]
+    print("\n".join([*lines, *_fastest_lines(plan, best), *_paste_lines(options, plan, changes, best)]))
+    if options.json:
+        costs = {
+            "saving": asdict(saving) if saving else None,
+            "device_hours": hours,
+            "fastest": best.to_json() if best else None,
+        }
+        write_json(plan.to_json() | costs | {"verdict": said}, options.json)
+
+
+def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
+    """Return how often to save, if the speed of storage is known."""
+    if options.storage_gb_s is None:
+        return None
+    return save_plan(
+        plan,
+        storage_bytes_per_s=options.storage_gb_s * GB,
+        device_hours_between_failures=options.hours_between_failures,
+        restart_s=options.restart_minutes * MINUTE_S,
+    )
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the plan as lines of text: what is planned, bytes by category, and what a step sends and computes."""
+    settings, cluster = plan.settings, plan.cluster
+    active = f" ({format_count(plan.active_params)} active)" if plan.active_params else ""
+    yield (
+        f"{plan.model}, {format_count(plan.num_params)} parameters{active}, on {cluster.world_size:,} rank(s), "
+        f"{settings.batch:,} {plan.item}(s) each"
+    )
+    api = f" ({settings.api}, {settings.sharding})" if settings.config().is_sharded else ""
+    recomputed = f"activation checkpointing: {settings.activation_checkpointing}"
+    parts = f", {settings.micro_batches} micro-batches" if settings.micro_batches > 1 else ""
+    chunks = f", the loss in {settings.loss_chunks} chunks" if settings.loss_chunks > 1 else ""
+    optimizer = f", {OPTIMIZERS[settings.optimizer].title}" if settings.optimizer != "adam" else ""
+    yield f"{settings.strategy}{api}, {settings.precision}, {recomputed}{parts}{chunks}{optimizer}"
+    yield from _step_lines(plan)
+    yield ""
+    rows = plan.by_category() | {f"peak: {plan.peak.when}": plan.peak.bytes}
+    rows |= {"outside the count": round(cluster.allowance_bytes)}
+    if plan.host_bytes:
+        rows |= {"in host memory, for each rank": plan.host_bytes}
+        rows |= {f"in host memory, of a node of {cluster.node_ranks:,}": plan.node_host_bytes}
+    width = max(34, *(len(name) + 1 for name in rows))
+    for name, size in rows.items():
+        yield f"  {name:<{width}}{format_bytes(size):>8}"
+    if plan.host_bytes and cluster.node_ranks == 1 < cluster.world_size:
+        yield "Ranks of one node share its memory: say how many with --ranks-per-node."
+    yield ""
+    yield from _speed_lines(plan)
+
+
+def _step_lines(plan: Plan) -> Iterator[str]:
+    """Say how large a step is, over all ranks and parts, and whether that is more than is usual."""
+    settings, ranks = plan.settings, plan.cluster.world_size
+    parts = f" x {settings.micro_batches} parts" if settings.micro_batches > 1 else ""
+    samples = f" in {plan.items_per_step // plan.sequence:,} sequences" if plan.sequence > 1 else ""
+    yield (
+        f"A step has {ranks:,} ranks x {settings.batch:,} {plan.item}s{parts} = {plan.items_per_step:,} "
+        f"{plan.item}s{samples}."
+    )
+    if plan.item == "token" and plan.items_per_step > LARGE_STEP:
+        yield (
+            f"That is more than {LARGE_STEP / 1e6:.0f} million: few runs learn as much from each token then. Fewer ranks, "
+            "parts or sequences make it smaller; to use as many ranks for fewer sequences, split layers and sequences "
+            f"over ranks. {CHAPTER}."
+        )
+
+
+def _speed_lines(plan: Plan) -> Iterator[str]:
+    cluster = plan.cluster
+    rate = f"{format_bytes(round(cluster.bandwidth_bytes_per_s))}/s"
+    if cluster.ranks_per_node > 1:
+        within = cluster.within_bytes_per_s or cluster.bandwidth_bytes_per_s
+        rate = f"{format_bytes(round(within))}/s within nodes of {cluster.ranks_per_node} and {rate} between them"
+    yield (f"A rank sends {format_bytes(plan.sent_bytes)} in a step: {format_seconds(plan.communication_s)} at {rate}.")
+    if plan.time is None:
+        return
+    time = plan.time
+    update = f"the optimizer {format_seconds(time.optimizer_s)}" if time.optimizer_s else "the optimizer not counted"
+    yield (
+        f"A step takes {format_seconds(time.estimate_s)}: arithmetic {format_seconds(time.arithmetic_s)}, waiting "
+        f"{format_seconds(time.exposed_s)}, {update}."
+    )
+    if not time.optimizer_s:
+        yield "An update takes as long as memory needs to read the state, and --device says how fast that is."
+    if plan.step_s is None:
+        yield (
+            f"That is a lower limit: no unit computes for {format_seconds(LAUNCH_BOUND_S)} in forward, so a GPU waits for "
+            "its kernels to be launched, and launches decide. Larger batches, fewer units or torch.compile help."
+        )
+        return
+    shortest, longest = (format_seconds(bound) for bound in plan.step_s)
+    most, least = plan.items_per_s
+    yield f"Between {shortest} and {longest}: {_reason(plan)}."
+    speed = plan.items_per_s_estimate
+    mfu = f", {plan.mfu:.0%} MFU" if plan.mfu else ""
+    yield (
+        f"{speed:,.0f} {plan.item}s/s over all ranks ({least:,.0f} to {most:,.0f}), "
+        f"{speed / cluster.world_size:,.0f} per rank, {speed * DAY_S:.3g} a day{mfu}."
+    )
+
+
+def _reason(plan: Plan) -> str:
+    """Explain the range of a step."""
+    if plan.cluster.device is None:
+        return f"with all communication hidden behind arithmetic; with none, and rates {TYPICAL_RANGE:.0%} below"
+    device = named_device(plan.cluster.device)
+    if device.measured:
+        return f"published runs on {device.title} lie {TYPICAL_RANGE:.0%} to either side"
+    return f"no published run gives the share that {device.title} reaches; it is that of its nearest relative"
+
+
+def _held_back_lines(plan: Plan, waits: Plan | None) -> Iterator[str]:
+    """Say what it would bring to reduce only after the last part, and what it would cost."""
+    if waits is None:
+        return
+    fits = "which fits" if waits.fits else "which does not fit"
+    yield (
+        f"Gradients are reduced after each part. Held back until the last (--no-sync-micro-batches), a rank sends "
+        f"{format_bytes(plan.sent_bytes - waits.sent_bytes)} less and peaks at {format_bytes(waits.peak.bytes)}, {fits}."
+    )
+
+
+def _cost_lines(options: argparse.Namespace, plan: Plan, saving: SavePlan | None, hours: float | None) -> Iterator[str]:
+    if saving is None:
+        yield (
+            f"A checkpoint has {format_bytes(plan.checkpoint_bytes)}; --storage-gb-s, what a node writes, says how often "
+            "to save."
+        )
+    else:
+        yield (
+            f"A checkpoint has {format_bytes(saving.checkpoint_bytes)} and takes {format_seconds(saving.save_s)}; with a "
+            f"failure every {format_seconds(HOUR_S * saving.hours_between_failures)} that takes "
+            f"{options.restart_minutes:g} minutes until all ranks train again, save every "
+            f"{format_seconds(saving.every_s)} and lose {saving.lost_share:.1%} of the time."
+        )
+    if hours is not None:
+        share = f"of which {options.goodput:.0%} is training" if options.goodput else f"without {LEFT_OUT} (--goodput)"
+        days = hours / plan.cluster.world_size / DAY_HOURS
+        yield f"{options.total:.3g} {plan.item}s take {hours:,.0f} GPU-hours, {days:,.1f} days, {share}."
+
+
+def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
+    """Say what is fastest on the same cluster, if it is something else."""
+    if best is None or plan.step_s is None:
+        return
+    if best.settings == plan.settings:
+        yield "Nothing that was tried is faster."
+        return
+    settings = best.settings
+    yield (
+        f"Fastest of what was tried: {settings.batch:,} {plan.item}s on each rank, sharding {settings.sharding}, "
+        f"activation checkpointing {settings.activation_checkpointing}: {best.items_per_s_estimate:,.0f} "
+        f"{plan.item}s/s, peak {format_bytes(best.peak.bytes)}."
+    )
+
+
+def _paste_lines(
+    options: argparse.Namespace, plan: Plan, changes: list[tuple[str, Plan]], best: Plan | None
+) -> Iterator[str]:
+    """Yield the command of what was advised: what makes it fit or, if it does, what is fastest."""
+    advised = changes[-1][1] if changes else best if plan.fits else None
+    if advised is None or plan.fits and (advised.settings == plan.settings or plan.step_s is None):
+        return
+    if not advised.fits:
+        return
+    yield "To plan that:"
+    yield f"  {shlex.join(command_of(options, advised))}"
+
+
+def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
+    """Return the words of the command that asks for `plan`, a change of what `options` ask for."""
+    words = ["python", "-m", "fsdp_helpers", "plan"]
+    for name in ("model", "config"):
+        words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []
+    words += [f"--{name}" for name in ("llama", "vit", "tied") if getattr(options, name)]
+    others = Flag(setting="context", kind=int, meaning=""), Flag(setting="lora_rank", kind=int, meaning="")
+    for row in (*SHAPE_FLAGS, *others):
+        words += row.words(getattr(options, row.setting))
+    words += ["--world-size", str(plan.cluster.world_size)]
+    given = given_settings(vars(options), CLUSTER_FLAGS)
+    for row in CLUSTER_FLAGS:
+        words += row.words(given.get(row.setting))
+    for row in TRAINING_FLAGS:
+        words += row.words(getattr(plan.settings, row.setting))
+    if plan.settings.batch != _batch(argparse.Namespace(images=None, tokens=None), plan):
+        words += [f"--{plan.item}s", str(plan.settings.batch)]
+    return words
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _sweep_lines(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the table of --sweep and, with --days, the fewest GPUs that are done in time."""
+    first = read_subject(options)
+    contexts = [options.context] if options.context or first.item != "token" else CONTEXTS
+    subjects = [read_subject(argparse.Namespace(**vars(options) | {"context": context})) for context in contexts]
+    settings = read_settings(options, first)
+    cluster_of = partial(read_cluster, options)
+    goodput = options.goodput or 1.0
+    hours = " GPU-hours      days" if options.total else ""
+    yield f"{first.name}, {settings.precision}, {settings.optimizer}, up to {options.world_size:,} ranks"
+    yield f"{'GPUs':>6} {'sequence':>8} {'batch':>9} {'recompute':>9} {'chunks':>6} {'sharding':>8} {'peak':>8} {first.item + 's/s':>12}{hours}"
+    for row in sweep(subjects, settings, cluster_of, powers_of_two(options.world_size)):
+        yield _row_line(row, options.total, goodput)
+    if options.days:
+        yield from _fewest_lines(options, subjects, settings, cluster_of, goodput)
+
+
+def _row_line(row: Row, total: float | None, goodput: float) -> str:
+    start = f"{row.world_size:>6,} {row.sequence:>8,}"
+    if row.best is None:
+        return f"{start} nothing that was tried fits"
+    plan, chosen = row.best, row.best.settings
+    line = (
+        f"{start} {chosen.batch:>9,} {chosen.activation_checkpointing:>9} {chosen.loss_chunks:>6} "
+        f"{chosen.sharding:>8} {format_bytes(plan.peak.bytes):>8} {plan.items_per_s_estimate:>12,.0f}"
+    )
+    if not total:
+        return line
+    return f"{line} {device_hours(plan, total, goodput):>9,.0f} {days_of(plan, total, goodput):>9,.1f}"
+
+
+def _fewest_lines(
+    options: argparse.Namespace, subjects: list[Subject], settings: Settings, cluster_of: partial, goodput: float
+) -> Iterator[str]:
+    """Say how few GPUs are done in time, with each sequence."""
+    for subject in subjects:
+        limits = {"total": options.total, "days": options.days, "most": options.world_size, "goodput": goodput}
+        plan = fewest_ranks(subject, settings, cluster_of, **limits)
+        with_sequences = f" in sequences of {subject.sequence:,}" if subject.sequence > 1 else ""
+        what = f"{options.total:.3g} {subject.item}s{with_sequences}"
+        if plan is None:
+            yield f"{what}: {options.world_size:,} GPUs are not done in {options.days:g} days."
+            continue
+        days = days_of(plan, options.total, goodput)
+        yield (
+            f"{what}: {plan.cluster.world_size:,} GPUs are the fewest that are done in {options.days:g} days: "
+            f"{days:,.1f}, {plan.items_per_step:,} {plan.item}s a step."
+        )

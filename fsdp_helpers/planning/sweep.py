@@ -1,0 +1,111 @@
+"""Many plans at once: ranks, sequences and levers, and the fewest devices that are done in time. No torch."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from fsdp_helpers.planning.advice import FEWEST_CHUNKS, fastest
+from fsdp_helpers.planning.costs import device_hours
+from fsdp_helpers.planning.models import Subject
+from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
+
+DAY_HOURS = 24
+CONTEXTS = (2048, 8192, 32768)  # tokens of a sequence, unless one is given
+FEWEST_RANKS = 8
+ClusterOf = Callable[[int], Cluster]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The fastest plan on that many ranks with that sequence, or None if nothing that was tried fits."""
+
+    world_size: int
+    sequence: int
+    best: Plan | None
+
+
+def sweep(
+    subjects: Iterable[Subject], settings: Settings, cluster_of: ClusterOf, world_sizes: Iterable[int]
+) -> Iterator[Row]:
+    """Yield a row for each model, one for each length of its sequence, and each number of ranks.
+
+    Tried are all batches that fit, in powers of two, with nothing, products or only inputs kept, the loss at once and in
+    chunks, and sharded over all ranks or within a node.
+    """
+    sizes = list(world_sizes)
+    for subject in subjects:
+        for world_size in sizes:
+            yield Row(
+                world_size=world_size,
+                sequence=subject.sequence,
+                best=best_plan(subject, settings, cluster_of(world_size)),
+            )
+
+
+def best_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan | None:
+    """Return the fastest plan on `cluster` that fits; None if none does. Raises ValueError if no rate is known."""
+    chunks = (1, FEWEST_CHUNKS) if subject.chunks_loss else (1,)
+    found = []
+    for loss_chunks in chunks:
+        start = replace(settings, batch=subject.sequence, loss_chunks=loss_chunks)
+        plan = make_plan(subject, start, cluster)
+        if plan.time is None:
+            raise ValueError("--sweep compares speeds; name a --device, or give --tflops")
+        if (best := fastest(plan, subject)) is not None:
+            found.append(best)
+    return max(found, key=lambda plan: plan.items_per_s_estimate, default=None)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return numbers of ranks, from FEWEST_RANKS on, doubled until `most`, which is the last one."""
+    sizes = [FEWEST_RANKS]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
+    return [size for size in sizes if size < most] + [most]
+
+
+def days_of(plan: Plan, total: float, goodput: float = 1.0) -> float:
+    """Return the days of a run of `total` items."""
+    return device_hours(plan, total, goodput) / plan.cluster.world_size / DAY_HOURS
+
+
+def fewest_ranks(
+    subject: Subject, settings: Settings, cluster_of: ClusterOf, *, total: float, days: float, most: int, goodput: float
+) -> Plan | None:
+    """Return the plan with the fewest ranks, in whole nodes, that is done with `total` items within `days`.
+
+    None if even `most` ranks are not. More ranks are taken to be faster, which holds until the network decides.
+    """
+    node = cluster_of(1).ranks_per_node
+
+    def in_time(nodes: int) -> Plan | None:
+        plan = best_plan(subject, settings, cluster_of(nodes * node))
+        return plan if plan is not None and days_of(plan, total, goodput) <= days else None
+
+    too_few, enough = 0, max(1, most // node)
+    best = in_time(enough)
+    while best is not None and enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        found = in_time(middle)
+        too_few, enough, best = (too_few, middle, found) if found is not None else (middle, enough, best)
+    return best
+
+
+def fewest_that_fit(subject: Subject, settings: Settings, cluster: Cluster, most: int = 2**14) -> int | None:
+    """Return the fewest ranks on which a plan fits, None if even `most` are too few.
+
+    More ranks need less until padding outweighs what they divide, so ranks are doubled until it fits, and then the
+    distance to the last number that didn't is halved.
+    """
+
+    def fits(ranks: int) -> bool:
+        return make_plan(subject, settings, replace(cluster, world_size=ranks)).fits
+
+    too_few, enough = 0, 1
+    while not fits(enough):
+        too_few, enough = enough, 2 * enough
+        if enough > most:
+            return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough

@@ -1,0 +1,98 @@
+"""A broken run under plain torchrun, without the launcher of this package, to see what everybody sees.
+
+torchrun --standalone --nproc-per-node 2 -m fsdp_helpers.teaching.failures.plain NAME SECONDS
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import islice
+
+import torch.distributed as dist
+
+from fsdp_helpers.teaching.failures import gallery
+from fsdp_helpers.teaching.failures.gallery import LIMIT_S, NUM_RANKS
+
+PATIENCE_S = 10  # a collective's, instead of half an hour
+MODULE = "fsdp_helpers.teaching.failures.plain"
+MOST_LINES, MOST_OF_LINE, LINES_OF_ERROR = 5, 260, 3
+RANK = re.compile(r"^\[rank\d\]: ?")
+ERROR = re.compile(r"^\[rank\d\]:( [A-Za-z_.]*(Error|Exception|Timeout)\b: |\[E)|what\(\):|terminate called")
+END_OF_ERROR = (
+    "Traceback",
+    "The above exception",
+    "During handling",
+    "Exception raised",
+    "Tip:",
+    "For example",
+    "frame #",
+)
+# What differs from run to run or from machine to machine, and its stand-in.
+VARYING = (
+    (r"\b\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d", "TIME"),
+    (r"\[([EW])\d{4} [\d:.]+ ", r"[\1 "),
+    (r"(host +: ).*", r"\1HOST"),
+    (r"\(pid: \d+\)", "(pid: PID)"),
+    (r"by PID \d+", "by PID PID"),
+    (r"127\.0\.0\.1|\[::1\]|localhost", "ADDRESS"),
+    (r"(ADDRESS\]?[:, ]+)\d{4,5}\b", r"\1PORT"),
+    (r"(port: )\d+", r"\1PORT"),
+    (r"/\S*/([a-z_]+\.(cc|cpp|py))", r"\1"),
+)
+
+
+def run_plainly(name: str, patience_s: float = PATIENCE_S) -> dict:
+    """Run one broken run under torchrun; return its exit status, the lines that matter, and torchrun's report."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*torchrun, "--log-dir", folder, "-m", MODULE, name, str(patience_s)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return what_matters(done.returncode, done.stderr)
+
+
+def what_matters(status: int, printed: str) -> dict:
+    """Return the parts of an output of torchrun that a card shows, without what differs from run to run."""
+    lines = [steady(line) for line in printed.splitlines()]
+    first = list(islice(dict.fromkeys(errors_of(lines)), MOST_LINES))
+    return {"status": status, "errors": first, "report": report_of(lines)}
+
+
+def steady(line: str) -> str:
+    """Return a line without what differs from run to run."""
+    for pattern, instead in VARYING:
+        line = re.sub(pattern, instead, line)
+    return line.rstrip()[:MOST_OF_LINE]
+
+
+def errors_of(lines: list[str]) -> Iterator[str]:
+    """Yield the lines in which a rank's tracebacks end, with the next lines of a long message, and those of C++."""
+    for number, line in enumerate(lines):
+        if not ERROR.search(line):
+            continue
+        yield line
+        for more in lines[number + 1 : number + LINES_OF_ERROR]:
+            said = RANK.sub("", more).strip()
+            if not RANK.match(more) or not said or ERROR.search(more) or said.startswith(END_OF_ERROR):
+                break
+            yield more
+
+
+def report_of(lines: list[str]) -> list[str]:
+    """Return torchrun's own report, from its ChildFailedError to the end of its table."""
+    begin = next((number for number, line in enumerate(lines) if "errors.ChildFailedError" in line), len(lines))
+    return [line for line in lines[begin:] if line.strip() and not set(line) <= set("=-")]
+
+
+def main(name: str, patience_s: str) -> None:
+    """Run the broken run as a rank of torchrun."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(patience_s)))
+    numbers = gallery.find(name).broken(dist.get_rank(), dist.get_world_size())
+    print(f"rank {dist.get_rank()}: {numbers}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,136 @@
+"""The number formats: weights without fp32 masters, a loss that overflows, one unit with two formats."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fsdp_helpers.teaching.failures.entry import Failure, Numbers
+from fsdp_helpers.teaching.failures.pieces import cpu_mesh, gradient_norm, images, small_model, whole
+
+# ---------------------------------------------------------------- no fp32 masters
+
+
+def share_that_changes(model: nn.Module, dtype: torch.dtype) -> Numbers:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    before = [whole(parameter).detach().clone() for parameter in model.parameters()]
+    for _ in range(10):
+        model(images().to(dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = [(whole(new) != old).flatten() for new, old in zip(model.parameters(), before, strict=True)]
+    return {"weights that change in ten steps, %": 100 * torch.cat(changed).float().mean().item()}
+
+
+def train_a_model_loaded_in_bf16(rank: int, world_size: int) -> Numbers:
+    model = small_model().to(torch.bfloat16)  # as from_pretrained(..., torch_dtype=torch.bfloat16)
+    fully_shard(model, mesh=cpu_mesh())
+    return share_that_changes(model, torch.bfloat16)
+
+
+def train_a_model_loaded_in_fp32(rank: int, world_size: int) -> Numbers:
+    model = small_model()
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return share_that_changes(model, torch.bfloat16)
+
+
+def all_of_them() -> Numbers:
+    return {"weights that change in ten steps, %": 100.0}
+
+
+# ---------------------------------------------------------------- overflow
+
+
+def norm_after_backward(model: nn.Module) -> Numbers:
+    model(10_000 * images()).square().mean().backward()  # squares of a few hundred: above fp16's 65,504
+    return {"gradient norm": gradient_norm(model)}
+
+
+def compute_in_fp16(rank: int, world_size: int) -> Numbers:
+    model = small_model()
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    return norm_after_backward(model)
+
+
+def compute_in_bf16(rank: int, world_size: int) -> Numbers:
+    model = small_model()
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return norm_after_backward(model)
+
+
+def norm_in_fp32() -> Numbers:
+    return norm_after_backward(small_model())
+
+
+# ---------------------------------------------------------------- two formats in one unit
+
+
+class Adapted(nn.Module):
+    """A layer in bf16 with an adapter in fp32, as PEFT makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = small_model().to(torch.bfloat16)
+        self.adapter = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.base(inputs.to(next(self.base.parameters()).dtype))
+        return self.adapter(hidden.to(next(self.adapter.parameters()).dtype))
+
+
+def shard_two_formats(rank: int, world_size: int) -> Numbers:
+    model = Adapted()
+    fully_shard(model, mesh=cpu_mesh())
+    return {"outputs": float(model(images()).numel())}
+
+
+def shard_one_format(rank: int, world_size: int) -> Numbers:
+    model = Adapted().float()
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return {"outputs": float(model(images()).numel())}
+
+
+def two_outputs_per_image() -> Numbers:
+    return {"outputs": 2.0 * len(images())}
+
+
+PRECISION = (
+    Failure(
+        name="wrong-bf16-masters",
+        title="A model loaded in bf16 hardly learns",
+        why="bf16 keeps 8 significant bits, so an update below about 1/256 of a weight is rounded away. With a learning rate "
+        "of 1e-5 that is nearly every update. `fully_shard` keeps weights, gradients and Adam's state in the format in "
+        "which the model was loaded; no error is raised.",
+        tell="`next(model.parameters()).dtype` is bf16 where the optimizer sees it. Count the weights that a step changes.",
+        fix="Load in fp32, and compute in bf16: `fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`.",
+        broken=train_a_model_loaded_in_bf16,
+        fixed=train_a_model_loaded_in_fp32,
+        right=all_of_them,
+    ),
+    Failure(
+        name="wrong-fp16-nan",
+        title="The loss becomes nan in mixed precision",
+        why="fp16 ends at 65,504: larger activations, losses and gradients become inf, and inf - inf is nan. Small gradients "
+        "become 0. A `GradScaler` is for the small ones, and skips steps in which a gradient overflowed; it must skip on all "
+        "ranks together. `torch.autocast` on top of a `MixedPrecisionPolicy` casts twice.",
+        tell="`torch.isfinite` of the loss and of each layer's output: the first that is false. In bf16 the same step is finite.",
+        fix="`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`: bf16 has fp32's range. If it must be fp16, use "
+        "`torch.amp.GradScaler`, which finds an inf in any rank's shard, and no `autocast`.",
+        broken=compute_in_fp16,
+        fixed=compute_in_bf16,
+        right=norm_in_fp32,
+        tolerance=0.02,  # bf16 rounds to three digits
+    ),
+    Failure(
+        name="crash-uniform-dtype",
+        title="FSDP expects uniform original parameter dtype",
+        why="A unit's trained parameters are gathered and reduced in one buffer, so they need one format. Adapters in fp32 on a "
+        "trained base in bf16 are two. FSDP1 says *Must flatten tensors with uniform dtype*, for frozen parameters too.",
+        tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
+        fix="`model.float()` before `fully_shard`, and `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` to compute in bf16; "
+        "or make the adapters units of their own.",
+        broken=shard_two_formats,
+        fixed=shard_one_format,
+        right=two_outputs_per_image,
+        says="uniform original parameter dtype",
+    ),
+)

@@ -1,0 +1,70 @@
+"""Notebook 06: a changed line of its cells changes what the text says."""
+
+import pytest
+from chapters import CellError, Chapter
+
+LIVE = ["live-ranks", "live-model", "live-loop", "live-save", "live-load"]
+
+
+@pytest.fixture(scope="module")
+def chapter(tmp_path_factory):
+    with Chapter("06", tmp_path_factory.mktemp("06") / "notebooks") as chapter:
+        chapter.run_all(["cell-02", "cell-03", "cell-04", *LIVE])
+        yield chapter
+
+
+def failure(chapter, cell_id, changes) -> str:
+    with pytest.raises(CellError) as failed:
+        chapter.run(cell_id, changes)
+    return failed.value.message
+
+
+def test_loading_is_exact_only_with_every_line(chapter):
+    assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is True
+    handed_back = (
+        'set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])\n'
+    )
+    chapter.run("live-load", {"live-load": (handed_back, "")})
+    assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is False
+    chapter.run("live-load", {"live-load": ('dcp.load(state, checkpoint_id=f"{folder}/first")\n', "")})
+    assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is False
+    chapter.run("live-load")
+    assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is True
+
+
+def test_what_was_not_saved_does_not_load(chapter):
+    everything = '{"model": model_state, "optimizer": optimizer_state}'
+    chapter.run_all(["live-loop", "live-save"], {"live-save": (everything, '{"model": model_state}')})
+    assert "Missing key in checkpoint state_dict: optimizer." in failure(chapter, "live-load", {})
+    chapter.run_all(["live-loop", "live-save", "live-load"])
+
+
+def test_gathering_gives_rank_0_everything(chapter):
+    total = "[len(shards) for shards in ranks['full']]"
+    chapter.run("live-full")
+    assert chapter.value(total) == [8, 0]
+    chapter.run("live-full", {"live-full": ("full_state_dict=True, cpu_offload=True", "cpu_offload=True")})
+    assert chapter.value(total) == [8, 8]  # each rank its shards
+    chapter.run("live-full")
+
+
+def test_a_background_save_has_the_state_of_the_call(chapter):
+    chapter.run("app-state")
+    chapter.run("live-async")
+    assert chapter.value("ranks['in_background']") == [True, True]
+    line = 'dcp.load(app, checkpoint_id=f"{folder}/background")\n'
+    chapter.run("live-async", {"live-async": (line, "")})  # two steps later
+    assert chapter.value("ranks['in_background']") == [False, False]
+
+
+def test_a_plain_state_dict_loses_the_moments(chapter):
+    chapter.run("live-load")
+    chapter.run("accident-3")
+    assert chapter.value("ranks['saved_for'], ranks['loaded_for']") == ([8, 8], [0, 0])
+    chapter.run("live-load")
+
+
+def test_cells_run_twice_show_the_same(chapter):
+    for cell_id in (*LIVE[1:], "live-full", "app-state"):
+        first, second = chapter.run(cell_id), chapter.run(cell_id)
+        assert first == second or cell_id == "live-save", cell_id  # it trains on: its text says the same of new losses

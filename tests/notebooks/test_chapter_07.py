@@ -1,0 +1,96 @@
+"""Chapter 07 with lines of its cells changed: each lever does what the text says, and leaving it out undoes that."""
+
+import pytest
+from chapters import Chapter
+
+CELLS = [
+    *("second-step", "fsdp", "checkpointed", "other-order", "selective", "bf16", "masters", "dtypes"),
+    *("in-parts", "same-gradient", "by-parts", "clipping"),
+]
+
+
+@pytest.fixture(scope="module")
+def chapter(tmp_path_factory):
+    """The chapter with all its cells run once; `first` has what they showed."""
+    with Chapter("07", tmp_path_factory.mktemp("chapter") / "07") as chapter:
+        chapter.run_all(chapter.set_up_cells())
+        chapter.first = {cell_id: chapter.run(cell_id) for cell_id in CELLS}
+        yield chapter
+
+
+def rank_0(chapter, name):
+    return chapter.value(f"ranks['{name}'][0]")
+
+
+def peak_bytes(chapter, name):
+    return chapter.value(f"ranks['{name}'][0].curve.peak_bytes")
+
+
+def test_a_cell_run_again_gives_the_same_output(chapter):
+    assert chapter.ranks_cells() == CELLS
+    assert {cell_id: chapter.run(cell_id) for cell_id in CELLS} == chapter.first
+
+
+def test_without_the_wrapper_the_activations_stay(chapter):
+    plain, checkpointed = peak_bytes(chapter, "step"), peak_bytes(chapter, "checkpointed_step")
+    assert peak_bytes(chapter, "selective_step") > checkpointed
+    chapter.run("checkpointed", {"checkpointed": ("fully_shard(checkpoint_wrapper(block)", "fully_shard(block")})
+    assert peak_bytes(chapter, "checkpointed_step") == pytest.approx(plain, rel=1e-3)
+    assert plain > 1.5 * checkpointed
+
+
+def test_reduced_in_bf16_half_as_many_bytes_are_sent(chapter):
+    fp32, in_fp32, all_bf16, by_default = rank_0(chapter, "in_bf16").values()
+    assert 2 * all_bf16["reduce_scatter"] == in_fp32["reduce_scatter"] == fp32["reduce_scatter"]
+    changed = {
+        "bf16": ("partial(shard_bf16, reduce_dtype=torch.float32)", "partial(shard_bf16, reduce_dtype=torch.bfloat16)")
+    }
+    chapter.run("bf16", changed)
+    assert rank_0(chapter, "in_bf16")["bf16, reduced in fp32"]["reduce_scatter"] == all_bf16["reduce_scatter"]
+    chapter.run("bf16", {"bf16": ("param_dtype=torch.bfloat16, ", "")})
+    gathered = rank_0(chapter, "in_bf16")["bf16, reduced in fp32"]["all_gather"]
+    assert gathered == fp32["all_gather"] == 2 * in_fp32["all_gather"]
+
+
+@pytest.mark.parametrize(
+    "line, instead",
+    [
+        (" / num_parts\n", "\n"),
+        ("is_last or reduce_each)", "False)"),
+    ],
+    ids=["parts not divided by their number", "never reduced"],
+)
+def test_a_gradient_that_is_not_that_of_the_batch(chapter, line, instead):
+    chapter.run("same-gradient")
+    assert all(difference < 1e-5 for difference in rank_0(chapter, "differences").values())
+    try:
+        chapter.run("in-parts", {"in-parts": (line, instead)})
+        try:
+            chapter.run("same-gradient")
+        except Exception as error:
+            assert "NoneType" in str(error)  # no gradient on this rank's shards
+        else:
+            assert max(rank_0(chapter, "differences").values()) > 0.5
+    finally:
+        chapter.run_all(["in-parts", "same-gradient"])
+
+
+def test_every_part_gathers_again(chapter):
+    counts = [row[:2] for row in rank_0(chapter, "by_parts").values()]
+    assert counts == [(17, 9), (34, 9), (34, 18), (68, 9), (9, 9)]
+    chapter.run(
+        "by-parts",
+        {"by-parts": ("fully_shard(block, mesh=mesh, reshard_after_forward=False)", "fully_shard(block, mesh=mesh)")},
+    )
+    kept = rank_0(chapter, "by_parts")["4 parts, units kept unsharded"]
+    assert kept[0] == 8 * 4 + 9, "forward reshards each block, so backward gathers it again"
+
+
+def test_the_norm_is_that_of_all_shards(chapter):
+    norms = rank_0(chapter, "norms")
+    assert norms["returned"] == pytest.approx(norms["one process"], rel=1e-3)
+    assert norms["this rank's shard"] < norms["returned"]
+    clip = "nn.utils.clip_grad_norm_(model.parameters(), LIMIT).full_tensor()"
+    get = "nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).full_tensor()"
+    chapter.run("clipping", {"clipping": (f"norm = {clip}", f"norm = {get}")})
+    assert rank_0(chapter, "norms")["afterward"] == norms["returned"] > 0.1, "nothing was clipped"

@@ -1,0 +1,94 @@
+"""The index by what you see: every card is in it, and what it quotes is what real runs say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_helpers.cli.explain import normalized
+from fsdp_helpers.teaching.failures import plain
+from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN
+from fsdp_helpers.teaching.failures.sights import BEHAVIOR, MESSAGE, NUMBER, SIGHTS
+
+KEPT = json.loads((Path(__file__).parents[3] / "notebooks/reference/failures.json").read_text())
+QUOTES = [(name, sight) for name, sights in SIGHTS.items() for sight in sights if sight.source]
+MESSAGES = [
+    (name, sight.text)
+    for name, sights in SIGHTS.items()
+    for sight in sights
+    if sight.kind == MESSAGE and not sight.source
+]
+SITE = Path(torch.__file__).parent.parent
+
+
+def said_by(saved: dict) -> str:
+    return normalized("\n".join([*saved["errors"], *saved["report"]]))
+
+
+def test_every_card_has_a_row():
+    assert SIGHTS.keys() == GALLERY.keys()
+    assert {sight.kind for sights in SIGHTS.values() for sight in sights} == {MESSAGE, NUMBER, BEHAVIOR}
+    texts = [sight.text for sights in SIGHTS.values() for sight in sights]
+    assert all("|" not in text and "\n" not in text for text in texts)
+
+
+@pytest.mark.parametrize("name, text", MESSAGES)
+def test_a_quoted_message_is_in_a_saved_run(name, text):
+    """That torch still says so, test_failures asks the runs under `launch`; below, runs under torchrun."""
+    assert name in {failure.name for failure in RUN}, "what a CPU can't show is a quote, with its source"
+    saved = KEPT["torchrun"].get(name) or KEPT["torchrun"]["crash-connection-closed"]
+    here = KEPT.get(name, {"broken": {"error": ""}})["broken"]["error"]  # of a program that torchrun does not start
+    assert normalized(text) in said_by(saved) or normalized(text) in normalized(here)
+
+
+@pytest.mark.parametrize("name, sight", QUOTES)
+def test_what_was_not_seen_here_names_its_source(name, sight):
+    source = SITE / sight.source
+    if sight.source.startswith("torch/") and source.suffix == ".py":
+        assert sight.text.partition(" torch.bfloat16")[0] in " ".join(source.read_text().replace('"', "").split())
+
+
+UNDER_TORCHRUN = ["crash-connection-closed"] + [
+    pytest.param(name, marks=pytest.mark.long) for name in sorted(KEPT["torchrun"].keys() - {"crash-connection-closed"})
+]
+
+
+@pytest.mark.parametrize("name", UNDER_TORCHRUN)
+def test_torchrun_still_says_so(name):
+    seen = plain.run_plainly(name)
+    assert seen["status"] == KEPT["torchrun"][name]["status"] == 1
+    for told, text in MESSAGES:
+        if told == name or (name == "crash-connection-closed" and told == "crash-no-traceback"):
+            assert normalized(text) in said_by(seen)
+
+
+PRINTED = """
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/somebody/train.py", line 3, in <module>
+[rank0]: RuntimeError: Error(s) in loading state_dict for Sequential:
+[rank0]: \tMissing key(s) in state_dict: "0.weight".
+[rank1]:[E1123 17:10:15.245069943 socket.cpp:1028] [c10d] The client socket has timed out (127.0.0.1, 40399).
+  what():  [enforce fail at /__w/gloo/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 72 vs 18.
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+=====
+  host      : somebodys-laptop
+  exitcode  : -6 (pid: 8666)  (SIGABRT)
+"""
+
+
+def test_a_saved_run_has_what_matters_and_nothing_of_the_machine():
+    assert plain.what_matters(1, PRINTED) == {
+        "status": 1,
+        "errors": [
+            "[rank0]: RuntimeError: Error(s) in loading state_dict for Sequential:",
+            '[rank0]: \tMissing key(s) in state_dict: "0.weight".',
+            "[rank1]:[E socket.cpp:1028] [c10d] The client socket has timed out (ADDRESS, PORT).",
+            "  what():  [enforce fail at pair.cc:464] op.preamble.length <= op.nbytes. 72 vs 18.",
+        ],
+        "report": [
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+            "  host      : HOST",
+            "  exitcode  : -6 (pid: PID)  (SIGABRT)",
+        ],
+    }
