@@ -3,6 +3,7 @@
 A process that imports them has loaded in half the time what `workers_for_tests` would load.
 """
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -22,12 +23,12 @@ from fsdp_helpers.ranks import progress
 from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.ranks.gpus import VISIBLE
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.launching import start
+from fsdp_helpers.ranks.launching import server
 
 
 def load_torch_alone():
     """Let this Python's fork server load no more ahead, which takes half the time; not in pytest's own process."""
-    start.PRELOADED[:] = ["torch"]
+    server.PRELOADED[1:] = ["torch"]
 
 
 def return_rank(rank, world_size):
@@ -130,7 +131,9 @@ def print_lines(rank, world_size, count):
         print(f"line {number}")
     print("to stderr", rank, file=sys.stderr)
     sys.stdout.buffer.write("bytes: ü\n".encode())
-    subprocess.run(["sh", "-c", "echo by a process; printf 'and its rest'"], stdout=sys.stdout, check=True)
+    sys.stdout.flush()
+    subprocess.run(["sh", "-c", "echo by a process"], check=True)
+    ctypes.CDLL(None).puts(b"by a C library")
     print("no newline at the end", end="")
 
 

@@ -5,24 +5,23 @@ What a cell prints goes through a pipe, as bytes, so that a C library or a progr
 
 import ast
 import builtins
+import codeop
 import importlib.machinery
+import io
 import linecache
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import pprint
 import re
-import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,39 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_helpers.ranks.group import process_group, rank_device
+from fsdp_helpers.ranks.launching.process import Failure, Sender, flush
+from fsdp_helpers.ranks.launching.setup import Setup
 
 INTERRUPT = getattr(signal, "SIGUSR2", None)  # the parent's request to end a cell; SIGINT is for the whole group
 WIDTH = 110  # of a value that is shown over several lines
 ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
+LONGER_S = 300.0  # for a collective while another rank may compile
 CELLS = "<cells>"  # the file of the module in which all cells run
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What all ranks of a group start with."""
-
-    world_size: int
-    device: str
-    timeout_s: float
-    folder: str
-    environment: dict[str, str | None]  # what the parent changed (None: removed) since its ranks are forked
-
-    def stack_file(self, rank: int) -> Path:
-        return Path(self.folder, f"stack-{rank}.txt")
-
-    @property
-    def meeting_point(self) -> str:
-        return "file:///" + Path(self.folder, "meeting-point").as_posix().lstrip("/")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception that a cell did not catch."""
-
-    when_s: float
-    summary: str  # the traceback's last line
-    cell_lines: str  # the traceback without the libraries' frames
-    details: str  # all of it
 
 
 @dataclass(frozen=True)
@@ -70,8 +44,10 @@ class Answer:
     """What one rank says at the end of a cell."""
 
     value: str | None = None  # of the last line, as it is shown
-    failure: Failure | None = None
-    collectives: Mapping[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # per group: ranks, how many
+    failure: Failure | None = None  # with the frames that are the reader's
+    collectives: Mapping[tuple, int] = field(
+        default_factory=dict
+    )  # of each group (its name and ranks): how many so far
 
 
 @dataclass(frozen=True)
@@ -83,89 +59,29 @@ class LocalShard:
     shape: torch.Size
 
 
-def serve(rank: int, setup: Setup, links: list, outputs: list) -> None:
+def serve(rank: int, setup: Setup, send: Sender, link: multiprocessing.connection.Connection) -> None:
     """Join the group, then run cells until the parent ends, or closes the link."""
-    if hasattr(os, "setsid"):
-        os.setsid()  # an interrupt of the parent's process group is not meant for ranks
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":  # so that workers of a DataLoader know what cells define
-        multiprocessing.set_start_method("fork", force=True)
-    link = links[rank]
-    _write_into(outputs[rank])
-    for connection in (*links[:rank], *links[rank + 1 :], *outputs):
-        connection.close()
-    _end_with_parent(setup.folder)
-    _take_environment(setup.environment)
-    if setup.device == "cpu":
-        from fsdp_helpers.ranks.gpus import hide_gpus
-
-        hide_gpus()
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.world_size), LOCAL_WORLD_SIZE=str(setup.world_size)
-    )
-    if sys.platform in ("linux", "darwin"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", {"linux": "lo", "darwin": "lo0"}[sys.platform])
-    from fsdp_helpers.ranks.launching.stacks import written_on_request
-
-    place = {"rank": rank, "world_size": setup.world_size, "device": setup.device}
-    group = process_group(**place, init_method=setup.meeting_point, launched=True)
-    with written_on_request(setup.stack_file(rank)), group:
-        _limit_waiting(setup.timeout_s)
-        cells = Cells(rank, setup.world_size, rank_device())
-        link.send((0, Answer()))
-        while (message := _receive(link)) is not None:
-            number, kind, content = message
-            link.send((number, cells.run(*content) if kind == "cell" else cells.get(content)))
-    _leave()
+    place = {"device": setup.device, "init_method": setup.meeting_point, "launched": True}
+    with process_group(rank, setup.world_size, **place):
+        limit_waiting(setup.timeout_s)
+        cells = Cells(rank, setup, rank_device())
+        send("answer", (setup.payload, None))
+        while True:
+            try:
+                number, kind, content = pickle.loads(link.recv_bytes())
+            except (EOFError, OSError):
+                return
+            send("answer", (number, cells.run(*content) if kind == "cell" else cells.get(content)))
 
 
-def _receive(link: multiprocessing.connection.Connection) -> tuple | None:
-    try:
-        return link.recv()
-    except (EOFError, OSError):
-        return None
-
-
-def _leave() -> None:
-    """End without Python's clean-up: gloo's threads outlive their group."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(0)
-
-
-def _write_into(output: multiprocessing.connection.Connection) -> None:
-    """Send everything that this process writes into the pipe, line by line."""
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        os.dup2(output.fileno(), number)
-        setattr(sys, name, open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False))
-
-
-def _end_with_parent(folder: str) -> None:
-    parent = multiprocessing.parent_process().sentinel
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent])
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end with parent", daemon=True).start()
-
-
-def _take_environment(changes: dict[str, str | None]) -> None:
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def _limit_waiting(timeout_s: float) -> None:
-    """Give a collective so many seconds, in the group of all ranks and in those that a cell makes."""
-    from datetime import timedelta
-
+def limit_waiting(timeout_s: float) -> None:
+    """Give a collective so many seconds, in all groups that there are and in those that a cell makes."""
     limit = timedelta(seconds=timeout_s)
+    if dist.distributed_c10d.default_pg_timeout == limit:
+        return
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
-    set_timeout(limit, dist.group.WORLD)
+    for group in dist.distributed_c10d._world.pg_map:
+        set_timeout(limit, group)
     dist.distributed_c10d.default_pg_timeout = limit
     dist.distributed_c10d.default_pg_nccl_timeout = limit
 
@@ -173,14 +89,17 @@ def _limit_waiting(timeout_s: float) -> None:
 class Cells:
     """The module in which a rank's cells run: its names stay from cell to cell."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, setup: Setup, device: torch.device) -> None:
         # Its name is that of a script's module, so that what is shown can be copied into a script.
         module = types.ModuleType("__main__")
         module.__file__ = CELLS
         module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)  # nothing for a further process to import
-        module.__dict__.update(__builtins__=builtins, rank=rank, world_size=world_size, device=device)
+        module.__dict__.update(__builtins__=builtins, rank=rank, world_size=setup.world_size, device=device)
         sys.modules["__main__"] = module
         self.names = module.__dict__
+        self.timeout_s, self.compiles = setup.timeout_s, False
+        self.compile = codeop.Compile()  # remembers `from __future__ import ...`
+        self.line_file = os.open(setup.line_file(rank), os.O_WRONLY | os.O_CREAT)
         self.source: list[str] = []
         self.running = False
         self.point_to_point = _count_point_to_point()
@@ -194,6 +113,7 @@ class Cells:
     def run(self, text: str, file: str) -> Answer:
         """Run a cell, and return the value of its last line, or the exception that ended it."""
         value = failure = None
+        self._limit_waiting(text)
         try:
             self.running = True
             value = self._execute(text, file)
@@ -201,8 +121,7 @@ class Cells:
         except BaseException as error:
             self.running = False
             failure = describe_failure(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         return Answer(value, failure, self._count_collectives())
 
     def _execute(self, text: str, file: str) -> str | None:
@@ -211,15 +130,28 @@ class Cells:
         tree = ast.parse(text, file)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         try:
-            exec(compile(tree, file, "exec"), self.names)
+            for statement in tree.body:
+                self._begin_line(statement.lineno)
+                exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)  # type: ignore[arg-type]
             if last is None:
                 return None
-            value = eval(compile(ast.Expression(last.value), file, "eval"), self.names)
+            self._begin_line(last.lineno)
+            value = eval(self.compile(ast.Expression(last.value), file, "eval"), self.names)  # type: ignore[arg-type]
             return None if value is None or text.rstrip().endswith(";") else show_value(value)
         finally:
             for defined in set(self._classes()) - known:
                 if "__firstlineno__" in vars(defined):
                     defined.__firstlineno__ += offset
+
+    def _limit_waiting(self, text: str) -> None:
+        """Give collectives longer from the first cell on that compiles, and for the first of NCCL: ranks may differ."""
+        self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
+        first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
+        limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
+
+    def _begin_line(self, line: int) -> None:
+        """Note the line of the statement that runs: a process that dies cannot say it any more."""
+        os.pwrite(self.line_file, f"{line:8}".encode(), 0)
 
     def _classes(self) -> list[type]:
         return [value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"]
@@ -237,14 +169,14 @@ class Cells:
         linecache.cache[CELLS] = (sum(map(len, self.source)), None, self.source, CELLS)
         return offset
 
-    def _count_collectives(self) -> dict[str, tuple[tuple[int, ...], int]]:
+    def _count_collectives(self) -> dict[tuple, int]:
         """Count the collectives of each group that this rank is in, messages from rank to rank left out."""
         counts = {}
-        for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
-            if group == dist.GroupMember.NON_GROUP_MEMBER:  # a group of other ranks
-                continue
-            count = group._get_sequence_number_for_group() - self.point_to_point.get(group.group_name, 0)
-            counts[group.group_name] = (tuple(ranks), count)
+        for group in dist.distributed_c10d._world.pg_map:
+            name = group.group_name
+            counts[name, *dist.get_process_group_ranks(group)] = (
+                group._get_sequence_number_for_group() - self.point_to_point.get(name, 0)
+            )
         return counts
 
     def get(self, name: str) -> tuple[bool, bytes]:
@@ -302,8 +234,6 @@ def portable(value: Any) -> Any:
 
 
 def _dumps(value: Any) -> bytes:
-    import io
-
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
@@ -319,9 +249,8 @@ class _Pickler(pickle.Pickler):
 
 
 def describe_failure(error: BaseException) -> Failure:
-    """Describe the end of a cell: its last line, the frames that are the reader's, and all of them."""
+    """Describe the end of a cell: its last line, and the frames that are the reader's."""
     frames = traceback.TracebackException.from_exception(error)
-    details = "".join(frames.format()).rstrip()
     for one in _chain(frames):
         one.stack = traceback.StackSummary.from_list([frame for frame in one.stack if _is_the_readers(frame.filename)])
         for frame in one.stack:
@@ -329,7 +258,7 @@ def describe_failure(error: BaseException) -> Failure:
                 frame.filename = os.path.basename(frame.filename)
     summary = "".join(frames.format_exception_only()).strip()
     text = without_addresses("".join(frames.format()).rstrip())
-    return Failure(time.monotonic(), without_addresses(summary), text, details)
+    return Failure(time.monotonic(), without_addresses(summary), text)
 
 
 def _chain(error: traceback.TracebackException | None) -> list[traceback.TracebackException]:

@@ -5,7 +5,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from fsdp_helpers.ranks.keeper import end_with
+from fsdp_helpers.ranks.orphans import end_with
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # one of these, and the process is meant to be a rank

@@ -63,14 +63,13 @@ def test_no_queue_does_two_things_at_once(prefetch):
 
 
 def test_one_reduction_is_under_way_at_a_time():
-    spans = step_spans(3, forward_s=1.0, gather_s=0.0, reduce_s=9.0, prefetch=True)
-    # forward until 3, backward of unit 2 until 5; its reduction, 5 to 14. Unit 1 computes meanwhile, and is reduced from
-    # 14; but unit 0 waits until the reduction before that has ended
-    assert stretches(spans, ARITHMETIC)[-3:] == [
-        ("backward", 2, 3.0, 5.0),
-        ("backward", 1, 5.0, 7.0),
-        ("backward", 0, 14.0, 16.0),
-    ]
+    units = ("c", "b", "a")
+    backward = [Task(queue=ARITHMETIC, what="backward", unit=unit) for unit in units]
+    reduce = [Task(queue=COMMUNICATION, what="reduce_scatter", unit=unit, asked=AT_END) for unit in units]
+    tasks = [task for pair in zip(backward, reduce, strict=True) for task in pair]
+    spans = run_tasks(tasks, lambda task: 2.0 if task.what == "backward" else 9.0)
+    # c is reduced from 2 to 11; b computes meanwhile, but a waits until that has ended
+    assert [start_s for _, _, start_s, _ in stretches(spans, ARITHMETIC)] == [0.0, 2.0, 11.0]
 
 
 def test_shards_are_added_up_over_the_copies_once_they_are_complete():

@@ -265,3 +265,103 @@ def test_a_restart_leaves_nothing_and_the_kernel_launches_again(kernels):
     for folder in kernel.temporary_files():
         shutil.rmtree(folder)  # of the kernel, which was killed
     assert text_of(kernel.run(OTHER_SET_UP + "launch(all_reduce_rank, world_size=2, device='cpu')")[-1]) == "[3.0, 3.0]"
+
+
+# ---------------------------------------------------------------- ranks that stay
+
+
+@pytest.fixture(scope="module")
+def live(kernels) -> Kernel:
+    """A kernel with two ranks that have a variable."""
+    kernels[0].run(
+        "%load_ext fsdp_helpers\nfrom fsdp_helpers import Ranks\nranks = Ranks(2, device='cpu', timeout_s=5)"
+    )
+    return kernels[0]
+
+
+@pytest.fixture
+def with_variable(live) -> Kernel:
+    live.run("%%ranks\nimport os, time\nimport torch.distributed as dist\nkept = 100 + rank")
+    return live
+
+
+def begin_on_ranks(kernel: Kernel, code: str) -> str:
+    """Begin a cell, and wait until all ranks are in it."""
+    folder = fresh_folder(kernel)
+    request = kernel.begin(f"%%ranks\nopen(f'{folder}/here-{{rank}}', 'w').close()\n{code}")
+    assert wait_until(lambda: len(list(folder.iterdir())) == 2, PATIENCE_S)
+    return request
+
+
+def test_a_cell_on_ranks_shows_what_they_agree_on_once(with_variable):
+    assert [text_of(output) for output in with_variable.run("%%ranks\nprint('both')\nkept")] == [
+        "both\nrank 0: 100\nrank 1: 101"
+    ]
+    assert [text_of(output) for output in with_variable.run("%%ranks 1\nkept")] == ["101"]
+    assert text_of(with_variable.run("ranks['kept']")[0]) == "[100, 101]"
+
+
+def test_a_cell_on_ranks_shows_its_lines_while_it_runs(with_variable):
+    request = begin_on_ranks(
+        with_variable, "print('begun')\nwhile not os.path.exists(f'go-{os.getppid()}'): time.sleep(0.05)"
+    )
+    while True:
+        message = with_variable.client.get_iopub_msg(timeout=PATIENCE_S)
+        if message["content"].get("data", {}).get("text/plain") == "begun":
+            break
+    with_variable.manager.interrupt_kernel()
+    *_, error = with_variable.end(request)
+    assert error["ename"] == "Interrupted"
+
+
+def test_the_lines_of_an_error_are_those_of_the_cell(with_variable):
+    first, *lines = the_error(with_variable.run("%%ranks\nif rank == 1:\n    1 / 0"))
+    assert first == "RankError: rank 1 of 2 failed, with this traceback of its own:"
+    assert lines[1].startswith('  File "Cell In[') and lines[1].endswith("line 3, in <module>")
+    assert lines[-2:] == ["rank 0 had finished the cell", "The ranks keep their variables."]
+    (line, *_) = the_error(with_variable.run("%%ranks\n\nx = (\n"))
+    assert line.endswith(", line 3")
+
+
+def test_stop_ends_a_loop_on_ranks_and_keeps_their_variables(with_variable):
+    request = begin_on_ranks(with_variable, "while True: pass")
+    with_variable.manager.interrupt_kernel()
+    first, *lines, last = the_error(with_variable.end(request))
+    assert first == "interrupted" and last == "The ranks keep their variables."
+    assert len(lines) == 2 and all("line 3" in line for line in lines)
+    assert text_of(with_variable.run("ranks['kept']")[0]) == "[100, 101]"
+
+
+def test_stop_ends_a_collective_that_another_rank_never_joins(with_variable):
+    request = begin_on_ranks(with_variable, "dist.barrier() if rank else time.sleep(600)")
+    with_variable.manager.interrupt_kernel()
+    lines = the_error(with_variable.end(request))
+    assert lines[0] == "interrupted" and lines[-1].startswith("The ranks were restarted")
+    assert text_of(with_variable.run("%%ranks\n1 + 1")[0]) == "2"
+
+
+def test_stop_in_a_cell_without_ranks_leaves_them_alone(with_variable):
+    pids = text_of(with_variable.run("ranks.pids")[0])
+    request = with_variable.begin("import time; time.sleep(600)")
+    time.sleep(1)
+    with_variable.manager.interrupt_kernel()
+    assert "KeyboardInterrupt" in the_error(with_variable.end(request))[-1]
+    assert text_of(with_variable.run("ranks.pids")[0]) == pids
+    assert text_of(with_variable.run("%%ranks\nkept")[0]) == "rank 0: 100\nrank 1: 101"
+
+
+def test_ranks_end_with_a_kernel_that_is_killed(with_variable):
+    """Also a rank that is stopped, and what a rank has started."""
+    with_variable.run(
+        "%%ranks\nimport subprocess\nsleeper = subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    )
+    pids = list(map(int, text_of(with_variable.run("*ranks.pids,")[0]).strip("()").split(",")))
+    os.kill(pids[1], signal.SIGSTOP)
+    processes = with_variable.processes()
+    assert set(pids) < processes
+    with_variable.manager.restart_kernel(now=True)
+    assert ended(processes)
+    assert wait_until(lambda: not list(with_variable.folder.glob("fsdp_helpers-*")))
+    for folder in with_variable.temporary_files():
+        shutil.rmtree(folder)  # of the kernel, which was killed
+    with_variable.run(SET_UP + "launch(all_reduce_rank, world_size=2, device='cpu')")

@@ -1,13 +1,19 @@
 """Ranks that stay: what a cell shows, what it keeps, and how it ends."""
 
+import os
+import signal
+import sys
 import textwrap
 
 import pytest
 import torch
+from programs import has_ended, is_running, running, wait_until
 from torch.distributed.tensor import Shard
 
 from fsdp_helpers import Ranks
+from fsdp_helpers.ranks import live
 from fsdp_helpers.ranks.cells import LocalShard
+from fsdp_helpers.ranks.gpus import Gpus
 from fsdp_helpers.ranks.launching.errors import RankError
 
 SET_UP = "import torch\nimport torch.distributed as dist"
@@ -134,12 +140,12 @@ def test_an_error_on_one_rank_says_where_the_others_wait(ranks, capsys):
 def test_a_forgotten_collective_ends_after_the_time_out(ranks):
     text = failure(ranks, "if rank == 0:\n    dist.all_reduce(torch.ones(1))")
     assert "rank 0 of 2 failed" in text and "Timed out" in text and ", line 2, in <module>" in text
-    assert "rank 1 had finished the cell, without taking part in a collective" in text and text.endswith(RESTARTED)
+    assert "rank 1 had finished the cell, and took no part in a collective" in text and text.endswith(RESTARTED)
 
 
 def test_a_forgotten_asynchronous_collective_is_noticed_after_its_cell(ranks):
     text = failure(ranks, "if rank == 0:\n    work = dist.all_reduce(torch.ones(1), async_op=True)")
-    assert "rank 1 of 2 failed: it did not take part in a collective" in text and text.endswith(RESTARTED)
+    assert "rank 1 of 2 failed: it took no part in a collective" in text and text.endswith(RESTARTED)
 
 
 def test_a_group_without_this_rank_is_no_reason_to_end(ranks, capsys):
@@ -156,6 +162,7 @@ def test_messages_from_rank_to_rank_are_not_collectives(ranks, capsys):
 @pytest.mark.parametrize("code, end", [("os._exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")])
 def test_a_rank_that_dies_is_replaced(ranks, capsys, code, end):
     assert end in (text := failure(ranks, f"import os\nif rank == 1:\n    {code}")) and text.endswith(RESTARTED)
+    assert "It was at cell " in text and " line 2." in text
     assert shown(ranks, capsys, "rank") == "rank 0: 0\nrank 1: 1\n"
 
 
@@ -176,3 +183,126 @@ def test_closed_ranks_say_so():
 def test_bad_arguments_start_nothing(world_size, settings):
     with pytest.raises(ValueError):
         Ranks(world_size, **settings)
+
+
+def test_a_script_that_forgets_its_ranks(tmp_path):
+    """It ends, with all that its ranks have started; under nobody's eyes, and with a main guard, as scripts do."""
+    script = tmp_path / "forgetful.py"
+    script.write_text(FORGETFUL)
+    with running([sys.executable, str(script)]) as process:
+        output, errors = process.communicate(timeout=240)
+    assert (process.returncode, errors) == (0, "")
+    pids = list(map(int, output.split()))
+    assert len(pids) == 4 and not any(is_running(pid) for pid in pids)
+
+
+FORGETFUL = """
+from fsdp_helpers import Ranks
+
+if __name__ == "__main__":
+    ranks = Ranks(2, device="cpu")
+    ranks.run("import subprocess; pid = subprocess.Popen(['sleep', '600'], start_new_session=True).pid")
+    print(*ranks.pids, *ranks["pid"])
+"""
+
+
+def test_ranks_have_the_environment_of_the_moment_when_they_are_opened(two, monkeypatch):
+    monkeypatch.setenv("SET_SINCE_THE_SERVER_STARTED", "yes")
+    with Ranks(1, device="cpu") as one:
+        one.run("import os; found = os.environ.get('SET_SINCE_THE_SERVER_STARTED'), os.environ['WORLD_SIZE']")
+        assert one["found"] == [("yes", "1")]
+
+
+def test_a_time_out_holds_in_groups_that_a_cell_makes(ranks):
+    code = """
+        from torch.distributed.device_mesh import init_device_mesh
+        mesh = init_device_mesh("cpu", (1, world_size))
+        other = dist.new_group()
+        if rank == 1:
+            dist.all_reduce(torch.ones(1), group=other)
+    """
+    text = failure(ranks, code)
+    assert "rank 1 of 2 failed" in text and "Timed out waiting 3000ms" in text
+    assert "rank 0 had finished the cell, and took no part in a collective that others began" in text
+
+
+def test_a_collective_on_some_ranks_alone_is_noticed(ranks):
+    text = failure(ranks, "work = dist.all_reduce(torch.ones(1), async_op=True)", [0])
+    assert "rank 1 of 2 failed: it took no part in a collective that others began" in text
+
+
+def test_different_shapes_end_with_their_line(ranks):
+    text = failure(ranks, "dist.all_reduce(torch.ones(1 + rank))")
+    assert ", line 1, in <module>" in text and text.endswith(RESTARTED)
+
+
+def test_an_exit_is_an_error_like_any_other(ranks):
+    text = failure(ranks, "import sys\nsys.exit()")
+    assert "rank 0 of 2 failed: SystemExit" in text and ", line 2, in <module>" in text and text.endswith(KEPT)
+
+
+def test_after_an_error_ranks_that_compute_are_interrupted(ranks):
+    ranks.run("kept = 7")
+    text = failure(ranks, "import time\nif rank == 0:\n    1 / 0\ntime.sleep(600)")
+    assert "rank 1 was at cell" in text and "line 4" in text and text.endswith(KEPT)
+    assert ranks["kept"] == [7, 7]
+
+
+def test_ranks_that_were_killed_between_two_cells(ranks, capsys):
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    assert wait_until(lambda: not ranks._processes.is_alive(1))
+    ranks.run("rank")
+    output = capsys.readouterr()
+    assert output.out == "rank 0: 0\nrank 1: 1\n"
+    assert output.err.startswith("Rank 1 had ended: the process was ended by SIGKILL") and RESTARTED in output.err
+
+
+def test_ranks_left_idle_end_and_say_so(monkeypatch, capsys, two):
+    monkeypatch.setattr(live, "IDLE_S", 0.5)
+    with Ranks(1, device="cpu") as one:
+        one.run("kept = 1")
+        (pid,) = one.pids
+        assert wait_until(lambda: has_ended(pid))
+        one.run("rank")
+        output = capsys.readouterr()
+    assert output.out == "0\n"
+    assert output.err == f"The ranks had ended, after {0.5 / 3600:g} hours without a cell. {RESTARTED}\n"
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
+    """Without a GPU here: the ranks are asked for, on machines that have two, one, or a broken one."""
+    started = []
+    monkeypatch.setattr(
+        live, "Processes", lambda body, world_size, device, *_, **__: started.append((world_size, device))
+    )
+    monkeypatch.setattr(Ranks, "_await_start", lambda self: None)
+    for gpus, device, expected in [
+        (Gpus(2), "cuda", (2, "cuda")),
+        (Gpus(2), "auto", (2, "cuda")),
+        (Gpus(1), "auto", (2, "cpu")),
+        (Gpus(2, "broken"), "auto", (2, "cpu")),
+        (Gpus(2), "cpu", (2, "cpu")),
+    ]:
+        monkeypatch.setattr("fsdp_helpers.ranks.group.find_gpus", lambda wanted, gpus=gpus: gpus)
+        Ranks(2, device=device).close()
+        assert started.pop() == expected
+    monkeypatch.setattr("fsdp_helpers.ranks.group.find_gpus", lambda wanted: Gpus(1))
+    with pytest.raises(ValueError, match="2 ranks need 2 CUDA devices, this machine has 1"):
+        Ranks(2, device="cuda")
+    assert started == []
+
+
+def test_a_collective_may_take_longer_where_a_cell_compiles(ranks):
+    code = "import time\n# compile\nif rank:\n    time.sleep(4)\ntotal = torch.ones(1)\ndist.all_reduce(total)"
+    ranks.run(code)
+    assert [total.item() for total in ranks["total"]] == [2.0, 2.0]
+
+
+def test_ranks_that_nobody_has_any_more_end(two):
+    """As where the cell that opens them runs again."""
+    ranks = Ranks(1, device="cpu")
+    ranks.run("rank")
+    (pid,) = ranks.pids
+    ranks = None
+    assert wait_until(lambda: has_ended(pid))
+    assert live.opened_last() is two

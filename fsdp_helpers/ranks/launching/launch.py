@@ -6,44 +6,31 @@ third-party modules only: an edit to `fsdp_helpers` or to your own module takes 
 """
 
 import math
-import multiprocessing.connection
 import pickle
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_helpers.ranks.group import check_timeout, choose_device
-from fsdp_helpers.ranks.keeper import TERM_S, end_group
-from fsdp_helpers.ranks.launching import stacks
 from fsdp_helpers.ranks.launching.edits import follow_edits
 from fsdp_helpers.ranks.launching.errors import Interrupted, RankError, RankTimeout, shown_by_message
-from fsdp_helpers.ranks.launching.job import Job, begin_rank
+from fsdp_helpers.ranks.launching.hangs import HangDetector
 from fsdp_helpers.ranks.launching.pickling import check_worker, pickle_job
-from fsdp_helpers.ranks.launching.process import Failure, run_rank
-from fsdp_helpers.ranks.launching.standstill import Standstill
-from fsdp_helpers.ranks.launching.start import (
-    NO_MAIN_GUARD,
-    RANK_NAME,
+from fsdp_helpers.ranks.launching.process import STREAMS, Failure
+from fsdp_helpers.ranks.launching.server import (
     check_not_imported,
     choose_start_method,
-    environment_changes,
     interrupts_wait,
-    main_guard_advice,
-    ready_to_start,
-    server_in_use,
     why_it_takes_long,
 )
+from fsdp_helpers.ranks.launching.worker import run_worker
+from fsdp_helpers.ranks.processes import LONGEST_WAIT_S, TERM_S, Processes
 from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
 from fsdp_helpers.ranks.roll_call import list_ranks
 
 GRACE_S = 0.5  # after a failure: wait this long for the failure that caused it
-END_S = 3.0  # after its result: a rank has this long to end by itself
-KILL_S = TERM_S + 5.0  # after SIGTERM: wait this long for keepers, which send SIGKILL themselves, before SIGKILL
-LONGEST_WAIT_S = 3600.0  # in one go; the system knows no wait of years
 
 
 def launch(
@@ -85,28 +72,26 @@ def launch(
     bar = ProgressBar() if isinstance(progress, bool) else progress
     output = _Output(bar, draws=progress is not False, names=name_ranks and world_size > 1)
     output.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}", why_it_takes_long(start_method))
-    with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
-        reports = {"all_report": output.draws and bar.wants_all_ranks}
-        job = Job(payload, world_size, device, folder, environment_changes(), group_timeout_s, **reports)
-        try:
-            with server_in_use():
-                return _run(job, start_method, output, timeout_s, stall_s)
-        except KeyboardInterrupt:
-            raise Interrupted(f"interrupted{output.where}; all ranks are stopped") from None
-
-
-def _run(job: Job, start_method: str, output: "_Output", timeout_s: float | None, stall_s: float | None) -> list:
-    """Start the ranks, wait for their results, and stop whatever still runs, however this ends."""
-    ranks: list[_Rank] = []
+    run = _Launch(world_size, output)
     try:
-        with interrupts_wait(), ready_to_start(start_method, job.device) as context:
-            for rank in range(job.world_size):
-                ranks.append(_start_rank(rank, job, context))
-        return _collect(ranks, job, output, timeout_s, stall_s)
+        run.processes = Processes(
+            run_worker,
+            world_size,
+            device,
+            output.write,
+            payload=(payload, output.draws and bar.wants_all_ranks),
+            timeout_s=group_timeout_s,
+            streams=2,
+            start_method=start_method,
+        )
+        run.collect(timeout_s, HangDetector(stall_s))
+        return run.read_results()
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted{output.where}; all ranks are stopped") from None
     finally:
-        output.bar.close()
+        bar.close()
         with interrupts_wait():
-            _stop(ranks)
+            run.end()
 
 
 def _check_numbers(world_size: int, **limits_s: float | None) -> None:
@@ -126,14 +111,29 @@ class _Output:
     draws: bool
     names: bool
     where: str = ""  # how far rank 0 has come, by its last report
+    num_writes: int = 0
+    unfinished: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by rank and stream
 
     def start(self, what: str, why: str) -> None:
         if self.draws:
             self.bar.start(what, why)
 
-    def line(self, rank: int, stream: str, text: str) -> None:
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """Print the lines that are complete now; the rest of a line waits for its end."""
+        self.num_writes += 1
+        *lines, self.unfinished[rank, stream] = (self.unfinished.get((rank, stream), b"") + data).split(b"\n")
+        for line in lines:
+            self.line(rank, stream, line)
+
+    def write_rest(self) -> None:
+        for (rank, stream), line in self.unfinished.items():
+            if line:
+                self.line(rank, stream, line)
+
+    def line(self, rank: int, stream: int, line: bytes) -> None:
         name = f"[rank {rank}] " if self.names else ""
-        self.bar.print(name + text if text else name.rstrip(), getattr(sys, stream))
+        text = line.decode("utf-8", "replace")
+        self.bar.print(name + text if text else name.rstrip(), getattr(sys, STREAMS[stream]))
 
     def report(self, rank: int, done: int, total: int, *said: Any) -> None:
         if rank == 0:
@@ -146,132 +146,100 @@ class _Output:
             self.bar.update(done, total, *said)
 
 
-@dataclass
-class _Rank:
-    """The parent's view of one rank."""
+class _Launch:
+    """What the ranks of one launch have said so far."""
 
-    rank: int
-    process: Any
-    connection: multiprocessing.connection.Connection
-    in_group: bool = False
-    result: bytes | None = None
-    failure: Failure | None = None
+    def __init__(self, world_size: int, output: _Output) -> None:
+        self.world_size, self.output = world_size, output
+        self.processes: Processes | None = None
+        self.results: dict[int, bytes] = {}
+        self.failures: dict[int, Failure] = {}
+        self.in_group: set[int] = set()
 
     @property
-    def ended(self) -> bool:
-        return self.connection.closed
+    def waiting(self) -> list[int]:
+        """The ranks whose processes have not ended."""
+        return [rank for rank in range(self.world_size) if rank not in self.processes.ends]
 
+    def collect(self, timeout_s: float | None, hang: HangDetector) -> None:
+        """Receive what ranks send until all have ended, or one has failed, or their time is up."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while waiting := self.waiting:
+            left_s = LONGEST_WAIT_S if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            failed_before = bool(self.failures)
+            num_writes = self.output.num_writes
+            messages = self.processes.wait(waiting, hang.shorten(left_s))
+            for message in messages:
+                self._receive(*message)
+            if all_in_group := len(self.in_group) == self.world_size:
+                self.output.bar.running()
+            if not failed_before and self.failures:
+                deadline_s = time.monotonic() + GRACE_S
+            elif deadline_s is not None and time.monotonic() >= deadline_s:  # also where a rank never stops sending
+                if failed_before:
+                    break
+                if self.waiting:
+                    raise self._timeout(f"after {timeout_s} s")
+            elif messages or not all_in_group or self.output.num_writes > num_writes:
+                hang.moved()
+            elif not failed_before and hang.lasts([self.processes.pids[rank] for rank in waiting]):
+                raise self._timeout(f"after {hang.stall_s} s in which no rank computed or reported anything")
+        if self.failures:
+            self._raise_first()
 
-def _start_rank(rank: int, job: Job, context: Any) -> _Rank:
-    receiver, sender = context.Pipe(duplex=False)
-    arguments = (pickle.dumps(run_rank), rank, job, sender)
-    process = context.Process(target=begin_rank, args=arguments, name=f"{RANK_NAME}{rank}")
-    process.start()
-    sender.close()  # rank and keeper hold the only copies now: when they end, the receiver sees the end of the stream
-    return _Rank(rank, process, receiver)
+    def _receive(self, rank: int, kind: str, content: Any) -> None:
+        if kind == "in group":
+            self.in_group.add(rank)
+        elif kind == "progress":
+            self.output.report(rank, *content)
+        elif kind == "result":
+            self.results[rank] = content
+        elif kind == "failure":
+            self.failures.setdefault(rank, content)
+        elif rank not in self.results and rank not in self.failures:
+            self.failures[rank] = self._describe_end(rank)
 
+    def _describe_end(self, rank: int) -> Failure:
+        """Describe a rank that ended without a message: it is the cause of whatever the others report."""
+        if details := self.processes.own_traceback(rank):
+            return Failure(float("-inf"), details.splitlines()[-1], details)
+        said = self.processes.describe_end(rank)
+        before = " before its worker returned" if "exit status" in said else ""
+        return Failure(float("-inf"), said + before, aborted=said.endswith("SIGABRT"))
 
-def _collect(
-    ranks: list[_Rank], job: Job, output: _Output, timeout_s: float | None, stall_s: float | None = None
-) -> list:
-    standstill = Standstill(stall_s)
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    while waiting := [rank for rank in ranks if not rank.ended]:
-        left_s = None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), LONGEST_WAIT_S)
-        ready = multiprocessing.connection.wait([rank.connection for rank in waiting], standstill.shorten(left_s))
-        failed_before = any(rank.failure for rank in ranks)
-        for rank in waiting:
-            if rank.connection in ready:
-                _receive(rank, output)
-        all_in_group = all(rank.in_group for rank in ranks)
-        if all_in_group:
-            output.bar.running()
-        if not failed_before and any(rank.failure for rank in ranks):
-            deadline_s = time.monotonic() + GRACE_S
-        elif deadline_s is not None and time.monotonic() >= deadline_s:  # also where a rank never stops sending
-            if failed_before:
-                break
-            if running := [rank for rank in waiting if not rank.ended]:
-                raise _timeout(f"after {timeout_s} s", running, job)
-        elif ready or not all_in_group:
-            standstill.moved()
-        elif not failed_before and standstill.lasts([rank.process.pid for rank in waiting]):
-            raise _timeout(f"after {standstill.stall_s} s in which no rank computed or reported anything", waiting, job)
-    failures = [rank.failure for rank in ranks if rank.failure]
-    if failures:
-        first = min(failures, key=lambda failure: failure.when_s)
-        summary = first.summary + (_who_is_silent(ranks, job) if first.aborted else "")
-        raise RankError(first.rank, job.world_size, summary, first.details)
-    return [_unpickle(rank, job) for rank in ranks]
+    def _raise_first(self) -> None:
+        """Raise the failure that came first: the others fail because of it."""
+        rank = min(self.failures, key=lambda rank: self.failures[rank].when_s)
+        failure = self.failures[rank]
+        silent = self._who_is_silent() if failure.aborted else ""
+        raise RankError(rank, self.world_size, failure.summary + silent, failure.details)
 
+    def _who_is_silent(self) -> str:
+        """Name the ranks that live but do not answer after an abort; the rank that aborted may have waited for them."""
+        running = [rank for rank in self.waiting if self.processes.is_alive(rank)]
+        self.processes.ask_where(running)
+        silent = [rank for rank in running if not self.processes.has_answered(rank)]
+        return f", and {list_ranks(silent)} did not answer: stopped or stuck, and waited for in vain?" if silent else ""
 
-def _unpickle(rank: _Rank, job: Job) -> Any:
-    try:
-        return pickle.loads(rank.result)
-    except Exception as error:
-        summary = f"its result arrived and cannot be read: {type(error).__name__}: {error}"
-        raise RankError(rank.rank, job.world_size, summary) from error
+    def _timeout(self, why: str) -> RankTimeout:
+        """Make the error that says where each rank was, asking those that still run."""
+        waiting = self.waiting
+        self.processes.ask_where(waiting)
+        places = [f"rank {rank} {self.processes.where(rank)}" for rank in waiting]
+        done = self.world_size - len(waiting)
+        return RankTimeout(f"{why}, {len(waiting)} of {self.world_size} ranks had not finished ({done} had)", places)
 
+    def read_results(self) -> list:
+        results = []
+        for rank in range(self.world_size):
+            try:
+                results.append(pickle.loads(self.results[rank]))
+            except Exception as error:
+                said = f"its result arrived and cannot be read: {type(error).__name__}: {error}"
+                raise RankError(rank, self.world_size, said) from error
+        return results
 
-def _receive(rank: _Rank, output: _Output) -> None:
-    try:
-        kind, content = rank.connection.recv()
-    except (EOFError, ConnectionResetError):
-        rank.connection.close()
-        if rank.result is None and rank.failure is None:
-            rank.failure = _death(rank)
-        return
-    if kind == "result":
-        rank.result = content
-    elif kind == "failure":
-        rank.failure = rank.failure or content
-    elif kind == "in group":
-        rank.in_group = True
-    elif kind == "line":
-        output.line(rank.rank, *content)
-    else:
-        output.report(rank.rank, *content)
-
-
-def _death(rank: _Rank) -> Failure:
-    """Describe a rank that ended without a message: it is the cause of whatever the others report."""
-    rank.process.join(END_S)
-    code = rank.process.exitcode
-    if code == NO_MAIN_GUARD:
-        raise RuntimeError(main_guard_advice()) from None
-    if code is not None and code < 0:
-        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        hint = " from outside (often by the system, out of memory)" if name == "SIGKILL" else ""
-        return Failure(rank.rank, float("-inf"), f"the process was ended by {name}{hint}", aborted=name == "SIGABRT")
-    return Failure(rank.rank, float("-inf"), f"the process left with exit status {code} before its worker returned")
-
-
-def _who_is_silent(ranks: list[_Rank], job: Job) -> str:
-    """Name the ranks that live but do not answer after an abort; the rank that aborted may have waited for them."""
-    running = [rank for rank in ranks if not rank.ended and rank.process.is_alive()]
-    stacks.ask({rank.process.pid: job.stack_file(rank.rank) for rank in running})
-    silent = [rank.rank for rank in running if not stacks.has_answered(job.stack_file(rank.rank))]
-    return f", and {list_ranks(silent)} did not answer: stopped or stuck, and waited for in vain?" if silent else ""
-
-
-def _timeout(why: str, waiting: list[_Rank], job: Job) -> RankTimeout:
-    """Make the error that says where each rank stood, asking those that still run."""
-    stacks.ask({rank.process.pid: job.stack_file(rank.rank) for rank in waiting if rank.process.is_alive()})
-    places = [f"rank {rank.rank} {stacks.describe(job.stack_file(rank.rank))}" for rank in waiting]
-    done = job.world_size - len(waiting)
-    return RankTimeout(f"{why}, {len(waiting)} of {job.world_size} ranks had not finished ({done} had)", places)
-
-
-def _stop(ranks: list[_Rank]) -> None:
-    for rank in ranks:
-        if rank.process.is_alive() and rank.result is None:
-            rank.process.terminate()
-    for rank in ranks:
-        rank.process.join(END_S)
-        for end in (rank.process.terminate, rank.process.kill):
-            if rank.process.is_alive():
-                end()
-                rank.process.join(KILL_S)
-        end_group(rank.process.pid)
-        rank.connection.close()
-        rank.process.close()
+    def end(self) -> None:
+        if self.processes is not None:
+            self.processes.end(grace_s=TERM_S, finished=self.results)
+            self.output.write_rest()

@@ -1,10 +1,12 @@
-"""The process of one rank: everything between its first moment and its worker, and after it."""
+"""The process of one rank: everything between its first moment and its end, whatever it is there to run."""
 
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -13,92 +15,109 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_helpers.ranks.gpus import hide_gpus
-from fsdp_helpers.ranks.group import process_group
-from fsdp_helpers.ranks.keeper import start_keeper
-from fsdp_helpers.ranks.launching.job import Job
-from fsdp_helpers.ranks.launching.pickling import pickle_result
+from fsdp_helpers.ranks.launching.setup import Setup
 from fsdp_helpers.ranks.launching.stacks import written_on_request
-from fsdp_helpers.ranks.launching.start import loading_worker
-from fsdp_helpers.ranks.launching.streams import LineSender
-from fsdp_helpers.ranks.progress import send_reports_to
-from fsdp_helpers.ranks.roll_call import silent_ranks_named
+from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
 
 STREAMS = ("stdout", "stderr")
+OWN_FILES = (__file__, str(Path(__file__).with_name("worker.py")))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank that did not end well."""
+    """The end of a worker, or of a cell, that did not end well."""
 
-    rank: int
     when_s: float
-    summary: str
+    summary: str  # the last line of the traceback
     details: str = ""
     aborted: bool = False  # by itself, SIGABRT: so a library ends a process, NCCL's watchdog for one
 
 
-def run_rank(rank: int, job: Job, sender: multiprocessing.connection.Connection) -> None:
-    """Join the group, run the worker, and send the parent its result or its failure; `begin_rank` runs this."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; it stops the ranks
-    if not os.path.isdir(job.folder):
-        return  # the launch was interrupted before this process began
-    start_keeper(job.folder)
-    _import_from_source(job.folder)
-    send = _Sender(sender)
-    streams = [LineSender(lambda line, name=name: send("line", (name, line))) for name in STREAMS]  # type: ignore[misc]
-    sys.stdout, sys.stderr = streams
-    if rank == 0 or job.all_report:
-        send_reports_to(lambda *report: send("progress", report))
-    status = 1
+class Sender:
+    """A sender of whole messages to the parent, from any thread."""
+
+    def __init__(self, link: multiprocessing.connection.Connection) -> None:
+        self._link, self._lock = link, threading.Lock()
+
+    def __call__(self, kind: str, content: Any) -> None:
+        with self._lock:
+            self._link.send_bytes(pickle.dumps((kind, content)))  # `send` would share tensors, not copy them
+
+
+def run_rank(rank: int, setup: Setup, links: list, outputs: list) -> None:
+    """Prepare this process, run the body of the group, and leave; `begin_rank` calls this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    if hasattr(os, "setsid"):
+        os.setsid()
+    if not os.path.isdir(setup.folder):
+        return  # the start was interrupted before this process began
+    adopt_orphans()
+    _end_with_parent(setup.folder)
+    link = links[rank]
+    write_into(outputs[rank])
+    for connection in (*links[:rank], *links[rank + 1 :], *(end for ends in outputs for end in ends)):
+        connection.close()
+    _import_from_source(setup.folder)
+    take_environment(setup.environment)
+    if setup.device == "cpu":
+        hide_gpus()  # before the worker's module is imported, which may look
+    _set_rank_variables(rank, setup.world_size)
+    if sys.platform == "linux":  # so that the workers of a DataLoader know what a cell defines
+        multiprocessing.set_start_method("fork", force=True)
+    send, status = Sender(link), 1
     try:
-        with written_on_request(job.stack_file(rank)), _failures_sent(send, rank):
-            _work(rank, job, send)
+        with written_on_request(setup.stack_file(rank)), failures_sent(send):
+            pickle.loads(setup.body)(rank, setup, send, link)
         status = 0
     finally:
-        _leave(status, streams)
+        leave(status)
 
 
-def _work(rank: int, job: Job, send: "_Sender") -> None:
-    _take_environment(job.environment)
-    if job.device == "cpu":
-        hide_gpus()  # before the worker's module is imported, which may look
-    _set_rank_variables(rank, job.world_size)
-    with loading_worker():
-        worker, args = pickle.loads(job.payload)
-    with (
-        process_group(
-            rank,
-            job.world_size,
-            device=job.device,
-            init_method=job.meeting_point,
-            timeout_s=job.group_timeout_s,
-            launched=True,
-        ),
-        _failures_sent(send, rank),  # at once: when the group ends, the other ranks fail too
-        silent_ranks_named(job.group_timeout_s),
-    ):
-        send("in group", None)
-        result = worker(rank, job.world_size, *args)
-    send("result", pickle_result(worker, result))
-
-
-def _leave(status: int, streams: list[LineSender]) -> NoReturn:
+def leave(status: int) -> NoReturn:
     """Exit without Python's clean-up, but with multiprocessing's, and after waiting for non-daemon threads.
 
     gloo's threads outlive their group, and one that releases a tensor while Python is shutting down aborts the process.
     """
-    for child in multiprocessing.active_children():
-        child.kill()
+    end_own_children()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
-    for stream in streams:
-        stream.send_rest()
+    flush()
     os._exit(status)
+
+
+def write_into(outputs: tuple) -> None:
+    """Send what this process writes into the parent's pipes: Python line by line, C libraries, programs it starts."""
+    for name, number, output in zip(STREAMS, (1, 2), (outputs[0], outputs[-1]), strict=True):
+        os.dup2(output.fileno(), number)
+        stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+        setattr(sys, name, stream)
+
+
+def flush() -> None:
+    """Send what Python and C libraries have not written yet."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if sys.platform != "win32":
+        ctypes.CDLL(None).fflush(None)
+
+
+def _end_with_parent(folder: str) -> None:
+    """End this rank, and all that it has started, when its parent ends in any way: a kernel is killed, or restarted."""
+    parent = multiprocessing.parent_process().sentinel
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent])
+        shutil.rmtree(folder, ignore_errors=True)
+        end_own_children()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
 def _import_from_source(folder: str) -> None:
@@ -110,7 +129,7 @@ def _import_from_source(folder: str) -> None:
     sys.dont_write_bytecode = True
 
 
-def _take_environment(changes: dict[str, str | None]) -> None:
+def take_environment(changes: dict[str, str | None]) -> None:
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
@@ -129,30 +148,19 @@ def _set_rank_variables(rank: int, world_size: int) -> None:
 
 
 @contextmanager
-def _failures_sent(send: "_Sender", rank: int) -> Iterator[None]:
-    """Tell the parent about every end except a normal one, sys.exit() included; it heeds a rank's first message."""
+def failures_sent(send: Sender) -> Iterator[None]:
+    """Tell the parent about every end except a normal one, sys.exit() included."""
     try:
         yield
     except BaseException as error:
-        send("failure", Failure(rank, time.monotonic(), *describe_error(error)))
+        send("failure", Failure(time.monotonic(), *describe_error(error)))
         raise SystemExit(1) from error
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
     """Return the last line of a traceback, and all of it from the worker on."""
     worker_frames = error.__traceback__
-    while worker_frames and worker_frames.tb_frame.f_code.co_filename == __file__:
+    while worker_frames and worker_frames.tb_frame.f_code.co_filename in OWN_FILES:
         worker_frames = worker_frames.tb_next
     details = "".join(traceback.format_exception(type(error), error, worker_frames)).rstrip()
     return traceback.format_exception_only(error)[-1].strip(), details
-
-
-class _Sender:
-    """A sender of whole messages to the parent, from any thread."""
-
-    def __init__(self, connection: multiprocessing.connection.Connection) -> None:
-        self._connection, self._lock = connection, threading.Lock()
-
-    def __call__(self, kind: str, content: Any) -> None:
-        with self._lock:
-            self._connection.send((kind, content))

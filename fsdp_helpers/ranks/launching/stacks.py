@@ -1,6 +1,7 @@
 """Stack traces on demand: a rank that gets the signal writes its stack into a file, whatever it is doing."""
 
 import faulthandler
+import importlib.util
 import os
 import re
 import signal
@@ -17,10 +18,18 @@ def as_faulthandler_writes(path: Path) -> str:
 
 
 BODIES_OF_RANKS = tuple(
-    as_faulthandler_writes(path)
-    for path in (Path(__file__).with_name("process.py"), Path(__file__).parents[1] / "cells.py")
+    as_faulthandler_writes(Path(__file__).parents[1] / name)
+    for name in ("cells.py", "launching/worker.py", "launching/process.py")
 )
 PACKAGE = as_faulthandler_writes(Path(__file__).parents[2]) + os.sep
+PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+LIBRARIES = (
+    "<frozen",
+    *(
+        as_faulthandler_writes(Path(folder)) + os.sep
+        for folder in (sysconfig.get_path("stdlib"), *importlib.util.find_spec("torch").submodule_search_locations)
+    ),
+)
 ANSWER_S = 5.0  # at most, for all ranks to write: one that is stopped never does
 POLL_S = 0.02
 CAN_ASK = hasattr(signal, "SIGUSR1") and hasattr(faulthandler, "register")  # not on Windows
@@ -32,7 +41,7 @@ def written_on_request(file: Path) -> Iterator[None]:
     if not CAN_ASK:
         yield
         return
-    with open(file, "w") as stack_file:
+    with open(file, "a") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         try:
             yield
@@ -43,7 +52,9 @@ def written_on_request(file: Path) -> Iterator[None]:
 def ask(stack_files: Mapping[int, Path]) -> None:
     """Ask these processes, or the ranks that they keep, for their stacks, and wait until each has written its file."""
     if CAN_ASK:
-        for pid in stack_files:
+        for pid, file in stack_files.items():
+            if file.exists():
+                os.truncate(file, 0)  # of what it wrote before
             os.kill(pid, signal.SIGUSR1)
         until_s = time.monotonic() + ANSWER_S
         while not all(map(has_answered, stack_files.values())) and time.monotonic() < until_s:
@@ -61,6 +72,17 @@ def has_answered(stack_file: Path) -> bool:
     return any(body in text for body in BODIES_OF_RANKS) or text.endswith("...\n")
 
 
+def is_library(path: str) -> bool:
+    """Return whether a file is Python's own, torch's, or of an installed package, wherever these are installed."""
+    return path.startswith(LIBRARIES) or not PACKAGE_FOLDERS.isdisjoint(Path(path).parts)
+
+
+def is_in_collective(stack_file: Path) -> bool:
+    """Return whether a rank's innermost Python line is in torch's code for groups, which waits in C."""
+    innermost = re.search(r'File "(.+)", line', stack_file.read_text() if stack_file.exists() else "")
+    return innermost is not None and "torch/distributed/" in Path(innermost.group(1)).as_posix()
+
+
 def describe(stack_file: Path) -> str:
     """Return the innermost line outside the libraries, and the library function it was waiting in.
 
@@ -70,13 +92,12 @@ def describe(stack_file: Path) -> str:
         return "was running; this system cannot ask it where"
     text = stack_file.read_text() if stack_file.exists() else ""
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
     called = in_package = None
     for path, line, function in frames:  # innermost first
         if path in BODIES_OF_RANKS:
             break
-        if not path.startswith(libraries):
-            where = f"{os.path.basename(path)} line {line}, in {function}"
+        if not is_library(path):
+            where = f"{os.path.basename(path)} line {line}" + (f", in {function}" if function != "<module>" else "")
             place = f"was waiting in {called}(), called from {where}" if called else f"was at {where}"
             if not path.startswith(PACKAGE):
                 return place

@@ -1,6 +1,5 @@
 import contextlib
 import io
-import multiprocessing
 import os
 import py_compile
 import re
@@ -13,14 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch_workers as workers
 import pytest
 import torch
 from programs import is_running, running_python, wait_until
 
-from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, _collect, _Rank, launch
-from fsdp_helpers.ranks.launching.process import Failure, Job
+from fsdp_helpers.ranks.launching.hangs import HangDetector
+from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, _Launch, launch
+from fsdp_helpers.ranks.launching.process import Failure
+from fsdp_helpers.ranks.progress import ProgressBar
 
 # ---------------------------------------------------------------- results
 
@@ -68,7 +70,7 @@ def test_prints_arrive_as_whole_lines_and_say_who_printed_them(capsys):
     for rank in range(2):
         own = [line.removeprefix(f"[rank {rank}] ") for line in lines if line.startswith(f"[rank {rank}] ")]
         assert own[:50] == [f"rank {rank} line {number}" for number in range(50)]
-        assert sorted(own[50:]) == ["and its rest", "by a process", "bytes: ü", "no newline at the end"]
+        assert sorted(own[50:]) == ["by a C library", "by a process", "bytes: ü", "no newline at the end"]
     assert len(lines) == 2 * 54
     assert sorted(output.err.splitlines()) == ["[rank 0] to stderr 0", "[rank 1] to stderr 1"]
 
@@ -99,20 +101,16 @@ def test_a_rank_that_is_killed():
         launch(workers.kill_itself, 1, world_size=2, device="cpu")
 
 
-def failed_at(when_s: float, rank: int) -> _Rank:
-    """A rank that has said so, and is gone."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    sender.send(("failure", Failure(rank, when_s, f"failed at {when_s} s")))
-    sender.close()
-    return _Rank(rank, None, receiver)
-
-
 @pytest.mark.parametrize("times_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (3.0, 2.0, 1.0)])
 def test_of_several_failures_the_first_is_told(times_s):
     """Whichever message is read first: the others fail because of it."""
-    job = Job(b"", 3, "cpu", "", {}, None)
+    said = [(rank, "failure", Failure(when_s, f"failed at {when_s} s")) for rank, when_s in enumerate(times_s)]
+    run = _Launch(3, SimpleNamespace(num_writes=0, bar=ProgressBar()))
+    run.processes = SimpleNamespace(ends=dict.fromkeys(range(3)), wait=lambda *_: said)
+    for message in said:
+        run._receive(*message)
     with pytest.raises(RankError) as caught:
-        _collect([failed_at(when_s, rank) for rank, when_s in enumerate(times_s)], job, None, None)
+        run.collect(None, HangDetector(None))
     assert str(caught.value) == f"rank {times_s.index(1.0)} of 3 failed: failed at 1.0 s"
 
 
@@ -180,9 +178,8 @@ def test_a_rank_that_never_stops_printing_is_ended_like_any_other():
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    monkeypatch.setattr(
-        "fsdp_helpers.ranks.launching.launch._start_rank", lambda *args: pytest.fail("a rank was started")
-    )
+    refuse = lambda *args, **settings: pytest.fail("a rank was started")  # noqa: E731
+    monkeypatch.setattr("fsdp_helpers.ranks.launching.launch.Processes", refuse)
 
 
 def test_a_worker_that_cannot_be_imported(nothing_starts):

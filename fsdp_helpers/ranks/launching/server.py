@@ -10,20 +10,22 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from multiprocessing.context import BaseContext
+from pathlib import Path
 
 from fsdp_helpers.ranks.allocator import malloc_tunables
+from fsdp_helpers.ranks.orphans import WATCHED, end_children
 
 START_METHODS = ("forkserver", "spawn")
 NO_MAIN_GUARD = 113  # exit status of a rank whose import of the script came to `launch` again
 IDLE_S = 180.0  # after so long without a launch the server ends, and gives its memory back
-RANK_NAME = "rank "  # and its number: the name of its process
 _loads_worker = False
 _server_lock, _num_launches = threading.Lock(), 0
+start_lock = threading.Lock()  # while ranks are started: what has just been forked is no orphan
 _end_of_server: threading.Timer | None = None
 _environment: dict[str, str] = {}  # as it was when the server was started
 _server_device = "cpu"  # the kind of ranks that it was started for
 PRELOADED = [
+    "fsdp_helpers.ranks.orphans",
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -48,18 +50,17 @@ def choose_start_method(start_method: str | None) -> str:
 
 
 @contextmanager
-def ready_to_start(start_method: str, device: str) -> Iterator[BaseContext]:
-    """Yield a context whose processes, if they are started within the block, become ranks on `device`.
+def ready_to_start(start_method: str, device: str) -> Iterator[None]:
+    """Within the block, processes may be started that become ranks on `device`.
 
     CPU ranks get allocator settings that keep the buffers of their steps; on CUDA these are on the GPU. All of them
     block interrupts for good. Jupyter interrupts a kernel's whole process group, and the server, or a spawned rank,
     would die of that while it still loads torch.
     """
-    context = multiprocessing.get_context(start_method)
     settings = malloc_tunables() if device == "cpu" else nullcontext()
     if not hasattr(signal, "pthread_sigmask"):
         with settings:
-            yield context
+            yield
         return
     from multiprocessing import resource_tracker
 
@@ -69,7 +70,7 @@ def ready_to_start(start_method: str, device: str) -> Iterator[BaseContext]:
         with settings:
             if start_method == "forkserver":
                 _start_server(device)
-            yield context
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
 
@@ -83,12 +84,30 @@ def _start_server(device: str) -> None:
         if _environment and _server_device != device and _num_launches == 1:
             forkserver._forkserver._stop()  # type: ignore[attr-defined]  # glibc reads its settings when a process starts
             _environment.clear()
-    if not _environment:
-        _environment.update(os.environ)
-        _server_device = device
     forkserver.set_forkserver_preload(PRELOADED)
     _tidy_up_on_sigterm()
-    forkserver.ensure_running()
+    with _watching_its_parent():
+        if not _environment:
+            _environment.update(os.environ)
+            _server_device = device
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _watching_its_parent() -> Iterator[None]:
+    """Let a server that is started within the block find `orphans`, and watch over its ranks."""
+    before = os.environ.get("PYTHONPATH")
+    package = str(Path(__file__).parents[3])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, before]))
+    os.environ[WATCHED] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[WATCHED]
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _tidy_up_on_sigterm() -> None:
@@ -145,6 +164,15 @@ def end_idle_server() -> None:
                 _environment.clear()
 
 
+def end_orphans() -> None:
+    """End what ranks have left behind: below the server, and no process that this one has started."""
+    if "multiprocessing.forkserver" in sys.modules:
+        with start_lock:
+            server = sys.modules["multiprocessing.forkserver"]._forkserver._forkserver_pid
+            if server is not None:
+                end_children(server, spare={child.pid for child in multiprocessing.active_children()})
+
+
 def environment_changes() -> dict[str, str | None]:
     """Return variables set or removed (None) since the server started, which its forks would not see.
 
@@ -195,11 +223,8 @@ def check_not_imported() -> None:
             "the worker's module calls launch while a rank imports it; put the call under "
             '`if __name__ == "__main__":`, or into a function'
         )
-    process = multiprocessing.current_process()
-    if getattr(process, "_inheriting", False):  # as multiprocessing itself asks
-        if process.name.startswith(RANK_NAME):
-            os._exit(NO_MAIN_GUARD)
-        raise RuntimeError(main_guard_advice())
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        os._exit(NO_MAIN_GUARD)  # whoever started it is told
 
 
 def main_guard_advice() -> str:

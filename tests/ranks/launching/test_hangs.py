@@ -11,9 +11,9 @@ import launch_workers as workers
 import pytest
 from programs import wait_until
 
-from fsdp_helpers.ranks.launching import standstill
+from fsdp_helpers.ranks.launching import hangs
+from fsdp_helpers.ranks.launching.hangs import HangDetector
 from fsdp_helpers.ranks.launching.launch import RankTimeout, launch
-from fsdp_helpers.ranks.launching.standstill import Standstill
 
 STALL_S = 1.5
 
@@ -54,10 +54,10 @@ def test_a_limit_must_be_a_number_of_seconds():
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whether a thread is ready to run")
 def test_a_process_that_gets_no_core_does_not_wait(monkeypatch):
     """On a very busy machine: it has work, and no processor time at all."""
-    monkeypatch.setattr(standstill, "LOOK_S", 0.0)
-    monkeypatch.setattr(standstill, "cpu_seconds", lambda pid: 0.0)
+    monkeypatch.setattr(hangs, "LOOK_S", 0.0)
+    monkeypatch.setattr(hangs, "cpu_seconds", lambda pid: 0.0)
     with started("while True: pass") as busy, started("time.sleep(600)") as waiting:
-        clock = Standstill(60.0)
+        clock = HangDetector(60.0)
         clock.lasts([busy])  # the first look
         clock.stall_s = 1e-6
         assert not any(clock.lasts([busy]) for _ in range(20))
@@ -66,8 +66,8 @@ def test_a_process_that_gets_no_core_does_not_wait(monkeypatch):
 
 def test_a_process_that_ends_while_it_is_looked_at(monkeypatch):
     gone = SimpleNamespace(pid=2**22 + 1)  # above the largest number that Linux gives
-    monkeypatch.setattr(standstill, "family", lambda pid: [gone])
-    assert not standstill.is_ready_to_run(gone.pid)
+    monkeypatch.setattr(hangs, "family", lambda pid: [gone])
+    assert not hangs.is_ready_to_run(gone.pid)
 
 
 @contextmanager

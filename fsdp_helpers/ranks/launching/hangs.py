@@ -16,7 +16,7 @@ LOOK_S = 0.5  # between two looks
 WAITING_SHARE = 0.03  # of a core: a rank that takes less only waits
 
 
-class Standstill:
+class HangDetector:
     """A clock that runs while nothing moves. Without a limit (`stall_s`) it never runs out."""
 
     def __init__(self, stall_s: float | None) -> None:

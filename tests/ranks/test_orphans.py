@@ -9,7 +9,7 @@ from programs import is_running, running_python
 
 from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="keepers adopt orphans on Linux alone")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
 
 RAISED = {"success": None, "failure": RankError, "kill": RankError, "time-out": RankTimeout}
 LONG_ROUNDS = 50

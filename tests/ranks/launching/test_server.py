@@ -15,9 +15,9 @@ from runs import mostly_long
 
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES
 from fsdp_helpers.ranks.gpus import NONE
-from fsdp_helpers.ranks.launching import start
+from fsdp_helpers.ranks.launching import server as fork_server
 from fsdp_helpers.ranks.launching.launch import RankError, launch
-from fsdp_helpers.ranks.launching.start import choose_start_method
+from fsdp_helpers.ranks.launching.server import choose_start_method
 
 
 def test_a_server_where_there_can_be_one(monkeypatch):
@@ -180,23 +180,23 @@ def test_one_server_serves_until_it_is_idle_or_the_other_kind_of_ranks_is_starte
     launch(workers.return_rank, world_size=1, device="cpu")
     of_cpu_ranks, has_settings = server()
     assert has_settings
-    with start.server_in_use():
-        start.end_idle_server()
+    with fork_server.server_in_use():
+        fork_server.end_idle_server()
         assert is_running(of_cpu_ranks)  # a launch is under way
-    start.end_idle_server()
+    fork_server.end_idle_server()
     assert not is_running(of_cpu_ranks)
 
-    loaded_ahead = start.PRELOADED
-    monkeypatch.setattr(start, "PRELOADED", [])
-    with start.server_in_use(), start.ready_to_start("forkserver", "cpu"):
+    loaded_ahead = fork_server.PRELOADED
+    monkeypatch.setattr(fork_server, "PRELOADED", [])
+    with fork_server.server_in_use(), fork_server.ready_to_start("forkserver", "cpu"):
         of_cpu_ranks, has_settings = server()
         assert has_settings
-    with start.server_in_use(), start.ready_to_start("forkserver", "cuda"):
+    with fork_server.server_in_use(), fork_server.ready_to_start("forkserver", "cuda"):
         assert MALLOC_TUNABLES not in os.environ.get("GLIBC_TUNABLES", "")
         of_cuda_ranks, has_settings = server()
         assert not is_running(of_cpu_ranks) and not has_settings
-    with start.server_in_use(), start.ready_to_start("forkserver", "cuda"):
+    with fork_server.server_in_use(), fork_server.ready_to_start("forkserver", "cuda"):
         assert server() == (of_cuda_ranks, False)  # it serves on
-    monkeypatch.setattr(start, "PRELOADED", loaded_ahead)
+    monkeypatch.setattr(fork_server, "PRELOADED", loaded_ahead)
     assert launch(workers.return_rank, world_size=1, device="cpu") == [(0, 1)]
     assert server()[1] and not is_running(of_cuda_ranks)
