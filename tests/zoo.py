@@ -12,7 +12,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.rank_of_n import RankOfN, distribute_model, trace_steps
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.shapes import LlamaShape
-from fsdp_helpers.teaching.lessons.language_memory import chunked_loss
+from fsdp_helpers.teaching.lessons.language import chunked_loss
 
 
 class Stage(nn.Module):

@@ -70,9 +70,10 @@ class Ranks:
         self.world_size, self.timeout_s = world_size, timeout_s
         self._processes: Processes | None = None
         self._number = 0  # of the last message: an answer has the number of what it answers
+        self._ended_idle = False
         self._num_cells, self._cell = 0, ""
         self._counts: dict[int, dict] = {}  # per rank: how many collectives of each group it has taken part in
-        self._idle = threading.Timer(IDLE_S, self._end_idle)
+        self._idle = threading.Timer(IDLE_S, _end_idle, [weakref.ref(self)])
         with shown_by_message(RankError):
             self._start()
             self._await_start()
@@ -202,7 +203,7 @@ class Ranks:
             self._await_start()
         self._processes.note_ends()
         if ends := self._processes.ends:
-            if self._idle.finished.is_set() and self._ended_idle:
+            if self._ended_idle:
                 said = f"The ranks had ended, after {IDLE_S / 3600:g} hours without a cell."
             else:
                 said = ". ".join(f"Rank {rank} had ended: {self._processes.describe_end(rank)}" for rank in ends) + "."
@@ -212,15 +213,9 @@ class Ranks:
             self._await_start()
         self._number += 1
         self._ended_idle = False
-        self._idle = threading.Timer(IDLE_S, self._end_idle)
+        self._idle = threading.Timer(IDLE_S, _end_idle, [weakref.ref(self)])
         self._idle.daemon = True
         self._idle.start()
-
-    _ended_idle = False
-
-    def _end_idle(self) -> None:
-        self._ended_idle = True
-        self._processes.end_all()
 
     # ------------------------------------------------------------ one message and its answers
 
@@ -335,6 +330,14 @@ class _Cause:
 
     def __init__(self, rank: int, summary: str, details: str = "") -> None:
         self.rank, self.summary, self.details = rank, summary, details
+
+
+def _end_idle(reference: weakref.ref[Ranks]) -> None:
+    """End ranks after long without a cell. The timer holds no reference: ranks that nobody has any more end at once."""
+    ranks = reference()
+    if ranks is not None and ranks._processes is not None:
+        ranks._ended_idle = True
+        ranks._processes.end_all()
 
 
 def _waited_in_vain(failure: Failure | None) -> bool:

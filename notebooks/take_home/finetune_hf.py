@@ -65,23 +65,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DIGEST = "digest"
+# What a run may not change on the way, and what it may; the other settings change no result.
 FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "lora_alpha", "packed", DIGEST)
-OBEYED = ("lr", "warmup", "steps", "decay", "max_norm")  # the rest changes no result
-WEIGHTS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-)
+OBEYED = ("lr", "warmup", "steps", "decay", "max_norm")
+TOKENS_BY = ("config", "token", "vocab", "merges", "chat", "special", "added", "spiece")  # files that decide the tokens
+WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 def refuse(message: str, status: int = 2) -> None:
-    """End the run with one line: rank 0 says it, and torchrun then ends the others."""
+    """End the run with one line, where all ranks find the same: rank 0 says it, and torchrun then ends the others."""
     if os.environ.get("RANK", "0") == "0":
         print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
     else:
@@ -131,8 +123,12 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {value}; it has to be above 0")
     if not 0 <= arguments.held_out < 1:
         parser.error(f"--held-out is {arguments.held_out}; it is a share, 0 or more and below 1")
-    arguments.lr = arguments.lr or (2e-4 if arguments.lora_rank else 1e-5)
-    arguments.lora_alpha = arguments.lora_alpha or 2.0 * arguments.lora_rank
+    if arguments.lora_rank < 0 or arguments.warmup < 0:
+        parser.error("--lora-rank and --warmup are 0 or more")
+    if arguments.lr is None:
+        arguments.lr = 2e-4 if arguments.lora_rank else 1e-5
+    if arguments.lora_alpha is None:
+        arguments.lora_alpha = 2.0 * arguments.lora_rank
     return arguments
 
 
@@ -316,9 +312,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int, pat
 
 def digest_of(arguments: argparse.Namespace) -> str:
     """Return what model, tokenizer and data are, in 16 letters. Weights are left out: they have many bytes."""
-    paths = [
-        path for path in side_files(arguments.model) if path.name.startswith(("config", "token", "vocab", "merges"))
-    ]
+    paths = [path for path in side_files(arguments.model) if path.name.startswith(TOKENS_BY)]
     found = hashlib.sha256(f"{arguments.length} {arguments.end}".encode())
     for path in [*paths, arguments.data]:
         with path.open("rb") as file:
@@ -585,7 +579,9 @@ def documents_are_apart(loss: TokenLoss, device: torch.device) -> bool:
         hidden = [loss(rows[[index]], positions[[index]]) for index in (0, 1)]
     loss.train()
     loss.reshard()
-    return torch.equal(hidden[0][:, 3:], hidden[1][:, 3:])
+    answer = torch.tensor(int(torch.equal(hidden[0][:, 3:], hidden[1][:, 3:])))
+    dist.all_reduce(answer, dist.ReduceOp.MIN)  # one answer for all ranks
+    return bool(answer)
 
 
 # ---------------------------------------------------------------- adapters
@@ -964,14 +960,13 @@ def describe(loss: TokenLoss, units: dict, device: torch.device, arguments: argp
     """Say what is about to run."""
     own = [(one.to_local(), one.requires_grad) for one in loss.parameters()]
     own_bytes = sum(shard.nbytes + trained * 3 * shard.nbytes for shard, trained in own)
-    trained = sum(one.numel() for one in loss.parameters() if one.requires_grad)
+    num_all = sum(one.numel() for one in loss.parameters())
+    num_trained = sum(one.numel() for one in loss.parameters() if one.requires_grad)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     kept = " and ".join(sorted({str(shard.dtype).removeprefix("torch.") for shard, _ in own}))
     say(f"{dist.get_world_size()} ranks on {name}, computing in {arguments.dtype}, shards in {kept}")
-    say(
-        f"{type(loss.model).__name__}: {sum(one.numel() for one in loss.parameters()):,} parameters, {trained:,} trained"
-    )
-    kinds = sorted({type(unit).__name__ for unit in units.values()})
+    say(f"{type(loss.model).__name__}: {num_all:,} parameters, {num_trained:,} trained")
+    kinds = sorted({type(unit).__name__.removeprefix("FSDP") for unit in units.values()})
     say(f"{len(units) + 1} units: {len(units)} of {', '.join(kinds)}, and the root")
     say(f"rank 0 keeps {own_bytes / 1e6:,.2f} MB of parameters, gradients and moments")
 
@@ -1022,24 +1017,11 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
     describe(loss, units, device, arguments)
     arguments.packed = not arguments.padded and documents_are_apart(loss, device)
     rows = Rows(arguments.out / "tokens.safetensors", arguments)
-    say(
-        f"{len(rows.learned)} rows to learn from, {len(rows.held_out)} held out, {'packed' if arguments.packed else 'padded'}"
-    )
+    kind = "packed" if arguments.packed else "padded"
+    say(f"{len(rows.learned)} rows to learn from, {len(rows.held_out)} held out, {kind}")
     last = arguments.steps or math.ceil(arguments.epochs * len(rows.learned) / arguments.batch)
-    kept = (
-        "batch",
-        "length",
-        "seed",
-        "held_out",
-        "lora_rank",
-        "lora_alpha",
-        "packed",
-        "lr",
-        "warmup",
-        "decay",
-        "max_norm",
-    )
-    settings = {name: getattr(arguments, name) for name in kept} | {"steps": last, DIGEST: digest}
+    arguments.steps, arguments.digest = last, digest
+    settings = {name: getattr(arguments, name) for name in (*FIXED, *OBEYED)}
     check_resumed(settings, arguments.out)
 
     optimizer = make_optimizer(loss, arguments)
@@ -1064,9 +1046,8 @@ if __name__ == "__main__":
     chosen = choose_device()
     try:
         main(chosen, chosen_arguments)
-    except OSError as error:
-        refuse(
-            f"{error.strerror or error} ({error.filename or chosen_arguments.out}); what was saved is kept", status=1
-        )
+    except OSError as error:  # of this rank alone, so it says it itself
+        place = error.filename or chosen_arguments.out
+        sys.exit(f"finetune_hf.py: {error.strerror or error} ({place}); what was saved is kept")
     if chosen.type == "cpu":
         os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included

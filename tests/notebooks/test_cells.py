@@ -33,7 +33,17 @@ CALLS = {
         "to_local",
     ),
     "08": ("fully_shard", "to_empty", "torch.compile", "set_modules_to_forward_prefetch", "export_chrome_trace"),
-    "13": ("fully_shard", "HuggingFaceStorageReader"),
+    "13": (
+        "fully_shard",
+        "to_empty",
+        "HuggingFaceStorageReader",
+        "set_requires_gradient_sync",
+        "checkpoint_wrapper|checkpoint",
+        "register_forward_hook",
+        "full_tensor",
+        "unshard",
+        "reshard",
+    ),
     "14": (
         "DistributedDataParallel",
         "fully_shard",
@@ -65,6 +75,7 @@ READY = (
     "06",
     "07",
     "08",
+    "13",
     "14",
     "15",
 )  # the chapters that are rewritten; their owners add them

@@ -296,3 +296,13 @@ def test_a_collective_may_take_longer_where_a_cell_compiles(ranks):
     code = "import time\n# compile\nif rank:\n    time.sleep(4)\ntotal = torch.ones(1)\ndist.all_reduce(total)"
     ranks.run(code)
     assert [total.item() for total in ranks["total"]] == [2.0, 2.0]
+
+
+def test_ranks_that_nobody_has_any_more_end(two):
+    """As where the cell that opens them runs again."""
+    ranks = Ranks(1, device="cpu")
+    ranks.run("rank")
+    (pid,) = ranks.pids
+    ranks = None
+    assert wait_until(lambda: has_ended(pid))
+    assert live.opened_last() is two

@@ -22,8 +22,7 @@ from fsdp_helpers.ranks.exchange import gather_over_ranks
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
 from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, first_of, in_words, run_on_ranks
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module
-from fsdp_helpers.teaching.lessons.language import whole_gradient
-from fsdp_helpers.teaching.lessons.language_memory import ADAPTERS, add_adapters
+from fsdp_helpers.teaching.lessons.language import ADAPTERS, add_adapters, whole_gradient
 
 SHAPE = LlamaShape(
     width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
