@@ -8,7 +8,7 @@ Importing the package is instant, imports nothing else and starts nothing. A nam
 
 import importlib
 
-__version__ = "2.0.0"
+__version__ = "2.1.0"
 _HOMES = {
     "Ranks": "ranks.live",
     "TrainConfig": "config",

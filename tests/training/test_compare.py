@@ -2,6 +2,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from leftovers import PROJECT
