@@ -157,7 +157,7 @@ test-slurm: $(INSTALLED)
 # A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs. One notebook at a
 # time on each worker, whatever its file.
 test-imagined: $(INSTALLED)
-	$(PYTEST) --dist load -m imagined tests/imagined_gpu
+	$(PYTEST) --dist load -m imagined $(IMAGINED_ARGS) tests/imagined_gpu
 
 # What is skipped where transformers and accelerate are not installed.
 test-tools: $(TOOLS_INSTALLED)
