@@ -223,7 +223,7 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
 def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "fsdp_helpers.ranks.launching.launch._start_rank", lambda *args: pytest.fail("a rank was started")
+        "fsdp_helpers.ranks.launching.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
     )
     if arguments[:1] == ["train"]:
         arguments = [*arguments, "--data-dir", "data"]
@@ -328,7 +328,7 @@ def test_the_memory_levers_from_the_command_line(digits_dir, tmp_path):
 def test_an_old_record_is_replaced_whole_or_not_at_all(digits_dir, tmp_path, monkeypatch):
     target = tmp_path / "run.json"
     target.write_text("old")
-    monkeypatch.setattr("fsdp_helpers.ranks.launching.launch._start_rank", lambda *args: 1 / 0)
+    monkeypatch.setattr("fsdp_helpers.ranks.launching.launch.Processes", lambda *args, **settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main_in_process("train", "--data-dir", digits_dir, "--json", target)
     assert target.read_text() == "old"

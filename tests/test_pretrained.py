@@ -44,7 +44,9 @@ def the_command() -> list[str]:
 def test_the_command_is_that_of_the_record(record):
     options = vars(build_parser().parse_args(the_command()))
     given = {field.name: options[field.name] for field in fields(TrainConfig) if field.name not in WHERE}
-    assert given == {name: value for name, value in record["config"].items() if name not in WHERE}
+    # The record says in full what was then the default; with one micro-batch there is nothing to hold back.
+    recorded = record["config"] | {"sync_micro_batches": None}
+    assert given == {name: value for name, value in recorded.items() if name not in WHERE}
     assert options["world_size"] == record["world_size"] == 2
     assert record["sample"].startswith("The ")
     readme = (FOLDER / "README.md").read_text()

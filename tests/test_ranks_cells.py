@@ -29,7 +29,10 @@ def bodies(notebook: dict) -> dict:
 def complaints(notebook: dict, name: str, folder: Path) -> str:
     path = folder / name
     path.write_text(json.dumps(bodies(notebook)))
-    settings = ["--no-cache", "--config", str(PROJECT / "pyproject.toml"), "--config", f"builtins = {NAMES}"]
+    code = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    handed_over = re.findall(r'ranks\.run\(f"(\w+) = ', code)  # a setting of the notebook that it gives to the ranks
+    names = [*NAMES, *handed_over]
+    settings = ["--no-cache", "--config", str(PROJECT / "pyproject.toml"), "--config", f"builtins = {names}"]
     # A class in a cell needs no docstring, since there is text around it; new ranks need their imports again.
     settings += ["--extend-ignore", "D101,F811"]
     command = [RUFF, "check", *settings, "--output-format", "concise", str(path)]

@@ -2,10 +2,10 @@
 
 Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, on GPUs or, if there are too
 few, on the CPU. FOLDER has config.json and safetensors files (and tokenizer.json, for which `pip install
-tokenizers`; without one, tokens are bytes). TEXT is a text file, whose documents are separated by blank lines;
-the first LONGEST tokens of each are read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the
-total: the same command with more STEPS goes on from the newest checkpoint, on any number of ranks that divides
-BATCH. The settings below may be edited between two starts, too, and hold from then on. For another model or
+tokenizers`; without one, tokens are bytes). TEXT is a text file, with blank lines between its documents; the
+first LONGEST tokens of each are read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the
+total: the same command with more STEPS goes on from the newest checkpoint, on any number of ranks that
+divides BATCH. The settings below may be edited between two starts, too, and hold from then on. For another model or
 text, take a new RUN. All parameters are trained. (finetune_hf.py does this for any model of `transformers`.)
 """
 
@@ -236,7 +236,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write a checkpoint under a temporary name, then rename it, so that a kill leaves all of it or nothing."""
+    """Write a checkpoint under a temporary name, then rename it: a kill leaves all of it or nothing."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run
@@ -306,7 +306,7 @@ def end_with_torchrun() -> None:
 
 
 def take(lock, run: Path, kind: int, patience_s: float = 0.0) -> None:
-    """Keep other runs from writing to `run`. Rank 0 takes the lock alone, then all share it, until the last has ended."""
+    """Keep other runs from writing to `run`: rank 0 takes the lock, then all share it until the last has ended."""
     deadline_s = time.monotonic() + patience_s  # the ranks of a killed run may need a moment to end
     while True:
         try:
@@ -328,13 +328,15 @@ def choose_device() -> torch.device:
 
 
 def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> None:
-    folder, run, steps = Path(folder), Path(run), int(steps)
+    folder = Path(folder)
+    run = Path(run)
+    steps = int(steps)
     config = read_config(folder)
     documents = read_documents(folder, Path(text), config["vocab_size"])
     run.mkdir(parents=True, exist_ok=True)
     lock = (run / ".lock").open("a")
     if os.environ["RANK"] == "0":
-        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, in which the others wait for rank 0
+        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, where the others wait for rank 0
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()

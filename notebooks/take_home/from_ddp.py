@@ -52,7 +52,7 @@ def choose_device() -> torch.device:
 
 
 def make_optimizer(model: nn.Module) -> Adam:
-    """Return the optimizer, with the same groups in the same order as in the DDP script. Put your own here."""
+    """Return the optimizer, with the DDP script's groups in the same order. Put your own here."""
     return Adam(model.parameters(), lr=3e-3, fused=True)
 
 
@@ -62,7 +62,7 @@ def make_schedule(adam: Adam) -> LambdaLR:
 
 
 def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
-    """Return the weights and Adam's state, both by name, and the rest of the file. Rank 0 calls this alone."""
+    """Return the weights and Adam's state by name, and the rest of the file. Rank 0 calls this alone."""
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     plain = build_model()
     weights = {}

@@ -479,7 +479,7 @@ def run_folder(saved_run, tmp_path) -> Path:
 @pytest.fixture
 def no_rank(monkeypatch):
     monkeypatch.setattr(
-        "fsdp_helpers.ranks.launching.launch._start_rank", lambda *args: pytest.fail("a rank was started")
+        "fsdp_helpers.ranks.launching.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
     )
 
 

@@ -109,7 +109,8 @@ def package_losses(name: str, world_size: int) -> dict[int, float]:
 
 
 def test_these_are_all():
-    assert tuple(sorted(path.name for path in FOLDER.glob("*.py"))) == NAMES
+    """The one script that needs a library besides torch has tests of its own, test_finetune_hf.py."""
+    assert {path.name for path in FOLDER.glob("*.py")} == {*NAMES, "finetune_hf.py"}
 
 
 @pytest.mark.parametrize("name", NAMES)

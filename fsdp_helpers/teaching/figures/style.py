@@ -52,7 +52,7 @@ OP_COLORS = {
     "all_reduce": BLUE,
     "broadcast": "#6b21a8",
     "all_to_all": "#9d174d",
-    "send": "#4b5563",
+    "send": "#111827",
 }
 REDUCING = ("reduce_scatter", "all_reduce")
 HATCH = "////"  # one meaning in every figure: gradients of a rank's own images, not yet averaged

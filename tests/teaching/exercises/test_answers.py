@@ -32,7 +32,11 @@ def folded() -> list:
     for path in sorted((PROJECT / "notebooks").glob("*.ipynb")):
         cells = nbformat.read(path, as_version=4).cells
         for text, starter in zip(cells, cells[1:], strict=False):
-            if starter.cell_type == "code" and starter.source.startswith(("def ", "import")) and DOTS in starter.source:
+            if (
+                starter.cell_type == "code"
+                and starter.source.startswith(("def ", "import", "from fsdp_helpers"))
+                and DOTS in starter.source
+            ):
                 solution = SOLUTION.search(text.source)
                 lines = indent(unescape(solution[1] or solution[2]), "    ")
                 name = re.search(r"check_\w+", starter.source)[0]

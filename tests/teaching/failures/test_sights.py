@@ -60,7 +60,8 @@ def test_torchrun_still_says_so(name):
     assert seen["status"] == KEPT["torchrun"][name]["status"] == 1
     for told, text in MESSAGES:
         if told == name or (name == "crash-connection-closed" and told == "crash-no-traceback"):
-            assert normalized(text) in said_by(seen)
+            # Whether a reader meets a closed or a reset connection is a matter of microseconds.
+            assert normalized(text) in said_by(seen).replace("connection reset by peer", "connection closed by peer")
 
 
 PRINTED = """
