@@ -5,8 +5,9 @@ few, on the CPU. FOLDER has config.json and safetensors files (and tokenizer.jso
 tokenizers`; without one, tokens are bytes). TEXT is a text file, with blank lines between its documents; the
 first LONGEST tokens of each are read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the
 total: the same command with more STEPS goes on from the newest checkpoint, on any number of ranks that
-divides BATCH. The settings below may be edited between two starts, too, and hold from then on. For another model or
-text, take a new RUN. All parameters are trained. (finetune_hf.py does this for any model of `transformers`.)
+divides BATCH. The settings below may be edited between two starts, too, and hold from then on. For another
+model or text, take a new RUN. All parameters are trained. (finetune_hf.py does this for any model of
+`transformers`.)
 """
 
 import ctypes
@@ -306,7 +307,7 @@ def end_with_torchrun() -> None:
 
 
 def take(lock, run: Path, kind: int, patience_s: float = 0.0) -> None:
-    """Keep other runs from writing to `run`: rank 0 takes the lock, then all share it until the last has ended."""
+    """Keep other runs from writing to `run`: rank 0 takes the lock, then all share it until the last ends."""
     deadline_s = time.monotonic() + patience_s  # the ranks of a killed run may need a moment to end
     while True:
         try:

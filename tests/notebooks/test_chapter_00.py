@@ -1,15 +1,21 @@
 """Notebook 00: its cells for the ranks run twice, and the model is shared by `fully_shard` alone."""
 
+import pytest
 from chapters import Chapter
 
 
-def test_each_rank_keeps_its_shard(tmp_path):
-    with Chapter("00", tmp_path / "notebooks") as chapter:
+@pytest.fixture(scope="module")  # its temporary folder has a short name, as the sockets in it need
+def chapter(tmp_path_factory):
+    with Chapter("00", tmp_path_factory.mktemp("00") / "notebooks") as chapter:
         chapter.run_all(chapter.set_up_cells())
         chapter.run_ranks_cells_twice()
-        assert len(chapter.twice) == 2 and all(first == second for first, second in chapter.twice.values())
-        assert chapter.value("sum(ranks['kept']) == ranks['num_parameters'][0]") is True
-        line = "fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))\n"
-        source = chapter.source("first-sharded", {"first-sharded": (line, "")})
-        chapter.execute(source.replace("parameter.to_local().numel()", "parameter.numel()"))
-        assert chapter.value("sum(ranks['kept']) == 2 * ranks['num_parameters'][0]") is True
+        yield chapter
+
+
+def test_each_rank_keeps_its_shard(chapter):
+    assert len(chapter.twice) == 2 and all(first == second for first, second in chapter.twice.values())
+    assert chapter.value("sum(ranks['kept']) == ranks['num_parameters'][0]") is True
+    line = "fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))\n"
+    source = chapter.source("first-sharded", {"first-sharded": (line, "")})
+    chapter.execute(source.replace("parameter.to_local().numel()", "parameter.numel()"))
+    assert chapter.value("sum(ranks['kept']) == 2 * ranks['num_parameters'][0]") is True

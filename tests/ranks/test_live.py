@@ -258,7 +258,7 @@ def test_ranks_that_were_killed_between_two_cells(ranks, capsys):
 
 
 def test_ranks_left_idle_end_and_say_so(monkeypatch, capsys, two):
-    monkeypatch.setattr(live, "IDLE_S", 0.5)
+    monkeypatch.setattr(live, "IDLE_S", 4.0)  # longer than ranks take to come, on a busy machine
     with Ranks(1, device="cpu") as one:
         one.run("kept = 1")
         (pid,) = one.pids
@@ -266,7 +266,7 @@ def test_ranks_left_idle_end_and_say_so(monkeypatch, capsys, two):
         one.run("rank")
         output = capsys.readouterr()
     assert output.out == "0\n"
-    assert output.err == f"The ranks had ended, after {0.5 / 3600:g} hours without a cell. {RESTARTED}\n"
+    assert output.err == f"The ranks had ended, after {4.0 / 3600:g} hours without a cell. {RESTARTED}\n"
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):

@@ -51,7 +51,7 @@ OP_COLORS = {
     "reduce_scatter": "#b34700",
     "all_reduce": BLUE,
     "broadcast": "#6b21a8",
-    "all_to_all": "#9d174d",
+    "all_to_all": "#661100",
     "send": "#111827",
 }
 REDUCING = ("reduce_scatter", "all_reduce")
