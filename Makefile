@@ -7,6 +7,7 @@
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-imagined the notebooks and every strategy beside GPUs that do not exist: needs gcc
 # make test-tools   install transformers and accelerate beside it, and run what compares 13 and 14 with them
+# make test-tools-long their long evidence: kills, eight ranks, every model on three
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make run          install, then run every notebook and keep its outputs   (NOTEBOOKS="03 09" for some of them)
 # make handouts     the notebooks on paper, without solutions, in handouts/   (NOTEBOOKS="03 09", HANDOUT_ARGS=--solutions)
@@ -51,7 +52,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools xla xla-all lint format relock outdated run clean
+.PHONY: lab reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -130,7 +131,7 @@ test-long: $(INSTALLED)
 	$(PYTEST) -m "long and $(PLAIN)" $(LONG_ARGS) tests
 
 # Everything, in one list; what this machine lacks is said, and left out.
-SLOWER := test-long test-mnist test-imagined test-browser test-network test-slurm test-oldest xla
+SLOWER := test-long test-tools-long test-mnist test-imagined test-browser test-network test-slurm test-oldest xla
 test-all: test
 	@for target in $(SLOWER); do \
 	  if why=$$($(MAKE) --silent --no-print-directory can-$$target 2> /dev/null); then $(MAKE) $$target || exit 1; \
@@ -162,7 +163,10 @@ test-imagined: $(INSTALLED)
 # What is skipped where transformers and accelerate are not installed.
 test-tools: $(TOOLS_INSTALLED)
 	$(TOOLS_BIN)/python -c 'import accelerate, transformers; print(f"transformers {transformers.__version__}, accelerate {accelerate.__version__}")'
-	$(TOOLS_BIN)/python -m pytest -m tools tests
+	$(TOOLS_BIN)/python -m pytest -m "tools and not long" tests
+
+test-tools-long: $(TOOLS_INSTALLED)
+	$(TOOLS_BIN)/python -m pytest -m "tools and long" tests
 
 test-oldest: BIN := $(OLDEST_BIN)
 test-oldest: $(OLDEST_INSTALLED)
