@@ -7,14 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.ranks.group import rank_device
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return a rank's shard of a sharded tensor, or all of a plain one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def copies_apart(rank: int, world_size: int, seed_per_rank: bool) -> dict[str, float]:
