@@ -18,7 +18,10 @@ FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the ot
 
 
 class FlatParameters:
-    """A unit's parameters are views of one flat tensor. On one rank it is not sharded, and always there."""
+    """A unit's parameters are views of one flat tensor.
+
+    On one rank (or with `sharding` "none") it isn't sharded: it's always there, and gathering is casting it, if at all.
+    """
 
     def __init__(self, shards: Shards, config: TrainConfig, profile: StepProfile) -> None:
         # an empty unit does nothing; an empty root computes
@@ -26,7 +29,8 @@ class FlatParameters:
         self._shards, self._ranks = shards, shards.ranks
         self._prefetch = config.backward_prefetch
         self._frees_after_forward = config.sharding != "grad-op"
-        self._forwards: list[Unit] = []  # in the order in which they first ended
+        self._forwards: list[Unit] = []  # in the order in which they ended, a unit once for each use
+        self._places: dict[str, int] = {}  # of units in that order
         self._entered = {moment.name for moment in profile.flat_moments if moment.event == "enter_backward"}
         self._awaited: set[str] = set()  # units that will be gathered for a backward which has not begun
         self._in_backward: set[str] = set()
@@ -50,11 +54,13 @@ class FlatParameters:
             return
         if not self._backward_runs:
             self._shards.compute("forward", unit)
-        if unit.parameters and unit not in self._forwards:
+        if unit.parameters:
+            # the place of the first use; but torch takes a place of 0 for none, so the first unit has that of its second
+            self._places[name] = self._places.get(name) or len(self._forwards)
             self._forwards.append(unit)
-            if name in self._entered:  # a unit computed under no_grad has none, and is never prefetched for one
+            if name in self._entered:  # a unit computed under no_grad has no backward, and is never prefetched for one
                 self._awaited.add(name)
-        if name != ROOT and self._frees_after_forward:
+        if self._ranks == 1 or (name != ROOT and self._frees_after_forward):
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
@@ -68,7 +74,7 @@ class FlatParameters:
         self._awaited.discard(name)
         self._gather(unit)
         self._shards.compute("backward", unit)
-        if self._prefetch == "pre" and unit in self._forwards:
+        if self._prefetch == "pre":
             self._gather_next(unit)
 
     def gradient(self, name: str) -> None:
@@ -107,14 +113,13 @@ class FlatParameters:
         self._shards.free_flat_gradient(OTHER_USES, unit)
         self._shards.free_flat_gradient(JOINED, unit)  # it is the flat one, or added to that of an earlier part
         self._shards.take_flat_gradient(FLAT, unit)
-        if self._ranks > 1:
-            self._shards.free_gathered(unit)
-        if self._prefetch == "post" and unit in self._forwards:
+        self._shards.free_gathered(unit)
+        if self._prefetch == "post":
             self._gather_next(unit)
         if self._reduces and self._ranks > 1:
             self._reduce(unit)
         elif self._reduces:
-            self._shards.all_reduce(unit, unit.padded)
+            self._all_reduce(unit)
 
     def update(self) -> None:
         self._shards.update()
@@ -122,26 +127,30 @@ class FlatParameters:
     def end_backward(self) -> None:
         """Free what was gathered for a backward that did not come, and what is frozen and has left no mark."""
         for unit in self.units.values():
-            if self._ranks > 1:
-                self._shards.free_gathered(unit)
+            self._shards.free_gathered(unit)
         self._forwards.clear()
+        self._places.clear()
         self._awaited.clear()
         self._in_backward.clear()
 
     def _gather(self, unit: Unit) -> None:
-        if self._ranks == 1 or self._shards.is_gathered(unit) or not unit.parameters:
-            return
         sizes = self._shards.sizes
-        if sizes.gathered < sizes.kept:
+        is_cast = sizes.gathered < sizes.kept
+        if self._shards.is_gathered(unit) or not unit.parameters or (self._ranks == 1 and not is_cast):
+            return
+        if self._ranks == 1:
+            self._shards.gather(unit)
+            return
+        if is_cast:
             self._shards.take_buffer(SENT, unit, unit.padded, sizes.gathered, self._ranks)
         self._shards.gather(unit)
         self._shards.all_gather(unit)
         self._shards.free_buffer(SENT, unit)
 
     def _gather_next(self, unit: Unit) -> None:
-        before = self._forwards.index(unit) - 1
-        if before >= 0 and self._forwards[before].name in self._awaited:
-            self._gather(self._forwards[before])
+        place = self._places.get(unit.name, 0)
+        if place and self._forwards[place - 1].name in self._awaited:
+            self._gather(self._forwards[place - 1])
 
     def _reduce(self, unit: Unit) -> None:
         sizes = self._shards.sizes
@@ -152,3 +161,12 @@ class FlatParameters:
         self._shards.all_reduce(unit, unit.padded)
         self._shards.free_buffer(IN_FP32, unit)
         self._shards.free_flat_gradient(FLAT, unit)
+
+    def _all_reduce(self, unit: Unit) -> None:
+        """Keep the full gradient; one in bf16 is cast, and later parts are added to what that gave."""
+        sizes = self._shards.sizes
+        if sizes.gathered < sizes.reduced:
+            if not self._shards.has_shard(unit):
+                self._shards.take_shard(unit, unit.padded)
+            self._shards.free_flat_gradient(FLAT, unit)
+        self._shards.all_reduce(unit, unit.padded)

@@ -254,12 +254,16 @@ class Shards:
     def free_flat_gradient(self, name: str, unit: Unit) -> None:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
+    def has_shard(self, unit: Unit) -> bool:
+        """Return True if a reduced gradient is there."""
+        return self._ledger.holds(unit.name, "gradients", "shards")
+
     def take_shard(self, unit: Unit, values: int) -> None:
         """Hold the shard of a reduced gradient; if there is one already, add the new one to it and free that.
 
         It is in the precision of the reduction at first, and then in that of the parameters.
         """
-        name = "new shard" if self._ledger.holds(unit.name, "gradients", "shards") else "shards"
+        name = "new shard" if self.has_shard(unit) else "shards"
         size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}
         self._ledger.hold(unit.name, Term(kind="gradients", name=name, **size))
         self._ledger.free(unit.name, "gradients", name if self._offloads else "new shard")
