@@ -4,6 +4,7 @@ A model on the meta device has no values to compute with. Its step then uses fak
 GPU's fused kernels; a model with values is measured on the device of its batch.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -116,7 +117,7 @@ def measured_subject(
         return measure_step(built, lambda: loss_in(built, part), units, flat_units=flat, precision=precision)
 
     @cache
-    def unit_flops(samples: int) -> dict[str, int]:
+    def flops_of(samples: int) -> tuple[dict[str, int], dict[str, int]]:
         return count_flops(factory(), first_samples(batch, samples, torch.float32), loss_of, device)
 
     return Subject(
@@ -125,8 +126,9 @@ def measured_subject(
         num_params=sum(parameter.numel() for parameter in model.parameters()),
         units=units,
         profile_of=profile_of,
-        forward_flops=lambda samples: sum(unit_flops(samples).values()),
-        unit_flops=unit_flops,
+        forward_flops=lambda samples: sum(flops_of(samples)[0].values()),
+        unit_flops=lambda samples: flops_of(samples)[0],
+        attention_flops=lambda samples: flops_of(samples)[1],
         refused=partial(refused_precision, batch_norms(model)),
     )
 
@@ -258,8 +260,10 @@ class OneKernelNorm(torch.autograd.Function):
         return torch.empty_like(inputs), torch.empty_like(weight)
 
 
-def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None) -> dict[str, int]:
-    """Return the operations of a forward by module, without those of modules within it."""
+def count_flops(
+    model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the operations of a forward by module, without those of modules within it; and those of attention alone."""
     # Attention as plain products: torch 2.11 does not count those of a fused kernel on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:
@@ -268,8 +272,10 @@ def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.dev
             made_fake(model, mode, torch.float32)
             batch = fake_batch(batch, mode)
         with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            loss_of(model, batch)
+            with attention_counted(counter) as attention:
+                loss_of(model, batch)
     root = type(model).__name__
+    attention = {(ROOT if name == root else name.removeprefix(f"{root}.")): n for name, n in attention.items()}
     counted_flops = {"Global": counter.get_total_flops()}
     counted_flops |= {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     own = {ROOT: counted_flops.pop("Global")}
@@ -280,7 +286,25 @@ def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.dev
         own[plain] = flops
         around = [other for other in own if other != plain and (other == ROOT or plain.startswith(f"{other}."))]
         own[max(around, key=len)] -= flops
-    return own
+    return own, attention
+
+
+@contextmanager
+def attention_counted(counter: FlopCounterMode) -> Iterator[dict[str, int]]:
+    """Within the block, count what `counter` counts in `scaled_dot_product_attention`, by the module that calls it."""
+    attention, found = F.scaled_dot_product_attention, Counter()
+
+    def counted_attention(*inputs: Any, **others: Any) -> Tensor:
+        before = counter.get_total_flops()
+        result = attention(*inputs, **others)
+        found[max(counter.mod_tracker.parents - {"Global"}, key=len)] += counter.get_total_flops() - before
+        return result
+
+    F.scaled_dot_product_attention = counted_attention  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        F.scaled_dot_product_attention = attention
 
 
 def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:

@@ -74,8 +74,5 @@ def test_three_ways_to_say_it_give_one_plan(tmp_path):
         print(f"{name}: {number / numbers(by_shape)[name]:.5f} of the plan by shape")
     print(f"{found['processor_s']:.1f} s of processor time, {found['memory_bytes'] / 1e9:.2f} GB")
     assert numbers(by_file) == numbers(by_shape)
-    by_factory, by_shape = numbers(found["plan"]), numbers(by_shape)
-    # A factory's attention can't be told from its other arithmetic, so it isn't charged for running at a lower share.
-    assert by_factory.pop("step_estimate_s") == pytest.approx(by_shape.pop("step_estimate_s"), rel=0.1)
-    assert by_factory == pytest.approx(by_shape, rel=0.01)
+    assert numbers(found["plan"]) == pytest.approx(numbers(by_shape), rel=0.01)
     assert found["memory_bytes"] < 2e9
