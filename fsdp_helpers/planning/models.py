@@ -417,7 +417,10 @@ def _idle_in_a_block(width: int, experts: Experts) -> int:
 
 
 def _idle_params(shape: LlamaShape) -> int:
-    return sum(_idle_in_a_block(shape.width, shape.experts) for block in range(shape.depth) if shape.is_routed(block))
+    """Return the parameters that a token does not go through: of the experts that it does not go to, in all blocks."""
+    experts, num_routed = shape.experts, sum(shape.is_routed(block) for block in range(shape.depth))
+    biases = (experts.number - experts.chosen) * (2 * experts.width + shape.width) if experts.biases else 0
+    return num_routed * (_idle_in_a_block(shape.width, experts) + biases)
 
 
 def _backward_of_adapters(shape: LlamaShape, tokens: int, lora_rank: int) -> float:

@@ -22,7 +22,7 @@ LEVERS = {
         [],
         "far(ranks['losses'][0])",
     ),
-    "the mask over all keys": (("context", ", attn_mask=mask", ""), [], "far(ranks['losses'][0])"),
+    "the mask over all keys": (("context-gather", ", attn_mask=mask", ""), ["context"], "far(ranks['losses'][0])"),
     "the places of a rank's tokens": (("context", "first = index * OWN", "first = 0"), [], "far(ranks['losses'][0])"),
     "the sum of the keys' gradients": (
         ("context-gather", "dist.reduce_scatter_tensor(own, terms, group=ctx.group)", "own = terms[: len(own)].clone()"),

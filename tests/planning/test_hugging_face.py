@@ -24,52 +24,73 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, 
 DEEPSEEK = LATENT | {"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536}
 LITE = LATENT | {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None}
 OSS = {"sliding_window": 128, "head_dim": 64, "quantization_config": {"quant_method": "mxfp4"}}
-CARDS = {  # the file, all parameters, and those that a token goes through, where they are fewer
-    "gpt2": ({}, 124_439_808, None),
-    "gpt2 (xl)": ({"n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200, None),
-    "phi3 (mini)": (sizes(3072, 32, 32, 32, 8192, 32064), 3_821_079_552, None),
-    "phi3 (Phi-4)": (sizes(5120, 40, 40, 10, 17920, 100352), 14_659_507_200, None),
-    "gemma2 (2B)": (sizes(2304, 26, 8, 4, 9216, 256000, head_dim=256), 2_614_341_888, None),
-    "gemma2 (9B)": (sizes(3584, 42, 16, 8, 14336, 256000, head_dim=256), 9_241_705_984, None),
-    "gemma3_text (1B)": (sizes(1152, 26, 4, 1, 6912, 262144, head_dim=256), 999_885_952, None),
+# The file; all parameters, and those that a token goes through, where they are fewer; and where the first number stands:
+# "KerasHub" is keras-team/keras-hub, src/models/*/*_presets.py ("params"); "safetensors" and "GGUF" are the totals that
+# the Hugging Face Hub reads from a repository's files; others are named. What cards say of MoE models is below.
+CARDS = {
+    "gpt2": ({}, 124_439_808, None, "KerasHub gpt2_base_en"),
+    "gpt2 (xl)": ({"n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200, None, "KerasHub gpt2_extra_large_en"),
+    "phi3 (mini)": (sizes(3072, 32, 32, 32, 8192, 32064), 3_821_079_552, None, "KerasHub phi3_mini_4k_instruct_en"),
+    "phi3 (Phi-4)": (sizes(5120, 40, 40, 10, 17920, 100352), 14_659_507_200, None, "GGUF microsoft/phi-4"),
+    "gemma2 (2B)": (
+        sizes(2304, 26, 8, 4, 9216, 256000, head_dim=256), 2_614_341_888, None, "KerasHub gemma2_2b_en",
+    ),
+    "gemma2 (9B)": (sizes(3584, 42, 16, 8, 14336, 256000, head_dim=256), 9_241_705_984, None, "KerasHub gemma2_9b_en"),
+    "gemma3_text (1B)": (sizes(1152, 26, 4, 1, 6912, 262144, head_dim=256), 999_885_952, None, "KerasHub gemma3_1b"),
     "gemma3 (4B, its text model)": (
         {"text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}},
         3_880_263_168,
         None,
+        "GGUF lmstudio-community/gemma-3-4b-it-GGUF",
     ),
     "qwen3 (0.6B, without head_dim)": (
         sizes(1024, 28, 16, 8, 3072, 151936, tie_word_embeddings=True), 596_049_920, None,
+        "vllm-project/compressed-tensors, a test: `model.num_parameters()`",
     ),
     "mixtral (8x7B)": (
         sizes(4096, 32, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2), 46_702_792_704, 12_879_925_248,
+        "KerasHub mixtral_8_7b_en",
     ),
     "qwen3_moe (30B-A3B)": (
         sizes(2048, 48, 32, 4, 6144, 151936, head_dim=128, **experts(128, 8, 768)), 30_532_122_624, 3_353_032_704,
+        "GGUF unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF",
     ),
     "qwen2_moe (A2.7B)": (
         sizes(2048, 24, 16, 16, 5632, 151936, shared_expert_intermediate_size=5632, **experts(60, 4, 1408)),
         14_315_784_192,
         2_689_173_504,
+        "KerasHub qwen1.5_moe_2.7b_en",
     ),
     "gpt_oss (20b)": (
         sizes(2880, 24, 64, 8, 2880, 201088, num_local_experts=32, num_experts_per_tok=4, **OSS), 20_914_757_184,
-        4_193_246_784,
+        4_187_440_704, "safetensors openai/gpt-oss-20b",
     ),
     "gpt_oss (120b)": (
         sizes(2880, 36, 64, 8, 2880, 201088, num_local_experts=128, experts_per_token=4, **OSS), 116_829_156_672,
-        5_750_551_872,
+        5_711_982_912, "safetensors openai/gpt-oss-120b",
     ),
     "deepseek_v3": (
         sizes(7168, 61, 128, 128, 18432, 129280, num_experts_per_tok=8, moe_intermediate_size=2048, **DEEPSEEK),
         671_026_404_352,
         37_552_282_624,
+        "its card: 671B, the module for multi-token prediction left out",
     ),
     "deepseek_v2 (Lite)": (
         sizes(2048, 27, 16, 16, 10944, 102400, num_experts_per_tok=6, moe_intermediate_size=1408, **LITE),
         15_706_484_224,
         2_661_150_208,
+        "foldl/chatllm.cpp, README: parameters of the model that it serves",
     ),
 }  # fmt: skip
+ACTIVE = {  # billions, as the models' cards have them, and whether their count leaves the table of embeddings out
+    "mixtral (8x7B)": (12.9, False),  # mistral.ai/news/mixtral-of-experts
+    "qwen3_moe (30B-A3B)": (3.3, False),  # huggingface.co/Qwen/Qwen3-30B-A3B
+    "qwen2_moe (A2.7B)": (2.7, False),  # qwenlm.github.io/blog/qwen-moe
+    "gpt_oss (20b)": (3.6, True),  # gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925, table 1
+    "gpt_oss (120b)": (5.1, True),
+    "deepseek_v3": (37, True),  # arXiv:2412.19437
+    "deepseek_v2 (Lite)": (2.4, True),  # arXiv:2405.04434, appendix B
+}
 
 
 def subject_of(name: str, config: dict):
@@ -77,10 +98,19 @@ def subject_of(name: str, config: dict):
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_a_published_model_has_the_parameters_of_its_card(name):
-    config, num_params, active = CARDS[name]
+def test_a_published_model_has_its_published_number_of_parameters(name):
+    config, num_params, active, _ = CARDS[name]
     subject = subject_of(name, config)
     assert (subject.num_params, subject.active_params) == (num_params, active)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_goes_through_as_many_as_the_card_says(name):
+    """Cards round, some of them down."""
+    config, _, active, _ = CARDS[name]
+    said, without_table = ACTIVE[name]
+    table = config["vocab_size"] * config["hidden_size"] if without_table else 0
+    assert (active - table) / 1e9 == pytest.approx(said, abs=0.06 if said < 30 else 0.5)
 
 
 def test_a_token_pays_for_the_experts_that_it_goes_to():
