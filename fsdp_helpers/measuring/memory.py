@@ -166,6 +166,17 @@ class MemoryTrace:
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Within the block, torch computes in one thread: on a CPU, products in bf16 take scratch memory for each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
     """Trace memory, phases and collectives within the block; read the result from the trace after it.
 

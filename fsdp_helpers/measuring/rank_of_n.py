@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives
-from fsdp_helpers.measuring.memory import state_bytes, trace_memory
+from fsdp_helpers.measuring.memory import one_thread, state_bytes, trace_memory
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.progress import report, reports_drawn
 from fsdp_helpers.records import CollectiveCount, StateBytes
@@ -109,10 +109,11 @@ def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOf
         raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one, use 1")
     num_images = config.global_batch_size // world_size
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
-    return trace_steps(
-        lambda: APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
-        lambda model: F.cross_entropy(model(images).float(), labels),
-    )
+    with one_thread():  # as with as many ranks as cores
+        return trace_steps(
+            lambda: APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
+            lambda model: F.cross_entropy(model(images).float(), labels),
+        )
 
 
 def measure_own_rank_of_n(

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.measuring.memory import one_thread, trace_memory
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
@@ -67,16 +67,11 @@ def measure_step(
 def cast_by_policy(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
     """Within the block, `model` computes in bf16 as under FSDP's mixed precision; its parameters stay in bf16.
 
-    On a CPU, products in bf16 take scratch memory for each thread; there is one, as CPU ranks usually have.
+    There is one thread, as CPU ranks usually have.
     """
     cast_parameters(model)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with cast_inputs(model, units):
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), cast_inputs(model, units):
+        yield
 
 
 def cast_parameters(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ by a quarter to either side: torchtitan on A100s, 51 to 61 % MFU without and 69 
 without recomputing (llm-foundry, `scripts/train/benchmarking/README.md`). For devices without such a run the share is
 that of the nearest one, and the plan says so.
 
-Two constants are fitted to 47 runs of the last of these (`planning.published`): RECOMPUTED_GAIN and ATTENTION_COST. A
+Two constants are fitted to 47 runs of the last of these (`planning.published_runs`): RECOMPUTED_GAIN and ATTENTION_COST. A
 third, LINK_SHARE, is what nccl-tests report.
 """
 

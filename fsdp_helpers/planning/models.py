@@ -6,10 +6,16 @@ from functools import cache, partial
 from math import prod
 
 from fsdp_helpers.models.shapes import LLAMA_SHAPES, VIT_SHAPES, Experts, Latent, LlamaShape, ViTShape
-from fsdp_helpers.planning.blocks import decoder_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.state import FP32_BYTES
-from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, Layer, layers_profile
+from fsdp_helpers.planning.transformer import (
+    BlockBytes,
+    HeadBytes,
+    Layer,
+    decoder_block_bytes,
+    layers_profile,
+    vit_block_bytes,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "pure-bf16": 2, "autocast": 2}

@@ -16,7 +16,7 @@ from fsdp_helpers.planning.walk.fsdp1 import FlatParameters
 from fsdp_helpers.planning.walk.fsdp2 import FullyShard
 from fsdp_helpers.planning.walk.ledger import Ledger, Peak
 from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained
-from fsdp_helpers.planning.walk.whole import WholeModel
+from fsdp_helpers.planning.walk.unsharded import WholeModel
 from fsdp_helpers.records import CollectiveCount
 
 TELLING_PARTS = 3  # of a step: the first, one of those between, the last

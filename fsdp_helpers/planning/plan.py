@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, SHARDING, STRATEGIES, TrainConfig, is_sharded, setting
 from fsdp_helpers.planning.cluster import MOST_RANKS, Cluster, require_whole
 from fsdp_helpers.planning.devices import ATTENTION_COST, RECOMPUTED_GAIN, TYPICAL_RANGE, named_device
-from fsdp_helpers.planning.held import own_state
 from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.optimizers import OPTIMIZERS, named_optimizer
+from fsdp_helpers.planning.own_shards import own_state
 from fsdp_helpers.planning.peak import Step, walk_step
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.state import PRECISIONS, num_shards

@@ -11,7 +11,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring import rank_of_n
 from fsdp_helpers.measuring.rank_of_n import RankOfN, can_imagine, fake_group, measure_rank_of_n, measure_this_rank
 from fsdp_helpers.measuring.step_profile import measure_run, units_of
-from fsdp_helpers.planning.held import own_state
+from fsdp_helpers.planning.own_shards import own_state
 from fsdp_helpers.planning.peak import walk_step
 from fsdp_helpers.ranks.launching.launch import launch
 

@@ -12,9 +12,9 @@ from fsdp_helpers.measuring.activations import count_block
 from fsdp_helpers.measuring.step_profile import measure_step
 from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import Block, ViT
-from fsdp_helpers.planning.blocks import llama_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.models import named_subject
 from fsdp_helpers.planning.peak import peak_of_step
+from fsdp_helpers.planning.transformer import llama_block_bytes, vit_block_bytes
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 MNIST = VIT_SHAPES["vit-mnist"]

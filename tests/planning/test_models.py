@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from fsdp_helpers.models.shapes import Experts, ViTShape
-from fsdp_helpers.planning.blocks import decoder_block_bytes, llama_block_bytes, vit_block_bytes
 from fsdp_helpers.planning.models import (
     LLAMA_SHAPES,
     NAMED_MODELS,
@@ -16,6 +15,7 @@ from fsdp_helpers.planning.models import (
     vit_head_bytes,
     vit_subject,
 )
+from fsdp_helpers.planning.transformer import decoder_block_bytes, llama_block_bytes, vit_block_bytes
 
 PUBLISHED = {
     "vit-b16": 86_567_656,

@@ -15,7 +15,7 @@ from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.cluster import Cluster
 from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Plan, Settings, make_plan
-from fsdp_helpers.planning.published import PUBLISHED
+from fsdp_helpers.planning.published_runs import PUBLISHED
 
 WITH_MEMORY = [run for run in PUBLISHED if run.memory_bytes]
 

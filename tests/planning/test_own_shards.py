@@ -3,7 +3,7 @@
 import pytest
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.held import own_rows, own_state, values_between
+from fsdp_helpers.planning.own_shards import own_rows, own_state, values_between
 from fsdp_helpers.planning.profile import StepProfile
 
 # 10 x 3 and 5 values: 35
