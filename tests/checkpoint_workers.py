@@ -26,10 +26,9 @@ from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import begin
 from fsdp_helpers.checkpointing.resume import run_checkpoints
 from fsdp_helpers.checkpointing.state import save_full
+from fsdp_helpers.checkpointing.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.exchange import gather_over_ranks
-from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.teaching.lessons import saving
 from fsdp_helpers.teaching.lessons.saving import trained_for_a_step
@@ -461,6 +460,12 @@ class WithLateHead(nn.Module):
         return sum(head(inputs).square().mean() for head in self.heads[: 1 + (step >= 2)])
 
 
+def save_shards_of(folder, model, optimizer):
+    """As in the cells of 06."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+
 def go_on_with_a_late_head(rank, world_size, folder, way):
     """By how much the losses after a save and a load, in `way`, differ from those of a run that goes on.
 
@@ -468,7 +473,7 @@ def go_on_with_a_late_head(rank, world_size, folder, way):
     """
     save_it, load_it = {
         "package": (checkpoint.save, checkpoint.load),
-        "lesson": (saving.save_shards, saving.load_shards),
+        "lesson": (save_shards_of, saving.load_shards),
     }[way]
 
     def build(seed):
