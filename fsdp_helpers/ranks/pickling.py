@@ -1,22 +1,19 @@
-"""Pickling of what travels to a rank and back; an error names the part that cannot be pickled."""
+"""Pickling of what is sent to a rank and back; an error names the part that cannot be pickled."""
 
-import importlib
 import inspect
 import io
 import os
 import pickle
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from types import FunctionType
 from typing import Any
 
 ADVICE = (
     "Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), or what it takes to "
     "make it on the other side, such as the path of a file."
 )
-
-
 OR_A_CELL = " (a .py file, or a cell that begins with '%%writefile my_worker.py')"
 
 
@@ -39,30 +36,40 @@ def check_worker(worker: Callable) -> None:
 
 
 def pickle_job(worker: Callable, args: tuple) -> bytes:
-    """Return the worker and its arguments as bytes; the ValueError names an argument that cannot be sent."""
-    try:
-        return _dumps((worker, args))
-    except Exception:
-        names = list(inspect.signature(worker).parameters)[2:]
-        for position, value in enumerate(args):
-            name = repr(names[position]) if position < len(names) else f"number {position + 1}"
-            _check(value, f"argument {name} of {worker.__name__!r}")
-        raise
+    """Return the worker's name and its arguments as bytes; the ValueError names an argument that cannot be sent.
+
+    By name, because the worker's module may have been edited and imported anew: a rank runs what the file has now.
+    """
+    names = list(inspect.signature(worker).parameters)[2:]
+    named = [repr(name) for name in names] + [f"number {number + 1}" for number in range(len(names), len(args))]
+    parts = {f"argument {name} of {worker.__name__!r}": value for name, value in zip(named, args, strict=False)}
+    return _dumps_or_name((f"{worker.__module__}:{worker.__qualname__}", args), parts)
+
+
+def read_job(job: bytes) -> tuple[Callable, tuple]:
+    """Import the worker of `pickle_job`; return it and its arguments."""
+    name, args = pickle.loads(job)
+    return pkgutil.resolve_name(name), args
 
 
 def pickle_result(worker: Callable, result: Any) -> bytes:
     """Return a rank's result as bytes; the ValueError names the part of it that cannot be sent."""
+    return _dumps_or_name(result, {f"the result of {worker.__name__!r}": result})
+
+
+def _dumps_or_name(value: Any, parts: dict[str, Any]) -> bytes:
     try:
-        return _dumps(result)
+        return dumps(value)
     except Exception:
-        _check(result, f"the result of {worker.__name__!r}")
+        for name, part in parts.items():
+            _check(part, name)
         raise
 
 
 def _check(value: Any, name: str) -> None:
     """Raise ValueError for the innermost part of `value` that cannot be sent, if there is one."""
     try:
-        _dumps(value)
+        dumps(value)
     except Exception as error:
         for part_name, part in _parts(value, name):
             _check(part, part_name)
@@ -82,14 +89,15 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}, in its field {field.name!r}", getattr(value, field.name)) for field in fields(value))
 
 
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
+    """Pickle `value`; raise for what could be pickled here but not read there, too."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that refuses what could be pickled here but not read there: names defined in a notebook cell."""
+    """A pickler that refuses functions and classes that are defined in a cell."""
 
     def reducer_override(self, value: Any) -> Any:
         if inspect.isclass(value) or inspect.isfunction(value):
@@ -98,29 +106,7 @@ class _Pickler(pickle.Pickler):
                     f"{value.__qualname__!r} is defined in a notebook cell or an interactive session, and another "
                     f"process cannot import it from there; put it into a module{OR_A_CELL}"
                 )
-            if _was_read_anew(value):
-                return _import_by_name, (value.__module__, value.__qualname__)
         return NotImplemented
-
-
-def _was_read_anew(value: type | FunctionType) -> bool:
-    """Return True if an older import of its module defined `value`; a rank imports what the file defines now."""
-    now = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        now = getattr(now, name, None)
-    if now is None or now is value or type(now) is not type(value):
-        return False
-    if inspect.isclass(value):
-        return now.__qualname__ == value.__qualname__
-    # Not so a decorated function, which stands under the name of the one that it wraps.
-    return now.__code__.co_qualname == value.__code__.co_qualname == value.__qualname__
-
-
-def _import_by_name(module: str, qualname: str) -> Any:
-    found = importlib.import_module(module)
-    for name in qualname.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _can_import_main() -> bool:
