@@ -6,8 +6,7 @@ import os
 import pickle
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 ADVICE = (
@@ -40,53 +39,33 @@ def pickle_job(worker: Callable, args: tuple) -> bytes:
 
     By name, because the worker's module may have been edited and imported anew: a rank runs what the file has now.
     """
-    names = list(inspect.signature(worker).parameters)[2:]
-    named = [repr(name) for name in names] + [f"number {number + 1}" for number in range(len(names), len(args))]
-    parts = {f"argument {name} of {worker.__name__!r}": value for name, value in zip(named, args, strict=False)}
-    return _dumps_or_name((f"{worker.__module__}:{worker.__qualname__}", args), parts)
+    names = [repr(name) for name in inspect.signature(worker).parameters][2:]
+    names += [f"number {position + 1}" for position in range(len(names), len(args))]
+    pickled = [
+        _dumps_named(value, f"argument {name} of {worker.__name__!r}") for name, value in zip(names, args, strict=False)
+    ]
+    return pickle.dumps((f"{worker.__module__}:{worker.__qualname__}", pickled))
 
 
 def read_job(job: bytes) -> tuple[Callable, tuple]:
     """Import the worker of `pickle_job`; return it and its arguments."""
     name, args = pickle.loads(job)
-    return pkgutil.resolve_name(name), args
+    return pkgutil.resolve_name(name), tuple(map(pickle.loads, args))
 
 
 def pickle_result(worker: Callable, result: Any) -> bytes:
-    """Return a rank's result as bytes; the ValueError names the part of it that cannot be sent."""
-    return _dumps_or_name(result, {f"the result of {worker.__name__!r}": result})
+    """Return a rank's result as bytes; the ValueError says that it cannot be sent, and why."""
+    return _dumps_named(result, f"the result of {worker.__name__!r}")
 
 
-def _dumps_or_name(value: Any, parts: dict[str, Any]) -> bytes:
+def _dumps_named(value: Any, name: str) -> bytes:
     try:
         return dumps(value)
-    except Exception:
-        for name, part in parts.items():
-            _check(part, name)
-        raise
-
-
-def _check(value: Any, name: str) -> None:
-    """Raise ValueError for the innermost part of `value` that cannot be sent, if there is one."""
-    try:
-        dumps(value)
     except Exception as error:
-        for part_name, part in _parts(value, name):
-            _check(part, part_name)
         raise ValueError(
             f"{name} is of type {type(value).__module__}.{type(value).__qualname__} and cannot be sent to another "
             f"process: {error}. {ADVICE}"
         ) from None
-
-
-def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a container, each with the expression that leads to it."""
-    if isinstance(value, dict):
-        yield from ((f"{name}, under {key!r}", part) for key, part in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((f"{name}, at {position}", part) for position, part in enumerate(value))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from ((f"{name}, in its field {field.name!r}", getattr(value, field.name)) for field in fields(value))
 
 
 def dumps(value: Any) -> bytes:
