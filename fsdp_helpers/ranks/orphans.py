@@ -5,6 +5,7 @@ When a process dies, its children live on under a new parent: on Linux the neare
 end. The server loads this module ahead of the first fork.
 """
 
+import atexit
 import ctypes
 import gc
 import multiprocessing
@@ -77,3 +78,4 @@ if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
     # Python's collector writes to every object that it looks at, and each page written to is copied: half a second for
     # two ranks. What the server has loaded, it passes over.
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain about what they still find at the end

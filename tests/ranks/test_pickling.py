@@ -70,7 +70,7 @@ def test_a_class_of_a_script_may_be_sent(notebook, tmp_path):
         ([threading.Lock()], "argument 'config' of 'worker'", "_thread.lock"),
         ([1, 2, threading.Lock()], "argument number 3 of 'worker'", "_thread.lock"),
         ([[0, {"lock": threading.Lock()}]], "argument 'config' of 'worker'", "builtins.list"),
-        ([Settings("a", lambda: 0)], "argument 'config' of 'worker'", "test_pickling.Settings"),
+        ([Settings("a", lambda: 0)], "argument 'config' of 'worker'", f"{Settings.__module__}.Settings"),
     ],
 )
 def test_an_argument_that_cannot_be_sent_is_named(args, name, kind):
