@@ -60,10 +60,18 @@ def rank_device() -> torch.device:
     return torch.device("cuda", 0) if not are_hidden() and torch.cuda.is_available() else torch.device("cpu")
 
 
-def check_timeout(timeout_s: float | None) -> None:
-    """Raise ValueError unless a `--timeout` is a number of seconds above 0; None means half an hour."""
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout is {timeout_s}; it must be a number of seconds above 0")
+def check_world_size(world_size: int) -> None:
+    """Raise ValueError unless `world_size` is a number of ranks."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
+
+
+def check_seconds(**limits_s: float | None) -> None:
+    """Raise ValueError unless each of these limits, by its name, is a number of seconds above 0, or None."""
+    for name, limit_s in limits_s.items():
+        is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool)
+        if limit_s is not None and not (is_number and 0 < limit_s < math.inf):
+            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0")
 
 
 def roll_call_s(timeout_s: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.errors import Interrupted, RankError, RankTimeout, shown_by_message
-from fsdp_helpers.ranks.group import check_timeout, choose_device, process_group
+from fsdp_helpers.ranks.group import check_seconds, check_world_size, choose_device, process_group
 from fsdp_helpers.ranks.hangs import HangDetector
 from fsdp_helpers.ranks.notebook import follow_edits
 from fsdp_helpers.ranks.pickling import check_worker, pickle_job, pickle_result, read_job
@@ -59,8 +59,8 @@ def launch(
     follow_edits()
     with shown_by_message(ValueError):
         check_worker(worker)
-        _check_numbers(world_size, timeout_s=timeout_s, stall_s=stall_s)
-        check_timeout(group_timeout_s)
+        check_world_size(world_size)
+        check_seconds(timeout_s=timeout_s, stall_s=stall_s, timeout=group_timeout_s)
         device = choose_device(device, world_size)
         start_method = server.choose_start_method(start_method)
         job = pickle_job(worker, args)
@@ -97,15 +97,6 @@ def run_worker(rank: int, setup: Setup, send: Send, link: Connection) -> None:
         send("in group", None)
         result = worker(rank, setup.world_size, *args)
     send("result", pickle_result(worker, result))
-
-
-def _check_numbers(world_size: int, **limits_s: float | None) -> None:
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
-    for name, limit_s in limits_s.items():
-        is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool)
-        if limit_s is not None and not (is_number and 0 < limit_s < math.inf):
-            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0, or None to wait forever")
 
 
 class _Launch:

@@ -13,7 +13,7 @@ from typing import Any
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.cells import INTERRUPT, Answer, serve
 from fsdp_helpers.ranks.errors import Interrupted, RankError, shown_by_message
-from fsdp_helpers.ranks.group import choose_device
+from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size, choose_device
 from fsdp_helpers.ranks.notebook import follow_edits
 from fsdp_helpers.ranks.output import CellOutput
 from fsdp_helpers.ranks.processes import Processes
@@ -52,21 +52,19 @@ class Ranks:
             ranks["rank"]
 
     `device` is "cpu", "cuda" (each rank gets a GPU of its own) or "auto". A collective gives up after `timeout_s`
-    seconds, or five minutes from the first cell on that compiles. The ranks end with `close()`, with a `with` block,
+    seconds (half an hour if it is None), or five minutes from the first cell on that compiles. The ranks end with `close()`, with a `with` block,
     and with this process.
 
     Raises ValueError before anything starts: fewer than one rank, fewer GPUs than ranks, an unknown device.
     """
 
-    def __init__(self, world_size: int, device: str = "auto", timeout_s: float = 20.0) -> None:
+    def __init__(self, world_size: int, device: str = "auto", timeout_s: float | None = 20.0) -> None:
         check_not_imported()
         with shown_by_message(ValueError):
-            if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-                raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
-            if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-                raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0")
+            check_world_size(world_size)
+            check_seconds(timeout_s=timeout_s)
             self.device = choose_device(device, world_size)
-        self.world_size, self.timeout_s = world_size, timeout_s
+        self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S
         self._processes: Processes | None = None
         self._number = 0  # of the last message: an answer has the number of what it answers
         self._num_cells, self._cell = 0, ""
