@@ -67,9 +67,7 @@ def launch(
     bar = ProgressBar() if progress is True else progress or None
     run = _Launch(world_size, bar, name_ranks and world_size > 1)
     if bar is not None:
-        loaded = start_method == "forkserver" and server.is_running()
-        why = "" if loaded else "loading PyTorch once; later launches take a second"
-        bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}", why)
+        bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}", server.why_it_takes_long(start_method))
     try:
         settings = {"payload": job, "timeout_s": group_timeout_s, "streams": 2, "start_method": start_method}
         run.processes = Processes(run_worker, world_size, device, run.write, **settings)
