@@ -95,17 +95,18 @@ def _fork_server():
     return forkserver._forkserver
 
 
-def is_running() -> bool:
-    return _fork_server()._forkserver_pid is not None
+def why_it_takes_long(start_method: str) -> str:
+    """Return what the next start of ranks has to do first; "" if PyTorch is loaded already."""
+    if start_method == "spawn":
+        return "every rank loads PyTorch"
+    return "" if _fork_server()._forkserver_pid else "loading PyTorch once; later launches take a second"
 
 
 def end_orphans() -> None:
     """End what ranks have left behind: below the server, and no process that this one has started."""
     with start_lock:
-        if is_running():
-            end_children(
-                _fork_server()._forkserver_pid, spare={child.pid for child in multiprocessing.active_children()}
-            )
+        if (server := _fork_server()._forkserver_pid) is not None:
+            end_children(server, spare={child.pid for child in multiprocessing.active_children()})
 
 
 def _tidy_up_on_sigterm() -> None:
