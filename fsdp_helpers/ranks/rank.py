@@ -74,7 +74,10 @@ def run_rank(rank: int, setup: Setup, links: Sequence[Connection], outputs: Sequ
     status, link = 1, links[rank]
 
     def send(kind: str, content: Any) -> None:
-        link.send_bytes(pickle.dumps((kind, content)))  # `link.send` would share tensors, not copy them
+        try:
+            link.send_bytes(pickle.dumps((kind, content)))  # `link.send` would share tensors, not copy them
+        except OSError:  # the parent has ended: the thread that watches it removes the folder, and ends this process
+            threading.Event().wait()
 
     try:
         with written_on_request(setup.stack_file(rank)), failures_sent(send):
