@@ -175,9 +175,8 @@ def test_ranks_have_the_environment_of_the_moment_when_they_are_opened(two, monk
 
 
 def test_ranks_that_were_killed_between_two_cells(ranks, capsys):
-    pid = ranks.pids[1]
-    os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: has_ended(pid))
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    assert wait_until(lambda: not ranks._processes._processes[1].is_alive())  # the server has told this process
     ranks.run("rank")
     output = capsys.readouterr()
     assert output.out == "rank 0: 0\nrank 1: 1\n"
