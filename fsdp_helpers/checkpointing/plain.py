@@ -1,4 +1,4 @@
-"""Plain values as JSON, with their tensors apart: what schedules, counters and an optimizer's settings consist of.
+"""Plain values as JSON, with their tensors separate: the content of schedules, counters and optimizer settings.
 
 Numbers, text, lists and dicts with text keys are JSON as they are. Anything that JSON cannot express is an object with
 one key that begins with "!": {"!tuple": [...]}, {"!dict": [[key, value], ...]} for other keys, {"!tensor": name}.
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return `value` as JSON; put each tensor in it into `tensors`, under its path: "extra.schedule.base".
 
-    Raises ValueError, with the path, for what is neither plain nor a tensor.
+    Raises ValueError, naming the path, for a value that's neither plain data nor a tensor.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -29,8 +29,8 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         content = [take_apart(kept, f"{name}.{number}", tensors) for number, kept in enumerate(value)]
         return {"!tuple": content} if isinstance(value, tuple) else content
     raise ValueError(
-        f"{name} is a {type(value).__name__}; a checkpoint keeps numbers, text, lists, dicts and whole tensors. "
-        "Pass its state_dict(), a number, or a tensor"
+        f"{name} is a {type(value).__name__}; a checkpoint can hold numbers, text, lists, dicts and full tensors. "
+        f"Pass its state_dict(), a number, or a tensor"
     )
 
 

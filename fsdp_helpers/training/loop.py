@@ -77,7 +77,7 @@ def add_up_gradients(
     Ranks reduce the sum of the gradients once, after the last part, or each part's with `sync_micro_batches`. They free
     gathered parameters after every part, or with `reshard_after_backward=False` (FSDP2) only after the last.
     """
-    assert len(images) % micro_batches == 0, f"{len(images)} images do not divide by {micro_batches} micro-batches"
+    assert len(images) % micro_batches == 0, f"{len(images)} images aren't divisible by {micro_batches} micro-batches"
     losses = []
     for part_images, part_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
         is_last = len(losses) == micro_batches - 1

@@ -220,7 +220,7 @@ def prepare_text(config: TrainConfig) -> str:
             f"give one of at least {TEST_PART * context + 1} bytes"
         )
     if config.export is not None and Path(config.export).exists():
-        raise ValueError(f"export: {config.export} is there already; give the name of a new folder")
+        raise ValueError(f"export: {config.export} already exists; give the name of a new folder")
     config.check_data_size(text.source, text.num_sequences(context) - num_test, num_test)
     return text.source
 

@@ -129,7 +129,7 @@ def test_a_model_alone(tmp_path):
     other = built(2)[0]
     assert load(tmp_path / "model", other) is None
     assert equal([*other.state_dict().values()], [*run[0].state_dict().values()])
-    with pytest.raises(CheckpointError, match="was saved without an optimizer; load it without one"):
+    with pytest.raises(CheckpointError, match="was saved without an optimizer; load it without an optimizer"):
         load(tmp_path / "model", *built(2)[:2])
 
 
@@ -255,7 +255,7 @@ def saved(tmp_path):
 
 def test_a_checkpoint_is_not_written_over(saved):
     before = sorted(os.listdir(saved.parent))
-    with pytest.raises(CheckpointError, match=f"{saved} is there already; choose a different name, such as step-0"):
+    with pytest.raises(CheckpointError, match=f"{saved} already exists; choose a different name, such as step-0"):
         save(saved, *built(2)[:2])
     assert sorted(os.listdir(saved.parent)) == before == ["one"]
     assert load(saved, *built(2)[:2]) == {"step": 1}

@@ -400,7 +400,9 @@ def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_conf
     ends = launch(
         workers.train_and_be_asked, saving_config(folder), asked, 5, world_size=2, device="cpu", timeout_s=240
     )
-    assert ends == [f"asked to end by SIGTERM: saved after step 5 of 8 in {folder}; go on from there with --resume"] * 2
+    assert (
+        ends == [f"ended early by SIGTERM: saved after step 5 of 8 in {folder}; continue from there with --resume"] * 2
+    )
     assert find_steps(folder)[-1] == 5
     check_that_nothing_is_lost(folder, 5, saving_config, undisturbed)
 
@@ -601,7 +603,7 @@ def test_checkpoints_are_not_mixed_with_those_of_a_run_from_the_start(saved_run,
     before = listing(saved_run)
     assert resume(saved_run, no_mnist) == 2
     (line,) = complaints(capfd)
-    assert "holds checkpoints up to step-00000004; go on from there with --resume" in line
+    assert "holds checkpoints up to step-00000004; continue from there with --resume" in line
     assert listing(saved_run) == before
 
 

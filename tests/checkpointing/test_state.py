@@ -234,7 +234,7 @@ def test_an_index_that_hides_a_call_inside_is_refused(victim):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     read_trusting(path)
     assert ran(mark)
-    with pytest.raises(CheckpointError, match="which has no place in an index"):
+    with pytest.raises(CheckpointError, match="which doesn't belong in an index"):
         SafeReader(path).read_metadata()
     assert not ran(mark)
 
@@ -319,7 +319,7 @@ def test_an_index_that_changes_a_class_is_refused(which, victim):
     pickle.loads(evil)
     assert tampered(which)  # so would have been what others load later
     (path / ".metadata").write_bytes(evil)
-    with pytest.raises(CheckpointError, match=r"it sets attributes of .*, which is not a record of an index"):
+    with pytest.raises(CheckpointError, match=r"it sets attributes of .*, which isn't a record of an index"):
         read_index(path)
     with pytest.raises(CheckpointError, match="not a record of an index"):
         read_index_of_anyone(path)
@@ -354,7 +354,7 @@ def test_an_index_of_an_older_python_is_read(victim):
 def test_getattr_is_for_members_alone(victim):
     path, _ = victim
     (path / ".metadata").write_bytes(Builds("builtins", "getattr", (METADATA, "__class__"), (None, {})).as_pickle())
-    with pytest.raises(CheckpointError, match="it names builtins.getattr, which has no place in an index"):
+    with pytest.raises(CheckpointError, match="it names builtins.getattr, which doesn't belong in an index"):
         read_index(path)
 
 
@@ -380,7 +380,9 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(elsewhere, victim, tmp_
     out = tmp_path / "model.pt"
     describe_anew(path)
     for read in (load_it, read_index, read_index_of_anyone, lambda path: consolidate(path, out)):
-        with pytest.raises(CheckpointError, match="names the file .*; the files of a checkpoint lie beside its index"):
+        with pytest.raises(
+            CheckpointError, match="names the file .*; a checkpoint's files must be in the folder of its index"
+        ):
             read(path)
     assert not out.exists()
 

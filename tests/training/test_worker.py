@@ -64,7 +64,7 @@ def test_every_rank_is_told_where_ranks_disagree(tiny, tmp_path):
         assert said["data"].startswith(
             "DataError: some ranks find MNIST and others do not; give every machine the same"
         )
-        assert said["folder"].startswith("CheckpointError: not all ranks see the same in ")
+        assert said["folder"].startswith("CheckpointError: not all ranks see the same files in ")
         assert said["save"] == "CheckpointError: nothing was saved: no space is left for it"
     assert list(tmp_path.iterdir()) == []
 
