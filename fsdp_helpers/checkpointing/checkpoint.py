@@ -218,8 +218,8 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     for name in [*stored, *plain["values"]]:
         if name.startswith("optimizer.") and name not in state.values:
             raise CheckpointError(
-                f"{path} holds {name}, which this optimizer doesn't have; per parameter, it has {', "
-                f"'.join(sorted(kinds)) or 'nothing'}"
+                f"{path} holds {name}, which this optimizer doesn't have; per parameter, it has "
+                f"{', '.join(sorted(kinds)) or 'nothing'}"
             )
 
 

@@ -216,9 +216,10 @@ def needs_no_values(name: str) -> Iterator[None]:
         yield
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise ValueError(
-            f"{name} decides by values how large its tensors are ({error.func if hasattr(error, 'func') else "
-            f"error}), like a router that sends tokens to experts, and the meta device has no values; give a factory "
-            f"for a smaller model on the CPU, or plan its config.json with `python -m fsdp_helpers plan --config`"
+            f"{name} decides by values how large its tensors are ("
+            f"{error.func if hasattr(error, 'func') else error}), like a router that sends tokens to experts, and the meta "
+            f"device has no values; give a factory for a smaller model on the CPU, or plan its config.json with "
+            f"`python -m fsdp_helpers plan --config`"
         ) from None
 
 
