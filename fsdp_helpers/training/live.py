@@ -1,6 +1,6 @@
-"""A run that is watched in a notebook: a line for each rank, the loss as a curve, and memory, drawn while it trains.
+"""Watching a run in a notebook: a line per rank, the loss as a curve, and memory, redrawn while it trains.
 
-It shows text and a picture that are replaced in place, not a widget, so a saved notebook keeps the last of them.
+It updates text and a picture in place instead of using a widget, so a saved notebook keeps the last state.
 """
 
 import base64
@@ -93,7 +93,7 @@ class LiveView:
             self._waiting = None
 
     def summarize(self, record: RunRecord) -> None:
-        """Show a run that has ended: what each rank held, and the loss of every step over the global batch."""
+        """Summarize a finished run: each rank's held bytes, and the loss of every step over the global batch."""
         last = record.epochs[-1]
         text = [f"{self._title}: {len(record.step_losses)} steps, test accuracy {last.test_accuracy:.2%}"]
         for rank in record.ranks:
@@ -131,10 +131,10 @@ class LiveView:
 def run_picture(
     steps: Sequence[int], losses: Sequence[float], memory: Mapping[int, tuple[int, int]], title: str
 ) -> tuple[str, dict[str, int]]:
-    """Return a PNG in base64, and the width and height in which it is to be shown.
+    """Return a PNG in base64, and the width and height to show it at.
 
-    It shows the loss so far, smoothed, over a pale line of each step's loss; and beside it, once they are known, the
-    bytes that each rank holds between two steps (solid) and at the peak of one (pale).
+    It shows the smoothed loss so far over a pale line of each step's loss and, once known, the bytes each rank holds
+    between two steps (solid) and at the peak (pale).
     """
     from matplotlib import rc_context  # takes half a second, which other runs need not wait
     from matplotlib.figure import Figure
@@ -155,14 +155,14 @@ def run_picture(
 
 
 def curve_title(subject: str, losses: Sequence[float]) -> str:
-    """Return what the curve shows, with the two ends of the line that is drawn."""
+    """Return the curve's title, with the values at both ends of the line."""
     smooth = smoothed(losses)
     how = ", smoothed" if smooth != list(losses) else ""
     return f"{subject}{how}: from {smooth[0]:.3f} to {smooth[-1]:.3f}"
 
 
 def draw_loss(ax: "Axes", steps: Sequence[int], losses: Sequence[float]) -> None:
-    """Draw the smoothed loss over the pale loss of each step; the axis ends where the run is."""
+    """Draw the smoothed loss over the pale loss of each step; the axis ends at the current step."""
     from matplotlib.ticker import MaxNLocator
 
     smooth = smoothed(losses)
@@ -178,7 +178,7 @@ def draw_loss(ax: "Axes", steps: Sequence[int], losses: Sequence[float]) -> None
 
 
 def draw_memory(ax: "Axes", memory: Mapping[int, tuple[int, int]]) -> None:
-    """Draw a bar for each rank: what it holds between two steps (solid), and its peak within one (pale)."""
+    """Draw a bar for each rank: held bytes (solid) and the peak (pale)."""
     ranks = sorted(memory)
     ax.barh(ranks, [memory[rank][1] / MB for rank in ranks], color=BLUE, alpha=0.3)
     ax.barh(ranks, [memory[rank][0] / MB for rank in ranks], color=BLUE)
@@ -189,7 +189,7 @@ def draw_memory(ax: "Axes", memory: Mapping[int, tuple[int, int]]) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return, for each step, the mean of its loss and the losses just before it."""
+    """Return, for each step, the mean of its loss and the preceding losses."""
     window = max(1, round(len(losses) * SMOOTHED_OVER))
     if window == 1:
         return list(losses)  # differences of sums are rounded
@@ -198,7 +198,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 class _InPlace:
-    """An output that is shown once and replaced from then on."""
+    """An output that is shown once and then updated in place."""
 
     def __init__(self) -> None:
         self._handle = None

@@ -1,4 +1,4 @@
-"""Figures of runs between machines: how long a step takes, and what crosses the cable."""
+"""Figures of runs between machines: how long a step takes, and how many bytes cross the cable."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f} % lowe
 def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
     """Plot measured step times against bandwidth, over the planner's range from the shortest to the longest step.
 
-    Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as the kept record holds them.
+    Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as in the saved run.
     """
     (unlimited_s,) = [row["step_s"] for row in rates if row["bits_per_s"] is None]
     limited = [row for row in rates if row["bits_per_s"] is not None]

@@ -1,4 +1,4 @@
-"""Measured figures in words, for readers who cannot see them: their numbers, in the order in which one reads them."""
+"""Measured figures in words, for readers who can't see them: their numbers, in reading order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""Controls that redraw a plan at each change: the verdict first, large, then a bar for each number of ranks."""
+"""Controls that redraw a plan at each change: first the verdict, large, then a bar per number of ranks."""
 
 import io
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ GREEN, RED = "#15803d", "#dc2626"  # legible, at this size, on white and on blac
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPicture:
-    """A verdict, what it rests on, and the figure below it, an SVG."""
+    """A verdict, the numbers behind it, and the figure below, an SVG."""
 
     fits: bool
     verdict: str
@@ -50,7 +50,7 @@ class PlanPicture:
 def draw_plan(
     model: str = "vit-10b", ranks: int = 128, device_gb: int = 80, precision: str = "bf16", recompute: bool = True
 ) -> PlanPicture:
-    """Return the verdict for one number of ranks, and the bars of all RANKS on an axis that is the model's own."""
+    """Return the verdict for one number of ranks, and the bars of all RANKS on an axis specific to the model."""
     plans = [_on_devices(_plan(model, count, precision, recompute), device_gb) for count in RANKS]
     plan = plans[RANKS.index(ranks)]
     summary = f"{model} on {ranks:,} ranks, {plan.settings.batch:,} {plan.item}s on each, {precision}"
@@ -82,31 +82,31 @@ def _plan(model: str, ranks: int, precision: str, recompute: bool) -> Plan:
 
 
 def _on_devices(plan: Plan, device_gb: int) -> Plan:
-    """Return the same plan on devices of that size; what a rank needs does not depend on it."""
+    """Return the same plan on devices of that size; a rank's needs don't depend on it."""
     return replace(plan, cluster=replace(plan.cluster, device_memory_bytes=device_gb * GB))
 
 
 @lru_cache
 def _highest_bytes(model: str) -> float:
-    """Return the end of the axis: above the largest device, and above the fewest ranks' needs in bf16, recomputing."""
+    """Return the end of the axis: above the largest device, and above the needs of the fewest ranks in bf16 with recomputation."""
     return 1.1 * max(_plan(model, RANKS[0], "bf16", True).needed_bytes, DEVICES_GB[-1] * GB)
 
 
 def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
-    """Return the verdict in a few words, and what else would have to change for it to fit."""
+    """Return the verdict in a few words, and what else would have to change to make it fit."""
     if plan.fits:
         return f"fits, {plan.spare_bytes / GB:,.0f} GB free", ""
     too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"
     changes = changes_until_it_fits(plan, subject)
     if not changes:
-        return f"{too_much}: take larger devices, or split layers over ranks (15)", ""
+        return f"{too_much}: use larger devices, or split layers over ranks (15)", ""
     first, *then = [text.partition(" (--")[0] for text, _ in changes]
-    ending = "with that it fits" if changes[-1][1].fits else "and it is still too much: take larger devices"
+    ending = "with that it fits" if changes[-1][1].fits else "and it's still too much: use larger devices"
     return f"{too_much}: first {first}", f"; {', '.join([*(f'then {text}' for text in then), ending])}"
 
 
 class Controls:
-    """Widgets and, for pages that show none, their first frame as it stands.
+    """Widgets and, for pages without widgets, their first frame.
 
     The frame is a text whose value changes. `ipywidgets.interact` would display it in an `Output` widget, and whatever
     executes a notebook without a browser then has to answer for that widget. nbclient does so on the socket that brings
@@ -123,7 +123,7 @@ class Controls:
 
 
 def plan_controls(**start: Any) -> object:
-    """Return controls above a plan that follows them or, if ipywidgets is missing, the plan alone.
+    """Return controls above a plan that follows them or, without ipywidgets, just the plan.
 
     `start` are arguments of `draw_plan`.
     """

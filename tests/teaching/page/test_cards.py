@@ -142,5 +142,5 @@ def test_the_last_whole_stack_of_the_main_thread():
     cut = whole[: whole.index("line 2")]  # the rank was ended meanwhile
     expected = "all_reduce (c10d.py, line 0), called from f (b.py, line 2), called from g (c.py, line 3)"
     assert cards.shorten_stack(f"{other}{whole}Timeout!\n{other}{cut}") == expected
-    with pytest.raises(ValueError, match="no whole stack of a rank's main thread"):
+    with pytest.raises(ValueError, match="no complete stack of a rank's main thread"):
         cards.shorten_stack(other)
