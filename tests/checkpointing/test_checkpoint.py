@@ -354,7 +354,7 @@ def test_buffers_and_extra_tensors_are_rank_0s(name, saved_by_three):
 
 
 def test_the_background_needs_a_group_of_its_own(saved_by_three):
-    assert all("needs a group of its own" in answers["without a group"] for answers in saved_by_three[1])
+    assert all("needs its own process group" in answers["without a group"] for answers in saved_by_three[1])
 
 
 def test_no_rank_writes_before_leftovers_are_gone(tmp_path):

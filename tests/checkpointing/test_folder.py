@@ -142,7 +142,7 @@ def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
         (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing\. Put it back, or delete step-00000020"),
         (lambda path: (path / ".metadata").write_bytes(b"12"), r"\.metadata is damaged: 2 bytes instead of 3"),
         (lambda path: (path / "__0_0.distcp").write_bytes(b""), r"__0_0\.distcp is damaged: 0 bytes instead of 5"),
-        (lambda path: (path / "checkpoint.json").unlink(), "is not a checkpoint: there is no readable checkpoint.json"),
+        (lambda path: (path / "checkpoint.json").unlink(), "is not a checkpoint: it has no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "there is no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_bytes(b"\xff"), "there is no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 2}'), "has format 2, .* reads up to format 1"),

@@ -321,7 +321,7 @@ def test_an_index_that_changes_a_class_is_refused(which, victim):
     (path / ".metadata").write_bytes(evil)
     with pytest.raises(CheckpointError, match=r"it sets attributes of .*, which isn't a record of an index"):
         read_index(path)
-    with pytest.raises(CheckpointError, match="not a record of an index"):
+    with pytest.raises(CheckpointError, match="n't a record of an index"):
         read_index_of_anyone(path)
     assert not tampered(which)
 
@@ -330,7 +330,7 @@ def test_a_record_is_given_its_attributes_only_as_a_dict(victim):
     path, _ = victim
     record = Builds(FILES, "_StorageInfo", ("file", 0, 1), (None, {"__class__": 1})).as_pickle()
     (path / ".metadata").write_bytes(record)
-    with pytest.raises(CheckpointError, match="not a record of an index"):
+    with pytest.raises(CheckpointError, match="n't a record of an index"):
         read_index(path)
 
 
@@ -362,7 +362,7 @@ def test_a_record_of_a_newer_torch_is_named_as_such(victim):
     path, _ = victim
     record = Builds(METADATA, "TensorProperties", (), tuple(range(9))).as_pickle()
     (path / ".metadata").write_bytes(record)
-    with pytest.raises(CheckpointError, match="its TensorProperties is not that of torch .*; a newer one wrote it"):
+    with pytest.raises(CheckpointError, match="its TensorProperties doesn't match torch .*; a newer version wrote it"):
         read_index(path)
 
 

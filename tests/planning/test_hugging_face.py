@@ -115,7 +115,7 @@ WRONG = [
     (ROUTED | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8"),
     (ROUTED | {"num_experts": None}, "no whole number num_experts"),
     ({"model_type": "deepseek_v3"}, "no whole number n_routed_experts"),
-    ({"model_type": "gpt2", "n_head": 7}, "num_attention_heads 7 does not divide hidden_size 768"),
+    ({"model_type": "gpt2", "n_head": 7}, "num_attention_heads 7 doesn't divide hidden_size 768"),
 ]
 
 
