@@ -19,7 +19,7 @@ PAGE = "notebooks/11_when_it_breaks.ipynb"
 
 @dataclass(frozen=True)
 class Match:
-    """A card that fits, with how well, and the words that it was found by."""
+    """A card that matches, how well, and the phrase it was found by."""
 
     name: str
     score: float
@@ -30,17 +30,17 @@ def read_message(words: Sequence[str]) -> str:
     """Return the message from the command line or, without one, from a pipe; ValueError if there is none."""
     text = " ".join(words) if words or sys.stdin.isatty() else sys.stdin.read()
     if not text.strip():
-        raise ValueError('explain: give a message, "..." in quotation marks, or send an output through a pipe')
+        raise ValueError("explain: give a message in quotation marks, or pipe an output in")
     return text
 
 
 def explain_text(text: str) -> str:
-    """Return the matching cards as text, best first, each with its remedy; or that none is known."""
+    """Return the matching cards as text, best first, each with its fix; or say that there is none."""
     from fsdp_helpers.teaching.failures.gallery import GALLERY
 
     matches = find_cards(text)
     if not matches:
-        return f"No card knows this message. {PAGE} has an index by what you see; `doctor` checks the machine."
+        return f"No card matches this message. {PAGE} has an index by what you see; `doctor` checks the machine."
     parts = []
     for match in matches[:MOST_CARDS]:
         card = GALLERY[match.name]
@@ -52,10 +52,10 @@ def explain_text(text: str) -> str:
 
 
 def find_cards(text: str) -> list[Match]:
-    """Return the cards that fit a message or a whole output, best first.
+    """Return the cards that match a message or a full output, best first.
 
-    A quoted message that the text contains counts most, the longer the better. Otherwise each line is compared with each
-    phrase of the index by the words that they share; rare words count more.
+    If the text contains a message from the index, that counts most, the longer the better. Otherwise, each line is
+    compared with each phrase of the index by the words they share; rare words count more.
     """
     lines = [line for line in text.splitlines() if line.strip()] or [text]
     bags = [bag for line in lines if (bag := words_of(line))]
@@ -72,7 +72,7 @@ def find_cards(text: str) -> list[Match]:
 
 
 def score_of(phrase: str, whole: str, bags: Iterable[frozenset[str]]) -> float:
-    """Return how well a phrase fits: above QUOTED if the text contains it, else the best likeness of a line, up to 1."""
+    """Return how well a phrase matches: above QUOTED if the text contains it, else the best likeness of a line, up to 1."""
     wanted = normalized(phrase)
     if len(wanted) >= 8 and wanted in whole:
         return QUOTED + len(wanted) / 1000 + weight(words_of(phrase))
@@ -91,7 +91,7 @@ def weight(words: Iterable[str]) -> float:
 
 @cache
 def rarity() -> dict[str, float]:
-    """Return each word's weight: the logarithm of how few phrases have it. "" stands for words that none has."""
+    """Return each word's weight: the logarithm of how few phrases have it. "" stands for words that aren't in any."""
     bags = [words_of(phrase) for phrases in phrases_of_cards().values() for phrase in phrases]
     counts = Counter(word for bag in bags for word in bag)
     return {word: math.log(1 + len(bags) / count) for word, count in counts.items()} | {
@@ -101,7 +101,7 @@ def rarity() -> dict[str, float]:
 
 @cache
 def phrases_of_cards() -> dict[str, tuple[str, ...]]:
-    """Return, for each card, all by which it can be found: its rows in the index, and its title."""
+    """Return, for each card, the phrases it can be found by: its rows in the index, and its title."""
     from fsdp_helpers.teaching.failures.gallery import GALLERY
     from fsdp_helpers.teaching.failures.sights import SIGHTS
 
@@ -110,7 +110,7 @@ def phrases_of_cards() -> dict[str, tuple[str, ...]]:
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return the words that tell something, without endings: no numbers, no words that any text has."""
+    """Return the informative words, without endings: no numbers, no words that occur everywhere."""
     return frozenset(
         ENDING.sub("", word)
         for word in WORD.findall(text.lower().replace("oom", "out of memory"))
@@ -119,7 +119,7 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def normalized(text: str) -> str:
-    """Return text in small letters, each number as #, each space as one."""
+    """Return lowercase text, with # for each number and single spaces."""
     return re.sub(r"\d+", "#", " ".join(text.lower().split()))
 
 

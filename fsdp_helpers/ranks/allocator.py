@@ -1,7 +1,7 @@
-"""The allocator settings of a CPU rank: a step's large buffers are kept for the next step.
+"""The allocator settings of a CPU rank: keep a step's large buffers for the next step.
 
-Each step allocates the same large buffers again; if they come fresh from the system, it has to clear them page by page
-first. glibc reads half of the settings that prevent this when a process starts; the other half can be set later.
+Each step allocates the same large buffers again; if they come from the system, it has to zero them page by page first.
+glibc reads half of the settings that prevent this when a process starts; the other half can be set later.
 """
 
 import ctypes
@@ -31,9 +31,9 @@ def malloc_tunables() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep freed memory instead of handing it back to the system after every step.
+    """Make glibc keep freed memory instead of returning it to the system after every step.
 
-    The price is that a process's resident memory stays at its highest. `malloc_tunables`, the other half, takes effect
+    The price is that a process's resident memory stays at its peak. `malloc_tunables`, the other half, takes effect
     at the start of a process: `launch` uses it, torchrun does not.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):

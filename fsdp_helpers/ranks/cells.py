@@ -1,6 +1,6 @@
-"""Inside a rank that stays: it runs one cell after another in a module of its own, and answers with what came out.
+"""Inside a live rank: it runs cells one after another in its own module, and sends back the results.
 
-What a cell prints goes through a pipe, as bytes, so that a C library or a program that the cell starts is heard too.
+Output goes through a pipe, as bytes, so it includes what a C library or a program started by the cell prints.
 """
 
 import ast
@@ -41,7 +41,7 @@ CELLS = "<cells>"  # the file of the module in which all cells run
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says at the end of a cell."""
+    """A rank's message at the end of a cell."""
 
     value: str | None = None  # of the last line, as it is shown
     failure: Failure | None = None  # with the frames that are the reader's
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A DTensor as it is on one rank: the shape of the full tensor, its placements, and the local part."""
+    """A DTensor as one rank sees it: the shape of the full tensor, its placements, and the local shard."""
 
     local: Tensor
     placements: tuple
@@ -60,7 +60,7 @@ class LocalShard:
 
 
 def serve(rank: int, setup: Setup, send: Sender, link: multiprocessing.connection.Connection) -> None:
-    """Join the group, then run cells until the parent ends, or closes the link."""
+    """Join the group, then run cells until the parent ends or closes the link."""
     place = {"device": setup.device, "init_method": setup.meeting_point, "launched": True}
     with process_group(rank, setup.world_size, **place):
         limit_waiting(setup.timeout_s)
@@ -75,7 +75,7 @@ def serve(rank: int, setup: Setup, send: Sender, link: multiprocessing.connectio
 
 
 def limit_waiting(timeout_s: float) -> None:
-    """Give a collective so many seconds, in all groups that there are and in those that a cell makes."""
+    """Set the timeout of collectives, in all existing groups and in those that a cell creates."""
     limit = timedelta(seconds=timeout_s)
     if dist.distributed_c10d.default_pg_timeout == limit:
         return
@@ -87,7 +87,7 @@ def limit_waiting(timeout_s: float) -> None:
 
 
 class Cells:
-    """The module in which a rank's cells run: its names stay from cell to cell."""
+    """The module in which a rank's cells run: its names persist from cell to cell."""
 
     def __init__(self, rank: int, setup: Setup, device: torch.device) -> None:
         # Its name is that of a script's module, so that what is shown can be copied into a script.
@@ -144,23 +144,23 @@ class Cells:
                     defined.__firstlineno__ += offset
 
     def _limit_waiting(self, text: str) -> None:
-        """Give collectives longer from the first cell on that compiles, and for the first of NCCL: ranks may differ."""
+        """Give collectives longer from the first cell that compiles, and NCCL's first one: ranks may take different times."""
         self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
         limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
 
     def _begin_line(self, line: int) -> None:
-        """Note the line of the statement that runs: a process that dies cannot say it any more."""
+        """Record the line of the running statement: a process that dies can't report it any more."""
         os.pwrite(self.line_file, f"{line:8}".encode(), 0)
 
     def _classes(self) -> list[type]:
         return [value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"]
 
     def _keep_source(self, text: str) -> int:
-        """Let `inspect.getsource` find the classes of all cells in the file of their module; return this cell's offset.
+        """Make `inspect.getsource` find the classes of all cells in the file of their module; return this cell's offset.
 
-        Up to 3.12, Python takes the first class of the name that it looks for: the newest cell stands first. Since
-        3.13 it goes to the line where the class says that it begins: cells stand in the order in which they ran.
+        Up to 3.12, Python finds the first class of that name, so the newest cell comes first. Since 3.13, it goes to
+        the line where the class says it begins, so cells are in the order in which they ran.
         """
         lines = f"{text}\n".splitlines(keepends=True)
         newest_first = sys.version_info < (3, 13)
@@ -170,7 +170,7 @@ class Cells:
         return offset
 
     def _count_collectives(self) -> dict[tuple, int]:
-        """Count the collectives of each group that this rank is in, messages from rank to rank left out."""
+        """Count the collectives of each group that this rank is in, without messages between single ranks."""
         counts = {}
         for group in dist.distributed_c10d._world.pg_map:
             name = group.group_name
@@ -180,12 +180,12 @@ class Cells:
         return counts
 
     def get(self, name: str) -> tuple[bool, bytes]:
-        """Return whether there is such a variable, and its value, as bytes."""
+        """Return whether the variable exists, and its value, as bytes."""
         return name in self.names, pickle.dumps(portable(self.names.get(name)))
 
 
 def _count_point_to_point() -> dict[str, int]:
-    """Count messages from rank to rank from now on: groups number them together with their collectives."""
+    """Count messages from rank to rank from now on, since groups number them together with their collectives."""
     counts: dict[str, int] = {}
 
     def counted(method: Any) -> Any:
@@ -201,7 +201,7 @@ def _count_point_to_point() -> dict[str, int]:
 
 
 def show_value(value: object) -> str:
-    """Return a value as a cell shows it: containers broken into lines, no memory addresses."""
+    """Format a value as a cell shows it: containers broken into lines, no memory addresses."""
     text = (
         pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False)
         if type(value) in (dict, list, tuple, set)
@@ -215,7 +215,7 @@ def without_addresses(text: str) -> str:
 
 
 def portable(value: Any) -> Any:
-    """Return `value` as another process can read it: tensors on the CPU, and what cannot be sent as its repr."""
+    """Return `value` in a form that another process can read: tensors on the CPU, and the repr of anything unpicklable."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
@@ -240,7 +240,7 @@ def _dumps(value: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that refuses what the parent cannot import: functions and classes of cells."""
+    """A pickler that refuses what the parent can't import: functions and classes from cells."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
@@ -249,7 +249,7 @@ class _Pickler(pickle.Pickler):
 
 
 def describe_failure(error: BaseException) -> Failure:
-    """Describe the end of a cell: its last line, and the frames that are the reader's."""
+    """Describe the failure of a cell: its last line, and the frames in the reader's code."""
     frames = traceback.TracebackException.from_exception(error)
     for one in _chain(frames):
         one.stack = traceback.StackSummary.from_list([frame for frame in one.stack if _is_the_readers(frame.filename)])
@@ -266,7 +266,7 @@ def _chain(error: traceback.TracebackException | None) -> list[traceback.Traceba
 
 
 def _is_the_readers(file: str) -> bool:
-    """Return whether a frame is in a cell, or in a module beside the notebook."""
+    """Return whether a frame is in a cell, or in a module next to the notebook."""
     if not os.path.isabs(file):
         return file in linecache.cache
     return os.path.dirname(file) == os.getcwd()

@@ -1,4 +1,4 @@
-"""A module that a reader has edited is imported again, in the kernel as in the ranks.
+"""Re-importing a module that a reader has edited, in the kernel as in the ranks.
 
 Python imports a module once. A rank is a new process and sees every edit, but the kernel would keep the old module, and
 `from my_worker import second` would fail if %%writefile has added `second` since.
@@ -14,9 +14,9 @@ _seen: dict[str, tuple[int, int]] = {}  # a module's name: its file's time of ch
 
 
 def follow_edits() -> None:
-    """Forget edited modules beside the notebook before each cell, from now on.
+    """From now on, before each cell, forget edited modules next to the notebook.
 
-    The next import reads the file again. It may be called repeatedly; outside a notebook it does nothing.
+    The next import reads the file again. You can call this repeatedly; outside a notebook, it does nothing.
     """
     if "IPython" not in sys.modules:
         return
@@ -29,7 +29,7 @@ def follow_edits() -> None:
 
 
 def forget_edited(*_: object) -> None:
-    """Drop every module of the working folder that has changed since the last look."""
+    """Drop every module of the working folder that has changed since the last check."""
     for name, module in list(sys.modules.items()):
         state = _file_state(module)
         if state is not None and _seen.setdefault(name, state) != state:
@@ -38,7 +38,7 @@ def forget_edited(*_: object) -> None:
 
 
 def _file_state(module: ModuleType) -> tuple[int, int] | None:
-    """Return the time of change and size of a module's file in the working folder; None for all other modules."""
+    """Return the modification time and size of a module's file in the working folder; None for all other modules."""
     path = getattr(module, "__file__", None)
     if not path or os.path.dirname(os.path.abspath(path)) != os.getcwd():
         return None

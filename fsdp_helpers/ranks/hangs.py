@@ -1,8 +1,8 @@
-"""Ranks that wait for one another forever: none of them sends a message, and none of them computes.
+"""Ranks that wait for one another forever: no messages, no computing.
 
-Seconds alone cannot tell. On a busy machine a correct program takes long, but it uses its share of the cores; ranks
-that wait in a collective use none, or a hundredth of a core if they wait at the store. If a machine is so busy that a
-rank gets no share at all, that rank is ready to run; one that waits is not.
+Time alone can't tell. On a busy machine, a correct program takes long, but it uses its share of the cores. Ranks that
+wait in a collective use none, or a hundredth of a core if they wait at the store. If a machine is so busy that a rank
+gets no core at all, that rank is ready to run; a waiting rank isn't.
 """
 
 import os
@@ -17,7 +17,7 @@ WAITING_SHARE = 0.03  # of a core: a rank that takes less only waits
 
 
 class HangDetector:
-    """A clock that runs while nothing moves. Without a limit (`stall_s`) it never runs out."""
+    """A clock that runs while nothing moves. Without a limit (`stall_s`), it never runs out."""
 
     def __init__(self, stall_s: float | None) -> None:
         self.stall_s = stall_s
@@ -65,9 +65,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def is_ready_to_run(pid: int) -> bool:
-    """Return True if a thread of a process or of a descendant is running, waits for a core, or waits for the disk.
+    """Return True if a thread of a process or of a descendant is running, or waiting for a core or the disk.
 
-    Linux alone says so; elsewhere this is False.
+    Only Linux can tell; elsewhere, this is False.
     """
     for member in family(pid):
         with suppress(OSError):  # the process has ended meanwhile

@@ -1,8 +1,8 @@
 """Start one process per rank, show progress, return the results, and leave nothing behind.
 
 Workers are importable functions `worker(rank, world_size, *args)`. Their processes are forked from a server that has
-torch loaded already (`forkserver`), so launches after the first take a fraction of a second. The server holds
-third-party modules only: an edit to `fsdp_helpers` or to your own module takes effect from the next launch on.
+already loaded torch (`forkserver`), so launches after the first take a fraction of a second. The server only loads
+third-party modules, so edits to `fsdp_helpers` or to your own module take effect with the next launch.
 """
 
 import math
@@ -48,11 +48,11 @@ def launch(
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
     Each worker runs in a process group: gloo on the CPU, nccl with one device per rank on CUDA. The ranks meet through
-    a file in a private folder, so no port is taken that a different program could want. What a worker prints arrives
-    here line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank
-    that waits for the others in a collective gives up after `group_timeout_s`, half an hour if it is None, and names
-    those that did not answer; on CUDA, setting it makes ranks wait for each collective, without overlap. `progress` may
-    be a bar that is drawn already. `start_method` is "forkserver" or, failing that, "spawn", which loads torch anew.
+    a file in a private folder, so they don't take up a port. A worker's output arrives here line by line; with several
+    ranks, each line says which one printed it, unless `name_ranks` is False. A rank that waits for the others in a
+    collective gives up after `group_timeout_s` (half an hour if it's None), and names those that didn't answer; on
+    CUDA, setting it makes ranks wait for each collective, without overlap. `progress` may be an existing bar.
+    `start_method` is "forkserver" or, where that doesn't exist, "spawn", which loads torch again.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
     ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds, or once
@@ -119,7 +119,7 @@ class _Output:
             self.bar.start(what, why)
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Print the lines that are complete now; the rest of a line waits for its end."""
+        """Print the complete lines; the rest waits for the end of its line."""
         self.num_writes += 1
         *lines, self.unfinished[rank, stream] = (self.unfinished.get((rank, stream), b"") + data).split(b"\n")
         for line in lines:
@@ -147,7 +147,7 @@ class _Output:
 
 
 class _Launch:
-    """What the ranks of one launch have said so far."""
+    """The messages of one launch's ranks so far."""
 
     def __init__(self, world_size: int, output: _Output) -> None:
         self.world_size, self.output = world_size, output
@@ -158,11 +158,11 @@ class _Launch:
 
     @property
     def waiting(self) -> list[int]:
-        """The ranks whose processes have not ended."""
+        """Return the ranks whose processes haven't ended."""
         return [rank for rank in range(self.world_size) if rank not in self.processes.ends]
 
     def collect(self, timeout_s: float | None, hang: HangDetector) -> None:
-        """Receive what ranks send until all have ended, or one has failed, or their time is up."""
+        """Receive messages from the ranks until all have ended, one has failed, or time runs out."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while waiting := self.waiting:
             left_s = LONGEST_WAIT_S if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -200,7 +200,7 @@ class _Launch:
             self.failures[rank] = self._describe_end(rank)
 
     def _describe_end(self, rank: int) -> Failure:
-        """Describe a rank that ended without a message: it is the cause of whatever the others report."""
+        """Describe a rank that ended without a message: it caused whatever the others report."""
         if details := self.processes.own_traceback(rank):
             return Failure(float("-inf"), details.splitlines()[-1], details)
         said = self.processes.describe_end(rank)
@@ -208,21 +208,21 @@ class _Launch:
         return Failure(float("-inf"), said + before, aborted=said.endswith("SIGABRT"))
 
     def _raise_first(self) -> None:
-        """Raise the failure that came first: the others fail because of it."""
+        """Raise the first failure: the others are its consequences."""
         rank = min(self.failures, key=lambda rank: self.failures[rank].when_s)
         failure = self.failures[rank]
         silent = self._who_is_silent() if failure.aborted else ""
         raise RankError(rank, self.world_size, failure.summary + silent, failure.details)
 
     def _who_is_silent(self) -> str:
-        """Name the ranks that live but do not answer after an abort; the rank that aborted may have waited for them."""
+        """Name the ranks that are alive but don't answer after an abort; the rank that aborted may have waited for them."""
         running = [rank for rank in self.waiting if self.processes.is_alive(rank)]
         self.processes.ask_where(running)
         silent = [rank for rank in running if not self.processes.has_answered(rank)]
-        return f", and {list_ranks(silent)} did not answer: stopped or stuck, and waited for in vain?" if silent else ""
+        return f", and {list_ranks(silent)} didn't answer: stopped or stuck while the others waited?" if silent else ""
 
     def _timeout(self, why: str) -> RankTimeout:
-        """Make the error that says where each rank was, asking those that still run."""
+        """Make the error that says where each rank was, asking those still running."""
         waiting = self.waiting
         self.processes.ask_where(waiting)
         places = [f"rank {rank} {self.processes.where(rank)}" for rank in waiting]
@@ -235,7 +235,7 @@ class _Launch:
             try:
                 results.append(pickle.loads(self.results[rank]))
             except Exception as error:
-                said = f"its result arrived and cannot be read: {type(error).__name__}: {error}"
+                said = f"its result arrived, but can't be read:  {type(error).__name__}: {error}"
                 raise RankError(rank, self.world_size, said) from error
         return results
 

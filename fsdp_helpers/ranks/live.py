@@ -1,4 +1,4 @@
-"""Ranks that stay: processes in one group that run a cell, keep its variables, and wait for the next one."""
+"""Live ranks: processes in one group that run a cell, keep its variables, and wait for the next one."""
 
 import atexit
 import math
@@ -32,7 +32,7 @@ _open: list[weakref.ref["Ranks"]] = []
 
 
 def open_ranks() -> list["Ranks"]:
-    """Return all ranks that are open, those opened last at the end."""
+    """Return all open ranks, the most recent ones last."""
     return [ranks for reference in _open if (ranks := reference()) is not None]
 
 
@@ -45,16 +45,16 @@ def opened_last() -> "Ranks":
 class Ranks:
     """Processes in one group that stay between cells.
 
-    Each runs the same code, in a module of its own with `rank`, `world_size` and `device`; what it defines there stays.
+    Each runs the same code, in its own module with `rank`, `world_size` and `device`; definitions persist.
     In a notebook, `%load_ext fsdp_helpers`, then begin a cell with `%%ranks`, or `%%ranks 0` for some of the ranks.
 
         with Ranks(2, device="cpu") as ranks:
             ranks.run("import torch.distributed as dist; print(dist.get_rank())")
             ranks["rank"]
 
-    `device` is "cpu", "cuda" (each rank gets a GPU of its own) or "auto". A collective gives up after `timeout_s`
-    seconds, or five minutes from the first cell on that compiles. The ranks end with `close()`, with a `with` block,
-    with this process, and after three hours without a cell.
+    `device` is "cpu", "cuda" (each rank gets its own GPU) or "auto". A collective gives up after `timeout_s` seconds,
+    or five minutes starting with the first cell that compiles. The ranks end with `close()`, with a `with` block, with
+    this process, and after three hours without a cell.
 
     Raises ValueError before anything starts: fewer than one rank, fewer GPUs than ranks, an unknown device.
     """
@@ -94,7 +94,7 @@ class Ranks:
             self.close()
 
     def close(self) -> None:
-        """End the ranks; their variables are gone. It may be called again."""
+        """End the ranks; their variables are gone. You can call it more than once."""
         _open[:] = [reference for reference in _open if reference() not in (None, self)]
         self._idle.cancel()
         with interrupts_wait():
@@ -114,14 +114,14 @@ class Ranks:
     def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
         """Run `code` on every rank, or on `ranks`; show what it prints and the value of its last line.
 
-        The output is shown once where all ranks agree, else rank by rank. Raises SyntaxError before anything runs,
-        RankError if a rank fails or dies, Interrupted after ^C or Stop, ValueError for a rank that there is not.
+        Output is shown once if all ranks agree, else rank by rank. Raises SyntaxError before anything runs, RankError
+        if a rank fails or dies, Interrupted after ^C or Stop, ValueError for a rank that doesn't exist.
         """
         self._num_cells += 1
         self.run_cell(code, ranks, f"cell {self._num_cells}")
 
     def run_cell(self, code: str, ranks: Sequence[int] | None, name: str) -> None:
-        """Run a cell that tracebacks call by this name."""
+        """Run a cell under this name, which tracebacks show."""
         chosen = self._choose(ranks)
         compile(code, name, "exec")  # a syntax error runs on no rank
         self._get_ready()
@@ -145,8 +145,8 @@ class Ranks:
     def __getitem__(self, name: str) -> list:
         """Return this variable on every rank, in rank order.
 
-        Tensors come detached and on the CPU, a DTensor as a LocalShard, what cannot be sent as its repr. Raises
-        NameError if a rank has no such variable.
+        Tensors are detached and on the CPU, a DTensor becomes a LocalShard, and values that can't be sent become their
+        repr. Raises NameError if a rank has no such variable.
         """
         everyone = range(self.world_size)
         answers: dict[int, tuple[bool, bytes]] = {}
@@ -187,14 +187,14 @@ class Ranks:
                 return RankError(rank, self.world_size, details.splitlines()[-1], details)
         for rank in self._processes.ends:
             return RankError(rank, self.world_size, self._processes.describe_end(rank))
-        return TimeoutError(f"the ranks did not start within {START_S:.0f} s")
+        return TimeoutError(f"the ranks didn't start within {START_S:.0f} s")
 
     def _restart(self) -> None:
         self._processes.end()
         self._start()
 
     def _get_ready(self) -> None:
-        """Have ranks that can run a cell: if some have ended since the last one, say so, and start new ones."""
+        """Make sure that there are ranks to run a cell: if some have ended since the last one, say so, and start new ones."""
         if self._processes is None:
             raise RuntimeError("these ranks are closed; open new ones: ranks = Ranks(2)")
         follow_edits()
@@ -232,7 +232,7 @@ class Ranks:
                 self._processes.links[rank].send_bytes(pickle.dumps((self._number, kind, content)))
 
     def _collect(self, ranks: Iterable[int], answers: dict[int, Any], limit_s: float | None = None) -> None:
-        """Receive the answers to the last message; after one failure or end, those that come soon."""
+        """Receive the answers to the last message; after one failure or end, only those that arrive soon."""
         until_s = math.inf if limit_s is None else time.monotonic() + limit_s
         failed = False
         while waiting := [rank for rank in ranks if rank not in answers and rank not in self._processes.ends]:
@@ -265,7 +265,7 @@ class Ranks:
         return {rank: behind for rank, behind in differences.items() if behind}
 
     def _settle(self, chosen: list[int], answers: dict[int, Answer]) -> tuple["_Cause", list[str]]:
-        """Have all ranks ready for the next cell, restarted if need be; return the cause, and the lines that tell it."""
+        """Get all ranks ready for the next cell, restarting them if necessary; return the cause, and the lines that describe it."""
         missing = [rank for rank in chosen if rank not in answers]
         self._processes.note_ends()
         running = [rank for rank in missing if rank not in self._processes.ends]
@@ -308,7 +308,7 @@ class Ranks:
         return cause, lines
 
     def _find_cause(self, failures: dict[int, Failure], behind: dict[int, int]) -> "_Cause":
-        """Return the first rank, in rank order, that failed by itself: others fail because they wait for it in vain."""
+        """Return the first rank, in rank order, that failed by itself; the others fail because they wait for it."""
         own = {rank: failure for rank, failure in failures.items() if not _waited_in_vain(failure)}
         ends = self._processes.ends.keys() - own.keys()
         for rank in sorted(own) or ([] if ends else sorted(failures)):
@@ -320,20 +320,20 @@ class Ranks:
         return _Cause(-1, "")  # the cell was interrupted
 
     def _last_line(self, rank: int) -> str:
-        """Return the line of its cell that a rank was at when it ended."""
+        """Return the line of its cell that a rank was on when it ended."""
         file = self._processes.line_file(rank)
         return f"It was at {self._cell} line {int(file.read_text())}." if file.exists() and file.read_text() else ""
 
 
 class _Cause:
-    """The rank that a cell's error is about, and what happened there."""
+    """The rank that a cell's error is about, and what happened on it."""
 
     def __init__(self, rank: int, summary: str, details: str = "") -> None:
         self.rank, self.summary, self.details = rank, summary, details
 
 
 def _end_idle(reference: weakref.ref[Ranks]) -> None:
-    """End ranks after long without a cell. The timer holds no reference: ranks that nobody has any more end at once."""
+    """End ranks after a long time without a cell. The timer holds no reference, so unreferenced ranks end at once."""
     ranks = reference()
     if ranks is not None and ranks._processes is not None:
         ranks._ended_idle = True

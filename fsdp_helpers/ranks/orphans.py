@@ -1,8 +1,8 @@
 """Nothing that a rank starts outlives it, however either ends.
 
-When a process dies, its children live on under a new parent: on Linux the nearest ancestor that asked to be one, a
-"subreaper". Each rank asks, and so does the server that ranks are forked from; what a rank leaves behind is theirs to
-end. Elsewhere a rank leads a process group, which is ended after it; Windows has neither.
+When a process dies, its children get a new parent: on Linux, the nearest ancestor that asked to be a "subreaper". Each
+rank asks, and so does the server that ranks are forked from, so they can end whatever a rank leaves behind. On other
+systems, a rank leads a process group, which is ended after it; Windows has neither.
 """
 
 import ctypes
@@ -31,13 +31,13 @@ def adopt_orphans() -> None:
 
 
 def end_with(parent: int) -> bool:
-    """Have Linux kill this process when `parent` ends, in any way; return False if `parent` has ended already."""
+    """Have Linux kill this process when `parent` ends, for whatever reason; return False if it has already ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
 
 
 def children(pid: int) -> set[int]:
-    """Return the children of a process, those included that it has adopted."""
+    """Return the children of a process, including those it has adopted."""
     if ON_LINUX and Path("/proc/self/task").exists():
         found = ""
         for path in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -52,7 +52,7 @@ def children(pid: int) -> set[int]:
 
 
 def end_children(pid: int, spare: Iterable[int] = ()) -> None:
-    """End the children of a process, and theirs as they become orphans, until there are none left."""
+    """End the children of a process, and theirs as they become orphans, until none are left."""
     while left := children(pid) - set(spare):
         for child in left:
             with suppress(ProcessLookupError):
@@ -65,7 +65,7 @@ def end_children(pid: int, spare: Iterable[int] = ()) -> None:
 
 
 def end_own_children() -> None:
-    """End whatever this process has started and adopted; it is about to end itself."""
+    """End everything this process has started or adopted, since it's about to end itself."""
     for child in multiprocessing.active_children():
         child.kill()
     if ON_LINUX:
@@ -73,14 +73,14 @@ def end_own_children() -> None:
 
 
 def end_group(rank: int) -> None:
-    """End what is left of the process group of `rank`, a process that has ended; the parent calls this."""
+    """End what's left of the process group of `rank`, a process that has ended; the parent calls this."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(rank, signal.SIGKILL)
 
 
 def watch_over_ranks(parent: int) -> None:
-    """In the server of ranks: adopt orphans, and end everything below it when its parent has ended, even by a kill."""
+    """In the server of ranks: adopt orphans, and end everything below it when its parent ends, even if it's killed."""
     os.setsid()  # Jupyter kills a kernel together with its process group
     adopt_orphans()
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # of an orphan

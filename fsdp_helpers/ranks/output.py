@@ -1,4 +1,4 @@
-"""What cells on ranks show: live while they run, at the end once where ranks agree, rank by rank where they differ."""
+"""Output of cells on ranks: live while they run; at the end, once where ranks agree, rank by rank where they differ."""
 
 import math
 import time
@@ -12,7 +12,7 @@ DRAW_S = 0.1  # between two states of a cell's output
 
 
 class CellOutput:
-    """What a cell shows: line by line while it runs, in a notebook; at the end once for ranks that agree."""
+    """A cell's output: in a notebook, line by line while it runs; at the end, once for ranks that agree."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, bytes] = {}
@@ -23,7 +23,7 @@ class CellOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Show what there is, if `finish` was not called: the cell was interrupted."""
+        """Show the output so far, if `finish` wasn't called, because the cell was interrupted."""
         if self._bytes is not None and any(self._bytes.values()):
             self.finish({})
 
@@ -44,7 +44,7 @@ class CellOutput:
             self._show(self.text)
 
     def finish(self, values: dict[int, str | None]) -> None:
-        """Show everything for good: what was printed, then the values of the last line."""
+        """Show the final output: printed lines, then the values of the last line."""
         texts = self._texts()
         ranks = sorted(values.keys() | texts.keys())
         printed = merge({rank: texts.get(rank, "") for rank in ranks})

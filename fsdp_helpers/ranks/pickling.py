@@ -1,4 +1,4 @@
-"""Pickling of what travels to a rank and back; an error names the part that cannot be pickled."""
+"""Pickling what is sent to a rank and back; an error names the part that can't be pickled."""
 
 import importlib
 import inspect
@@ -60,7 +60,7 @@ def pickle_result(worker: Callable, result: Any) -> bytes:
 
 
 def _check(value: Any, name: str) -> None:
-    """Raise ValueError for the innermost part of `value` that cannot be sent, if there is one."""
+    """Raise ValueError for the innermost part of `value` that can't be sent, if there is one."""
     try:
         _dumps(value)
     except Exception as error:
@@ -89,7 +89,7 @@ def _dumps(value: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that refuses what could be pickled here but not read there: names defined in a notebook cell."""
+    """A pickler that refuses what can be pickled here but not read there: names defined in a notebook cell."""
 
     def reducer_override(self, value: Any) -> Any:
         if inspect.isclass(value) or inspect.isfunction(value):

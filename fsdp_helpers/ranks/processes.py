@@ -1,6 +1,6 @@
 """The processes of one group, as their parent sees them: started, listened to, asked where they are, and ended.
 
-`launch` and `Ranks` both stand on it; torch's own `start_processes`, which `mp.spawn` calls too, starts them.
+`launch` and `Ranks` both use it; torch's own `start_processes`, which `mp.spawn` calls too, starts them.
 """
 
 import multiprocessing.connection
@@ -94,9 +94,9 @@ class Processes:
         return [process.pid for process in self._processes]
 
     def wait(self, ranks: Iterable[int], wait_s: float) -> list[tuple[int, str, Any]]:
-        """Wait for messages, output or ends; pass output on; return (rank, kind, content) of the messages.
+        """Wait for messages, output or exits; pass output on; return (rank, kind, content) of the messages.
 
-        The end of one of `ranks` is a message too, its last one, of the kind "end".
+        The end of one of `ranks` is also a message, its last one, of kind "end".
         """
         links = {self.links[rank]: rank for rank in ranks if rank not in self.ends}
         ends = {self._processes[rank].sentinel: rank for rank in links.values()}
@@ -117,7 +117,7 @@ class Processes:
             return [self.note_end(rank)]
 
     def read_outputs(self) -> None:
-        """Pass on what lies in the pipes now; a rank that never stops writing does not hold us up."""
+        """Pass on what's in the pipes now; a rank that never stops writing doesn't hold us up."""
         for output, (rank, stream) in list(self._outputs.items()):
             if output.poll():
                 if data := os.read(output.fileno(), READ_BYTES):
@@ -127,7 +127,7 @@ class Processes:
                     del self._outputs[output]
 
     def note_end(self, rank: int) -> tuple[int, str, None]:
-        """Wait for a process that ends, and note its exit code; return its last message."""
+        """Wait for a process to end, and record its exit code; return its last message."""
         process = self._processes[rank]
         process.join(TERM_S)
         self.ends[rank] = process.exitcode
@@ -136,13 +136,13 @@ class Processes:
         return rank, "end", None
 
     def note_ends(self) -> None:
-        """Note the ranks that have ended since the last look."""
+        """Record the ranks that have ended since the last check."""
         for rank in range(self.world_size):
             if rank not in self.ends and not self._processes[rank].is_alive():
                 self.note_end(rank)
 
     def describe_end(self, rank: int) -> str:
-        """Return how a process ended that sent no message of its own."""
+        """Describe how a process ended that sent no message."""
         code = self.ends[rank]
         if code is not None and code < 0:
             name = signal_name(code)
@@ -151,7 +151,7 @@ class Processes:
         return f"the process left with exit status {code}"
 
     def own_traceback(self, rank: int) -> str | None:
-        """Return the traceback of a rank that failed before it could send one: torch keeps it in a file."""
+        """Return the traceback of a rank that failed before it could send one; torch keeps it in a file."""
         file = Path(self._error_files[rank])
         return pickle.loads(file.read_bytes()).rstrip() if file.exists() else None
 
@@ -170,7 +170,7 @@ class Processes:
         return self._setup.line_file(rank)
 
     def is_in_collective(self, rank: int) -> bool:
-        """Return whether the rank was in torch's own code for groups when it was asked."""
+        """Return whether the rank was in torch's code for process groups when we asked."""
         return stacks.is_in_collective(self._setup.stack_file(rank))
 
     def has_answered(self, rank: int) -> bool:
@@ -186,9 +186,9 @@ class Processes:
             process.kill()
 
     def end(self, *, grace_s: float = 0.0, finished: Iterable[int] = ()) -> None:
-        """End all processes and everything that they have started.
+        """End all processes and everything they have started.
 
-        Those that have `finished` may leave by themselves; `grace_s` after SIGTERM the others are killed.
+        Those that have `finished` may exit on their own; the others are killed `grace_s` after SIGTERM.
         """
         until_s = time.monotonic() + grace_s
         for rank, process in enumerate(self._processes):

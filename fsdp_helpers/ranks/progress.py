@@ -1,6 +1,6 @@
 """One progress bar for any number of ranks: workers report, one process draws.
 
-A worker calls `report(...)`. Whoever started it decides where its reports go: the launcher sends them to the parent
+A worker calls `report(...)`. Where the reports go depends on what started it: the launcher sends them to the parent
 process, torchrun's first rank draws them itself, and without either they are dropped.
 """
 
@@ -27,13 +27,13 @@ _in_lines = False
 
 
 def send_reports_to(sink: Callable[..., None] | None) -> None:
-    """Make `report(done, total, title, details, loss, memory)` call `sink` with its arguments from now on."""
+    """From now on, `report(done, total, title, details, loss, memory)` calls `sink` with its arguments."""
     global _sink
     _sink = sink
 
 
 def wants_report(done: int, total: int) -> bool:
-    """Return True if a report now would be drawn (the first and the last always are): ask before costly details."""
+    """Return True if a report would be drawn now (the first and the last always are); ask this before computing costly details."""
     is_end = done in (0, total)
     return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
@@ -48,7 +48,7 @@ def report(
 ) -> None:
     """Report that `done` of `total` steps are done; at most ten reports a second get through.
 
-    `memory` has the bytes that this rank holds between two steps, and its peak within one, once they are known.
+    `memory` has the bytes this rank holds between two steps, and its peak within one, once they're known.
 
     If a first step takes long, report 0 before it: the bar's clock starts at the first report.
     """
@@ -61,7 +61,7 @@ def report(
 def drawn(
     items: Iterable[Item], total: int, title: str, details: Callable[[Item], str] = lambda item: ""
 ) -> Iterator[Item]:
-    """Yield `items`, with a bar for what this process itself does with them; `details` says which one it is at."""
+    """Yield `items` with a progress bar in this process; `details` describes the current one."""
     bar, done, last_s = ProgressBar(), 0, 0.0
     try:
         bar.update(done, total, title)
@@ -105,7 +105,7 @@ def reports_drawn() -> Iterator[None]:
 
 @contextmanager
 def in_lines() -> Iterator[None]:
-    """Within the block, log a bar that nobody watches: a line every few seconds says how far the run has come."""
+    """Within the block, log a bar that nobody is watching: a line every few seconds says how far the run has come."""
     global _in_lines
     before, _in_lines = _in_lines, True
     try:
@@ -115,7 +115,7 @@ def in_lines() -> Iterator[None]:
 
 
 class Waiting:
-    """A line that counts seconds until the first report: ranks that start, then ranks that have nothing to report."""
+    """A line that counts seconds until the first report: first while ranks start, then while they have nothing to report."""
 
     def __init__(self, what: str, show: Callable[[str], None]) -> None:
         self.what, self.why, self.state = what, "", "starting"
@@ -125,7 +125,7 @@ class Waiting:
         threading.Thread(target=count, args=(self._count,), name="seconds of a wait", daemon=True).start()
 
     def end(self) -> float:
-        """Stop showing the line; return how long the wait was."""
+        """Remove the line; return how long the wait was."""
         with self._lock:
             self._over.set()
         return time.monotonic() - self._began_s
@@ -142,9 +142,9 @@ class Waiting:
 
 
 class ProgressBar:
-    """One tqdm bar for all reports: in a notebook one line that updates in place, in a terminal as usual.
+    """One tqdm bar for all reports: in a notebook, a line that updates in place; in a terminal, the usual bar.
 
-    If nobody watches (a log file, CI) it draws nothing, or writes lines; see `in_lines`.
+    If nobody is watching (a log file, CI), it draws nothing, or writes lines; see `in_lines`.
     """
 
     wants_all_ranks = False  # the ranks keep step with one another: one of them reports for all
@@ -175,7 +175,7 @@ class ProgressBar:
             self._waiting.why = why or self._waiting.why
 
     def running(self) -> None:
-        """End the phase of starting."""
+        """Mark the end of the start-up phase."""
         if self._waiting is not None:
             self._waiting.state = "running"
 
@@ -196,19 +196,19 @@ class ProgressBar:
             self._bar.update(done - self._bar.n)
 
     def print(self, text: str, stream) -> None:
-        """Print a line without cutting through the bar."""
+        """Print a line without breaking the bar."""
         with tqdm.external_write_mode(file=stream):
             print(text, file=stream, flush=True)
 
     def close(self) -> None:
-        """Wipe the bar; in a notebook its last state stays, or the time taken by work that reported nothing."""
+        """Remove the bar; in a notebook its last state stays, or the time taken by work without reports."""
         if self._line is not None and self._waiting is not None:
             seconds = self._waiting.end()
             self._line.show(f"{self._waiting.what}: ended after {seconds:.1f} s")
         self._end()
 
     def _begin(self, done: int, title: str) -> None:
-        """Begin a new bar for each piece of work, below the last one; the first replaces the line at the start."""
+        """Begin a new bar for each piece of work, below the last one; the first replaces the start-up line."""
         if self._line is not None and self._waiting is None:
             self._line = _NotebookLine()
         self._end()
@@ -229,7 +229,7 @@ class ProgressBar:
 
 
 class _NotebookLine:
-    """A line of text that is shown once and then replaced in place; a saved notebook keeps the last."""
+    """A line of text that's shown once and then updated in place; a saved notebook keeps the last version."""
 
     def __init__(self) -> None:
         self._handle = None
@@ -244,7 +244,7 @@ class _NotebookLine:
 
 
 def bar_text(done: int, total: int, elapsed_s: float, title: str, details: str = "", first_done: int = 0) -> str:
-    """Return a bar as one line of text. The time left is estimated from the steps since the first report."""
+    """Return a bar as one line of text. The remaining time is estimated from the steps since the first report."""
     return tqdm.format_meter(
         done, total, elapsed_s, prefix=title, bar_format=BAR_FORMAT, postfix=details or None, initial=first_done
     )
@@ -255,7 +255,7 @@ def count_ranks(world_size: int) -> str:
 
 
 def is_notebook() -> bool:
-    """Return True in a kernel, whatever shows its output: JupyterLab, nbconvert, an editor."""
+    """Return True in a kernel, whatever front end shows its output: JupyterLab, nbconvert, an editor."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

@@ -1,4 +1,4 @@
-"""The process of one rank: everything between its first moment and its end, whatever it is there to run."""
+"""The process of one rank: everything from its first moment to its end, whatever it runs."""
 
 import ctypes
 import multiprocessing
@@ -27,7 +27,7 @@ STREAMS = ("stdout", "stderr")
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a worker, or of a cell, that did not end well."""
+    """The failure of a worker, or of a cell."""
 
     when_s: float
     summary: str  # the last line of the traceback
@@ -36,7 +36,7 @@ class Failure:
 
 
 class Sender:
-    """A sender of whole messages to the parent, from any thread."""
+    """A sender of complete messages to the parent, from any thread."""
 
     def __init__(self, link: multiprocessing.connection.Connection) -> None:
         self._link, self._lock = link, threading.Lock()
@@ -47,7 +47,7 @@ class Sender:
 
 
 def run_rank(rank: int, setup: Setup, links: list, outputs: list) -> None:
-    """Prepare this process, run the body of the group, and leave; `begin_rank` calls this."""
+    """Prepare this process, run the body of the group, and exit; `begin_rank` calls this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     if hasattr(os, "setsid"):
         os.setsid()
@@ -76,9 +76,9 @@ def run_rank(rank: int, setup: Setup, links: list, outputs: list) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit without Python's clean-up, but with multiprocessing's, and after waiting for non-daemon threads.
+    """Exit without Python's cleanup, but with multiprocessing's, and after waiting for non-daemon threads.
 
-    gloo's threads outlive their group, and one that releases a tensor while Python is shutting down aborts the process.
+    gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     """
     end_own_children()
     for thread in threading.enumerate():
@@ -90,7 +90,7 @@ def leave(status: int) -> NoReturn:
 
 
 def write_into(outputs: tuple) -> None:
-    """Send what this process writes into the parent's pipes: Python line by line, C libraries, programs it starts."""
+    """Send this process's output into the parent's pipes: Python's line by line, C libraries', and that of programs it starts."""
     for name, number, output in zip(STREAMS, (1, 2), (outputs[0], outputs[-1]), strict=True):
         os.dup2(output.fileno(), number)
         stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
@@ -98,7 +98,7 @@ def write_into(outputs: tuple) -> None:
 
 
 def flush() -> None:
-    """Send what Python and C libraries have not written yet."""
+    """Flush the output of Python and C libraries."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if sys.platform != "win32":
@@ -106,7 +106,7 @@ def flush() -> None:
 
 
 def _end_with_parent(folder: str) -> None:
-    """End this rank, and all that it has started, when its parent ends in any way: a kernel is killed, or restarted."""
+    """End this rank, and everything it has started, when its parent ends in any way: a kernel is killed, or restarted."""
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:
@@ -119,9 +119,9 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _import_from_source(folder: str) -> None:
-    """Keep Python from using a cached module whose source has the same size and second of change.
+    """Keep Python from using a cached module if the source has the same size and modification second.
 
-    An edited file can have both, so this process looks for caches in a folder without any.
+    An edited file can have both, so this process looks for caches in an empty folder.
     """
     sys.pycache_prefix = folder
     sys.dont_write_bytecode = True
@@ -147,7 +147,7 @@ def _set_rank_variables(rank: int, world_size: int) -> None:
 
 @contextmanager
 def failures_sent(send: Sender) -> Iterator[None]:
-    """Tell the parent about every end except a normal one, sys.exit() included."""
+    """Tell the parent about every end but a normal one, sys.exit() included."""
     try:
         yield
     except BaseException as error:

@@ -51,11 +51,11 @@ def choose_start_method(start_method: str | None) -> str:
 
 @contextmanager
 def ready_to_start(start_method: str, device: str) -> Iterator[None]:
-    """Within the block, processes may be started that become ranks on `device`.
+    """Within the block, processes can be started that become ranks on `device`.
 
     CPU ranks get allocator settings that keep the buffers of their steps; on CUDA these are on the GPU. All of them
-    block interrupts for good. Jupyter interrupts a kernel's whole process group, and the server, or a spawned rank,
-    would die of that while it still loads torch.
+    block interrupts for good. Jupyter interrupts a kernel's entire process group, which would kill the server, or a
+    spawned rank, while it's still loading torch.
     """
     settings = malloc_tunables() if device == "cpu" else nullcontext()
     if not hasattr(signal, "pthread_sigmask"):
@@ -76,7 +76,7 @@ def ready_to_start(start_method: str, device: str) -> Iterator[None]:
 
 
 def _start_server(device: str) -> None:
-    """Start the server unless it runs; end one for the other kind of ranks first, if no other launch needs it."""
+    """Start the server unless it's running; first end one for the other kind of ranks, unless another launch needs it."""
     global _server_device
     from multiprocessing import forkserver  # not on Windows
 
@@ -111,7 +111,7 @@ def _watching_its_parent() -> Iterator[None]:
 
 
 def _tidy_up_on_sigterm() -> None:
-    """Make SIGTERM remove this process's temporary folders before it ends it; the server's socket is in one of them.
+    """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
 
     Jupyter ends every kernel that has launched in this way: a kernel that is asked to shut down first waits for all its
     children, and one of them, multiprocessing's resource tracker, waits for the kernel.
@@ -131,7 +131,7 @@ def _tidy_up_and_end(number: int, frame: object) -> None:
 
 
 def why_it_takes_long(start_method: str) -> str:
-    """Return what the next launch has to do before its ranks start; "" if PyTorch is loaded already."""
+    """Return what the next launch has to do before its ranks start; "" if PyTorch is already loaded."""
     if start_method == "spawn":
         return "every rank loads PyTorch"
     return "" if _environment else "loading PyTorch once; later launches take a second"
@@ -139,7 +139,7 @@ def why_it_takes_long(start_method: str) -> str:
 
 @contextmanager
 def server_in_use() -> Iterator[None]:
-    """Mark the server as in use within the block. A while after the last launch it ends; the next one restarts it."""
+    """Mark the server as in use within the block. It ends a while after the last launch; the next one restarts it."""
     global _num_launches, _end_of_server
     with _server_lock:
         _num_launches += 1
@@ -165,7 +165,7 @@ def end_idle_server() -> None:
 
 
 def end_orphans() -> None:
-    """End what ranks have left behind: below the server, and no process that this one has started."""
+    """End whatever ranks have left behind: below the server, but no process this one has started."""
     if "multiprocessing.forkserver" in sys.modules:
         with start_lock:
             server = sys.modules["multiprocessing.forkserver"]._forkserver._forkserver_pid
@@ -174,7 +174,7 @@ def end_orphans() -> None:
 
 
 def environment_changes() -> dict[str, str | None]:
-    """Return variables set or removed (None) since the server started, which its forks would not see.
+    """Return variables set or removed (None) since the server started, which its forks wouldn't see.
 
     Only differences are sent: each string that a rank keeps lies somewhere between the large buffers of its steps.
     """
@@ -188,7 +188,7 @@ def environment_changes() -> dict[str, str | None]:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold interrupts back until the end of the block: ranks are started, and stopped, all or none."""
+    """Hold back interrupts until the end of the block, so that either all ranks are started, or stopped, or none."""
     if threading.current_thread() is not threading.main_thread():
         yield  # interrupts are the main thread's alone
         return
@@ -214,7 +214,7 @@ def loading_worker() -> Iterator[None]:
 
 
 def check_not_imported() -> None:
-    """Exit or raise if this is a rank that only imports a program that launches: ranks must not launch ranks.
+    """Exit or raise if this is a rank that's importing a program that launches: ranks must not launch ranks.
 
     A rank imports the program's script, which calls `launch` again if it has no main guard, and its worker's module.
     """

@@ -1,4 +1,4 @@
-"""The first of our modules that a rank's process imports: what it starts with, and its first moment."""
+"""The first of our modules that a rank's process imports: its setup, and its first moment."""
 
 import gc
 import pickle
@@ -31,7 +31,7 @@ class Setup:
 
 
 def begin_rank(rank: int, main: bytes, setup: Setup, links: list, outputs: list) -> None:
-    """Spare Python's garbage collector what the server has loaded, then run `main`, a pickled function.
+    """Keep Python's garbage collector off the objects the server has loaded, then run `main`, a pickled function.
 
     The collector writes to every object that it looks at. Those of PyTorch lie in pages that this process shares with
     the server, and each page written to is copied: half a second of arithmetic for two ranks, before their first line.

@@ -1,4 +1,4 @@
-"""Stack traces on demand: a rank that gets the signal writes its stack into a file, whatever it is doing."""
+"""Stack traces on demand: on a signal, a rank writes its stack to a file, whatever it is doing."""
 
 import faulthandler
 import importlib.util

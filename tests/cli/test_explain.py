@@ -131,7 +131,7 @@ def test_all_of_an_output_names_the_cause_first():
 
 @pytest.mark.parametrize("said", ["ModuleNotFoundError: No module named 'pandas'", "my dog ate the homework", "42"])
 def test_what_it_does_not_know_it_says(said):
-    assert explain.explain_text(said).startswith("No card knows this message.")
+    assert explain.explain_text(said).startswith("No card matches this message.")
 
 
 def test_the_command_prints_the_remedy(capsys):

@@ -1,7 +1,7 @@
-"""The executed notebooks as a small site: `make book`. It opens from its folder, with navigation and a search.
+"""The executed notebooks as a small site: `make book`. It works from its folder, with navigation and search.
 
-Every page is a notebook with its kept outputs, or one of the two Markdown files beside them. Bold words lead to the
-glossary. Nothing is executed while it is built, and no page asks another machine for anything.
+Every page is a notebook with its saved outputs, or one of the two Markdown files next to them. Bold words link to the
+glossary. Building it executes no code, and no page loads anything from another machine.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def link_words(body: str, words: dict[str, str]) -> str:
 
 
 def anchor_words(body: str, words: dict[str, str]) -> str:
-    """Give the words of the glossary's table their anchors."""
+    """Add anchors to the words of the glossary's table."""
 
     def anchored(found: re.Match) -> str:
         named = (f'<span id="{words[word.strip().lower()]}">{word}</span>' for word in found[2].split(","))
@@ -152,7 +152,7 @@ def search_index(book: list[Page]) -> str:
 
 
 def plain(text: str) -> str:
-    """Return Markdown without its marks, in small letters, to be searched."""
+    """Return Markdown without its markup, in lowercase, for searching."""
     unmarked = re.sub(
         r"<[^>]+>|\]\([^)]*\)|[*`\[\]|#]", " ", re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
     )
@@ -160,7 +160,7 @@ def plain(text: str) -> str:
 
 
 def write_book(notebooks: list[Path], folder: Path) -> list[Path]:
-    """Write the whole book into `folder`; returns its pages."""
+    """Write the book into `folder`; return its pages."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in FOLDERS:
         shutil.copytree(FOLDER / name, folder / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,7 +1,7 @@
-"""The notebooks as slides to project: `make slides`, one file per chapter with reveal.js and all pictures inside.
+"""The notebooks as slides: `make slides`, one file per chapter, with reveal.js and all pictures embedded.
 
-A chapter's slides are its title, then one or more per section: the heading, one sentence, and a figure or a small table if
-the section has one. Code is shown only where a cell has the tag `slide`.
+A chapter's slides are its title, then one or more per section: the heading, one sentence, and a figure or a small table
+if the section has one. Code is shown only where a cell has the tag `slide`.
 """
 
 import argparse
@@ -50,9 +50,9 @@ def outline(notebook: nbformat.NotebookNode) -> list[Slide]:
 
 
 def all_slides(notebook: nbformat.NotebookNode) -> Iterator[Slide]:
-    """Yield a slide for each heading below the title, and further ones for what its section shows.
+    """Yield a slide for each heading below the title, and more for the outputs its section shows.
 
-    A listing takes its sentence from the prose before it, a figure or a table from the prose after it.
+    A listing gets its sentence from the prose before it, a figure or a table from the prose after it.
     """
     current, unread, announced = None, None, ""  # the section's first slide; a slide that no prose has read yet
     for cell in notebook.cells:
@@ -95,7 +95,7 @@ def first_sentence(text: str) -> str:
 
 
 def shown_by(cell: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
-    """Yield kind and HTML of what a code cell shows that belongs on a slide."""
+    """Yield kind and HTML of the outputs of a code cell that belong on a slide."""
     tags = cell.metadata.get("tags", [])
     if "exercise" in tags:
         return
@@ -122,7 +122,7 @@ def fits_on_a_slide(table: str) -> bool:
 
 
 def _fitted(listing: str, text: str) -> str:
-    """Return a listing in the largest type in which every line fits on the slide."""
+    """Return a listing in the largest font size in which every line fits on the slide."""
     lines = text.splitlines()
     size_px = min(CODE_WIDTH / (0.61 * max(map(len, lines))), CODE_HEIGHT / (1.4 * len(lines)), MAX_CODE_PX)
     if size_px < MIN_CODE_PX:
@@ -134,7 +134,7 @@ def _fitted(listing: str, text: str) -> str:
 
 
 def shortened(slides: list[Slide]) -> list[Slide]:
-    """Leave out what a chapter needs least until few enough slides are left: tables, sub-sections, second figures."""
+    """Leave out what a chapter needs least until there are few enough slides: tables, subsections, second figures."""
     first_of = {slide.title: slide for slide in reversed(slides)}
 
     def importance(slide: Slide) -> int:
@@ -177,7 +177,7 @@ def as_section(slide: Slide) -> str:
 
 
 def _without_links(body: str) -> str:
-    """Return HTML without links, which lead nowhere from a projector, and without the marks of headings."""
+    """Return HTML without links, which are useless on a projector, and without the marks of headings."""
     return re.sub(r"</?a\b[^>]*>", "", re.sub(r'<a class="anchor-link".*?</a>', "", body))
 
 

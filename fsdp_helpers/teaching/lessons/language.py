@@ -1,4 +1,4 @@
-"""What notebook 13, its exercises and the planner's tests share about a language model."""
+"""Parts of a language model shared by notebook 13, its exercises and the planner's tests."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +24,7 @@ def start_plain(folder: str) -> Llama:
 
 
 def pad(documents: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Return documents as rows of equal length, numbers and targets, (N, length) each; padding has no loss."""
+    """Return documents as rows of equal length: token IDs and targets, (N, length) each; padding has no loss."""
     texts = [torch.tensor(list(text.encode())) for text in documents]
     numbers = nn.utils.rnn.pad_sequence([text[:-1] for text in texts], batch_first=True)
     targets = nn.utils.rnn.pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
@@ -37,10 +37,9 @@ def whole_gradient(model: nn.Module) -> Tensor:
 
 
 def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
-    """Freeze the model, and add to some of its layers the product of two thin matrices, which are not drawn yet.
+    """Freeze the model, and add the product of two thin, still uninitialized matrices to some of its layers.
 
-    The names of what was there do not change, so its files still fit. An adapter that is there already, under other
-    names, is frozen and counts.
+    Existing names don't change, so the files still match. An existing adapter, under other names, is frozen and counts.
     """
     model.requires_grad_(False)
     for name, layer in model.named_modules():

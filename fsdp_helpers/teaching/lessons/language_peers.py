@@ -1,4 +1,4 @@
-"""Our language model beside Hugging Face's: the same folder, read by both. Notebook 13."""
+"""Our language model compared with Hugging Face's: the same folder, read by both. Notebook 13."""
 
 import importlib.util
 

@@ -102,7 +102,7 @@ def test_what_cannot_work_is_said_in_one_line(folder, tmp_path):
     where = tmp_path / "laptop"
     (where / "fsdp").mkdir(parents=True)
     done = set_up(folder, str(folder), where)
-    assert done.returncode == 1 and "is there already" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 1 and "already exists" in done.stderr and done.stderr.count("\n") == 1
     (where / "fsdp").rmdir()
     contents = json.loads((folder / "contents.json").read_text())
     (folder / "contents.json").write_text(json.dumps(contents | {"python": ["3", "99"]}))
