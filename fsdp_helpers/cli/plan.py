@@ -531,10 +531,10 @@ def _fewest_lines(
         with_sequences = f" in sequences of {subject.sequence:,}" if subject.sequence > 1 else ""
         what = f"{options.total:.3g} {subject.item}s{with_sequences}"
         if plan is None:
-            yield f"{what}: {options.world_size:,} GPUs are not done in {options.days:g} days."
+            yield f"{what}: {options.world_size:,} GPUs don't finish in {options.days:g} days."
             continue
         days = days_of(plan, options.total, goodput)
         yield (
-            f"{what}: {plan.cluster.world_size:,} GPUs are the fewest that are done in {options.days:g} days: "
+            f"{what}: {plan.cluster.world_size:,} GPUs are the fewest that finish in {options.days:g} days: "
             f"{days:,.1f}, {plan.items_per_step:,} {plan.item}s a step."
         )

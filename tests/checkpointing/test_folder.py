@@ -145,7 +145,7 @@ def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
         (lambda path: (path / "checkpoint.json").unlink(), "is not a checkpoint: it has no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "there is no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_bytes(b"\xff"), "there is no readable checkpoint.json"),
-        (lambda path: (path / "checkpoint.json").write_text('{"format": 2}'), "has format 2, .* reads up to format 1"),
+        (lambda path: (path / "checkpoint.json").write_text('{"format": 2}'), "has format 2, .* reads formats up to 1"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": "1"}'), "has format 1, .* update fsdp_helpers"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
     ],

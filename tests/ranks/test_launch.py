@@ -119,8 +119,8 @@ def test_after_an_abort_the_ranks_that_do_not_answer_are_named():
     with pytest.raises(RankError) as caught:
         launch(workers.abort_while_rank_1_is_stopped, world_size=3, device="cpu", timeout_s=240)
     assert str(caught.value) == (
-        "rank 0 of 3 failed: the process was ended by SIGABRT, and rank 1 did not answer: stopped or stuck, "
-        "and waited for in vain?"
+        "rank 0 of 3 failed: the process was ended by SIGABRT, and rank 1 didn't answer: stopped or "
+        "stuck while the others waited?"
     )
 
 

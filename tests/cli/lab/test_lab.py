@@ -120,9 +120,7 @@ def test_copies_that_cannot_be_signed_are_opened_unsigned(started, monkeypatch, 
     monkeypatch.setattr(server, "PROJECT", tmp_path)
     (tmp_path / "signatures").touch()  # where a folder should be
     assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
-    assert len(started) == 1 and re.search(
-        r"^the copies aren't signed: .+Error", capsys.readouterr().out, re.MULTILINE
-    )
+    assert len(started) == 1 and re.search(r"^the copies aren't signed: .+Error", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_copies_outside_what_jupyterlab_shows_are_refused(started, tmp_path, capsys):
