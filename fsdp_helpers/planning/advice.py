@@ -15,7 +15,7 @@ AS_FAST = 0.02  # plans whose speeds differ by less are as fast as each other
 # What FSDP alone can't do: chapter 15 shows each, and this plan knows none of them.
 BEYOND = {
     "activations": "split the sequence or the layers over ranks (context or tensor parallelism)",
-    "gathered units": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
+    "unsharded units": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
     "communication buffers": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
 }
 STATE_BEYOND = "take larger devices, or give ranks different layers (pipeline parallelism)"

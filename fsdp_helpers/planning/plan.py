@@ -26,7 +26,7 @@ CATEGORIES = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "gathered": "gathered units",
+    "gathered": "unsharded units",
     "activations": "activations",
     "buffers": "communication buffers",
 }

@@ -47,7 +47,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
         "parameters",
         "gradients",
         "optimizer state",
-        "gathered units",
+        "unsharded units",
         "activations",
         "communication buffers",
     ]

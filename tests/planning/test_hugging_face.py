@@ -110,7 +110,10 @@ WRONG = [
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3 without factor"),
     ({"num_local_experts": 8}, "num_local_experts is 8, but a model_type 'llama' has no experts"),
-    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "'bitsandbytes': quantized weights of 4"),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "'bitsandbytes': quantized weights of 4",
+    ),
     ({"quantization_config": "4bit"}, "quantization_config '4bit'"),
     (ROUTED | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8"),
     (ROUTED | {"num_experts": None}, "no whole number num_experts"),

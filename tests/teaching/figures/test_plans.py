@@ -53,23 +53,20 @@ def test_a_waterfall_adds_up_to_what_is_needed():
     assert [text.get_text() for text in ax.texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for plan in three]
     largest = max(three[0].by_category().items(), key=lambda part: part[1])
     first = f"8 ranks: {three[0].needed_bytes / 1e9:,.0f} GB, the largest part {largest[0]} with {largest[1] / 1e9:,.0f} GB."
-    assert describe(fig).startswith("title. Of those drawn, 8 ranks or more fit 10 GB. " + first)
+    assert describe(fig).startswith("title. Fits 10 GB on 8 ranks or more. " + first)
 
 
 def test_a_waterfall_says_from_how_many_ranks_on_it_fits():
     drawn = [planned(ranks, memory=5.3e9) for ranks in (2, 8, 64)]
     assert [plan.fits for plan in drawn] == [False, True, True]
-    assert (
-        plans.plot_waterfall(drawn, "A model")[1].get_title("left")
-        == "Of those drawn, 8 ranks or more fit 5 GB\nA model"
-    )
-    assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Of those drawn, 1,024 ranks or more fit 10 GB"
-    assert findings.fits_from({8: 30e9}, 10e9) == "Does not fit 10 GB on 8 ranks"
-    assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Of those drawn, 8 ranks or more fit 10 GB"
+    assert plans.plot_waterfall(drawn, "A model")[1].get_title("left") == "Fits 5 GB on 8 ranks or more\nA model"
+    assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB on 1,024 ranks or more"
+    assert findings.fits_from({8: 30e9}, 10e9) == "Doesn't fit 10 GB on 8 ranks"
+    assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Fits 10 GB on 8 ranks or more"
 
 
 def test_losses_that_are_no_numbers_are_not_the_same():
-    assert findings.same_losses([(2.0, 1.0), (2.0, 1.0 + 6e-8)]) == "Same losses: at most 6e-8 apart"
+    assert findings.same_losses([(2.0, 1.0), (2.0, 1.0 + 6e-8)]) == "Same losses: they differ by at most 6e-8"
     assert findings.same_losses([(2.0, 1.0), (2.0, float("nan"))]) == ""
 
 

@@ -372,10 +372,10 @@ def title_of(name: str, *arguments: object) -> list[str]:
 
 def test_a_title_states_what_was_found_or_there_is_none():
     same = {"one": [2.3, 2.0], "two": [2.3, 2.0 + 6e-8]}
-    assert title_of("plot_step_losses", same) == ["Same losses: at most 6e-8 apart"]
+    assert title_of("plot_step_losses", same) == ["Same losses: they differ by at most 6e-8"]
     for runs in ({"one": [2.3, 2.0], "two": [2.3, 1.9]}, {"one": [2.3, 2.0], "two": [2.3]}, {"one": [2.3]}):
         assert title_of("plot_step_losses", runs) == []
-    assert title_of("plot_step_losses", {"one": [2.3], "two": [2.3]}) == ["Same losses, bit for bit"]
+    assert title_of("plot_step_losses", {"one": [2.3], "two": [2.3]}) == ["Same losses, bitwise equal"]
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_a_title_states_what_was_found_or_there_is_none():
         # Each rank sends 2 MB for each of three collectives
         ("plot_collectives", ["In 3 collectives each rank sends 6.00 MB\nOne step"]),
         ("plot_held_and_peak", ["fsdp: 100 % of what ddp holds, 75 % of its peak"]),
-        ("plot_ladder", ["The lowest peak is 30.0 MB, 75 % of the first rung's 40.0"]),
+        ("plot_ladder", ["The lowest peak is 30.0 MB, 75 % of DDP's 40.0"]),
         (
             "plot_comparison",
             [
@@ -460,7 +460,7 @@ def test_bars_of_any_figure_say_their_rows():
 
 
 SAID = {
-    "plot_step_losses": "Loss over the global batch in nats. Same losses, bit for bit. ddp: 2.300 at step 1, 1.800 at step "
+    "plot_step_losses": "Loss over the global batch in nats. Same losses, bitwise equal. ddp: 2.300 at step 1, 1.800 at step "
     "3, lowest 1.800, highest 2.300. fsdp: 2.300 at step 1, 1.800 at step 3, lowest 1.800, highest 2.300.",
     "plot_digits": "Handwritten digits, from left to right: 1, 7 (wrong: it is 2), 3.",
     # 40 MB from 0.1 s on, until 0.2
@@ -479,7 +479,7 @@ SAID = {
     # 30, 25 and 20 MB for two million parameters
     "plot_peak_by_ranks": "Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80 % of ddp's. Peak on a rank in bytes "
     "per parameter. ddp: 15.0 on 1 rank, 12.5 on 2 ranks. ddp, lean: 15.0 on 1 rank, 10.0 on 2 ranks.",
-    "plot_ladder": "The lowest peak is 30.0 MB, 75 % of the first rung's 40.0. DDP: held 9.0 MB, peak 40.0 MB, 10 ms per "
+    "plot_ladder": "The lowest peak is 30.0 MB, 75 % of DDP's 40.0. DDP: held 9.0 MB, peak 40.0 MB, 10 ms per "
     "step, peak predicted at 39.0 MB. + a lever: held 9.0 MB, peak 30.0 MB, 10 ms per step, peak predicted at 39.0 MB. "
     "+ another: held 9.0 MB, peak 32.0 MB, 10 ms per step, peak predicted at 39.0 MB.",
     "plot_comparison": "shallow: the lowest peak is that of ddp and fsdp (fsdp1). ddp: held 9.0 MB, peak 20.0 MB, 10 ms per "
