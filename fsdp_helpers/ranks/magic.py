@@ -8,7 +8,7 @@ from fsdp_helpers.ranks.live import opened_last
 
 
 class CellSyntaxError(Exception):
-    """A cell that no rank can run; for a SyntaxError, IPython would show the callers' lines, too."""
+    """A cell that no rank can run; IPython would show the lines of a SyntaxError's callers, too."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
@@ -31,4 +31,5 @@ def ranks(line: str, cell: str) -> None:
 
 
 def register(shell: Any) -> None:
+    """Give a notebook this magic; `%load_ext fsdp_helpers` calls it."""
     shell.register_magic_function(ranks, magic_kind="cell")

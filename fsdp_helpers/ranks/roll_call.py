@@ -1,7 +1,8 @@
-"""The ranks that don't answer when a collective times out.
+"""The ranks that do not answer when a collective times out.
 
-A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks call
-the roll in the store where the group met: each signs, and a rank that hasn't signed in time is stopped, stuck or gone.
+A collective that times out says so on every rank that waits, but never names the rank that was missing. So the ranks
+that gave up call the roll in the store where the group met: each signs, and a rank that has not signed in time is
+stopped, stuck or gone.
 """
 
 import os
@@ -24,35 +25,43 @@ class SilentRanks(TimeoutError):
     """Ranks neither took part in a collective nor answered; the message has their numbers."""
 
 
+def waited_in_vain(message: str) -> bool:
+    """Return whether an error's message is that of a collective that some rank did not join."""
+    return any(words in message.lower() for words in WAITED_IN_VAIN)
+
+
 @contextmanager
 def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
-    """Within the block, a collective that times out raises SilentRanks, with the ranks that didn't come.
+    """Within the block, a collective that waits in vain raises SilentRanks with the ranks that did not come.
 
     Every rank of the group has to be in the block. A silent rank of the same torchrun is ended at once: torchrun itself
     would give a stopped process 30 seconds.
     """
     timeout_s = timeout_s or LONGEST_WAIT_S
-    under_torchrun = "GROUP_RANK" in os.environ
-    processes = gather_over_ranks((os.environ["GROUP_RANK"], os.getpid())) if under_torchrun else []
+    agent = os.environ.get("GROUP_RANK")  # of torchrun; `launch` ends its ranks itself
+    processes = gather_over_ranks((agent, os.getpid())) if agent else []
     began_s = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        if not any(words in str(error).lower() for words in WAITED_IN_VAIN):
+        if not waited_in_vain(str(error)):
             raise
-        if under_torchrun:  # one that lost its meeting point ends its ranks: they say why first
+        if agent:  # one that lost its meeting point ends its ranks: they say why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
-        for rank in silent if under_torchrun else ():  # the parent of others ends them
-            _end_neighbor(*processes[rank])
+        for rank in silent if agent else ():
+            its_agent, pid = processes[rank]
+            if its_agent == agent:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time_was_up = time.monotonic() - began_s >= timeout_s
         raise SilentRanks(_describe(silent, timeout_s if time_was_up else None)) from error
 
 
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
-    """Return the ranks that didn't sign within `wait_s` seconds; [0] if the store, which rank 0 serves, is silent."""
+    """Return the ranks that did not sign within `wait_s` seconds; [0] if the store, which rank 0 holds, is silent."""
     signed: set[int] = set()
     caller = threading.Thread(  # a store in a process that is stopped never answers
         target=_collect, args=(rank, world_size, signed, time.monotonic() + wait_s), daemon=True
@@ -71,19 +80,12 @@ def _collect(rank: int, world_size: int, signed: set[int], until_s: float) -> No
             time.sleep(POLL_S)
 
 
-def _end_neighbor(agent: str, pid: int) -> None:
-    """End a process if the same torchrun started it."""
-    if agent == os.environ["GROUP_RANK"]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def list_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _describe(silent: list[int], timeout_s: float | None) -> str:
-    """Describe the silent ranks; `timeout_s` is None if the connection broke before anyone could wait that long."""
+    """Describe the silent ranks; `timeout_s` is None if the connection ended before anybody could wait that long."""
     who = list_ranks(silent)
     if timeout_s is None:
         return f"{who} did not answer any more: gone, or cut off; see its own last lines, and its machine"
