@@ -18,7 +18,7 @@ class TestThreshold(RunTests):
     ]
     missed = [
         (attempt(1_500_000_000, num_collectives=5, **CUT), "peaks at 1.50 GB"),
-        (attempt(UNDER_LIMITS, num_collectives=17, **CUT), "17 collectives per step, the target is at most 9"),
+        (attempt(UNDER_LIMITS, num_collectives=17, **CUT), "17 collectives per step; the target is at most 9"),
         (attempt(UNDER_LIMITS, **{**CUT, "model": "shallow"}), "leaves model at 'deep'; your run has 'shallow'"),
         (attempt(UNDER_LIMITS, **{**CUT, "strategy": "ddp"}), "about strategy fsdp-auto-wrap; your run has 'ddp'"),
         (attempt(UNDER_LIMITS, world_size=4, **CUT), r"about 2 rank\(s\); your run has 4"),

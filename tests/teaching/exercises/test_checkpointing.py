@@ -160,7 +160,7 @@ class TestLoop(BuildTests):
         ([("% 2 == 0", "% 3 == 0")], "killed in step 16 .* continues with step 16; it saves after every second"),
         # one folder, overwritten; a part of it is new when the save is cut short
         ([('f"{step + 1:06}"', '"newest"')], "killed in the save after step 14 .* written by the same save"),
-        ([("{step + 1:06}", "{step + 1}")], "continues with step 9; .* of what was saved whole the newest counts"),
+        ([("{step + 1:06}", "{step + 1}")], "continues with step 9; .* has to load the newest complete checkpoint"),
         (
             [('glob("*/.metadata")', 'glob("*")'), ("whole[-1].parent", "whole[-1]")],
             "fails; are all the files it finds complete",
