@@ -32,7 +32,7 @@ class TestThreshold(RunTests):
         counted = attempt(UNDER_LIMITS, num_collectives=17, **CUT).ranks[1].collectives
         too_many = replace(record.ranks[0], collectives=counted)
         told = refused(self.checker, replace(record, ranks=(too_many, record.ranks[1])))
-        assert "17 collectives a step" in told
+        assert "17 collectives per step" in told
 
 
 # ---------------------------------------------------------------- the build
