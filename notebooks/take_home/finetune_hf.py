@@ -35,7 +35,7 @@ from pathlib import Path
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed: without it, the rank would train on beside the next start."""
+    """Have Linux kill this rank if torchrun is killed; otherwise it would keep training during the next run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
@@ -140,7 +140,7 @@ def read_interval(text: str) -> tuple[int | None, float | None]:
 
 
 def check_resumed(settings: dict, run: Path) -> None:
-    """Compare with the settings of the run's checkpoints: what may change is said, what may not ends the run."""
+    """Compare with the settings of the run's checkpoints: allowed changes are printed, others end the run."""
     path = run / "settings.json"
     if path.exists() and newest_checkpoint(run):
         before = json.loads(path.read_text())
@@ -160,7 +160,7 @@ def check_resumed(settings: dict, run: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that has its name only when all of it is on the disk."""
+    """Write a file atomically: it gets its name once all of it is on disk."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     with unfinished.open("w") as file:
         file.write(text)
@@ -338,7 +338,7 @@ def pack(sizes: list[int], length: int) -> list[list[int]]:
 
 
 class Rows:
-    """The documents in rows, from the file of tokens: some to learn from, some held out."""
+    """The documents packed into rows, from the file of tokens: some to train on, some held out."""
 
     def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
         self.file = safe_open(path, "pt")
@@ -356,7 +356,7 @@ class Rows:
         return [[documents[index] for index in row] for row in rows]
 
     def of_step(self, step: int, batch: int) -> list[list[int]]:
-        """Return the rows of a step, of all ranks together: each epoch has each row once, in an order of its own."""
+        """Return the rows of a step, for all ranks together: each epoch has each row once, in a different order."""
         rows = []
         for index in range(step * batch, (step + 1) * batch):
             epoch, place = divmod(index, len(self.learned))
@@ -408,7 +408,7 @@ class Rows:
 
 
 class TokenLoss(nn.Module):
-    """A language model whose forward returns the sum of its tokens' losses. The logits exist a chunk at a time."""
+    """A language model whose forward returns the sum of its tokens' losses. Logits exist one chunk at a time."""
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
         super().__init__()
@@ -461,7 +461,7 @@ class FileTensor:
 
 
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
-    """Return the tensors of the folder's files, those in its index or, without one, all; no tensor is read."""
+    """Return the tensors of the folder's files, those in its index or, without one, all of them; none is read."""
     index = folder / "model.safetensors.index.json"
     names = [path.name for path in folder.glob("*.safetensors")]
     if index.exists():
@@ -479,7 +479,7 @@ def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
 
 
 def build(config: transformers.PretrainedConfig, arguments: argparse.Namespace) -> nn.Module:
-    """Return the model on the meta device: shapes without bytes."""
+    """Return the model on the meta device: shapes without memory."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=arguments.attention
@@ -613,7 +613,7 @@ def add_adapters(
 
 
 def inputs_and_outputs(projection: nn.Module) -> tuple[int, int]:
-    """Return the widths of what goes in and comes out; GPT-2's Conv1D keeps its weight the other way round."""
+    """Return the widths of input and output; GPT-2's Conv1D stores its weight transposed."""
     first, second = projection.weight.shape
     return (second, first) if isinstance(projection, nn.Linear) else (first, second)
 
@@ -678,7 +678,7 @@ def empty_folder(path: Path) -> Path:
 
 
 def give_name(unfinished: Path, path: Path) -> None:
-    """Rename a folder once all of it is on the disk. A kill comes before or after, never in between."""
+    """Rename a folder once all of it is on disk. A kill comes before or after, never in between."""
     for file in unfinished.rglob("*"):
         if file.is_file():
             with file.open("rb") as opened:
@@ -752,7 +752,7 @@ def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, d
 
 
 def load_newest(loss: TokenLoss, optimizer: torch.optim.Optimizer, run: Path) -> int:
-    """Load the newest checkpoint, saved on any number of ranks. Return the number of steps that are done."""
+    """Load the newest checkpoint, saved on any number of ranks. Return the number of steps done."""
     newest = newest_checkpoint(run)
     if newest is None:
         return 0
@@ -840,7 +840,7 @@ class RunLock:
 
 
 def learning_rate(step: int, last: int, arguments: argparse.Namespace) -> float:
-    """Return a step's learning rate: a line up, then half a cosine down to a tenth."""
+    """Return a step's learning rate: a linear warm-up, then half a cosine down to a tenth."""
     if step < arguments.warmup:
         return arguments.lr * (step + 1) / arguments.warmup
     done = (step - arguments.warmup) / max(1, last - arguments.warmup)
@@ -848,7 +848,7 @@ def learning_rate(step: int, last: int, arguments: argparse.Namespace) -> float:
 
 
 def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return AdamW over the trained shards; norms and biases, the vectors, do not decay."""
+    """Return AdamW over the trained shards; norms and biases, the vectors, get no weight decay."""
     trained = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     groups = [
         {"params": [one for one in trained if one.dim() > 1], "weight_decay": arguments.decay},
@@ -892,7 +892,7 @@ def train(
     first: int,
     last: int,
 ) -> bool:
-    """Take the steps from `first` to `last`; return False if a signal ended the run before."""
+    """Take the steps from `first` to `last`; return False if a signal ended the run early."""
     signals = []  # Slurm sends SIGTERM before the time limit: it is noted here, and the step is completed
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     every_steps, every_s = arguments.save_every
@@ -957,7 +957,7 @@ def write_note(note: dict, run: Path) -> None:
 
 
 def describe(loss: TokenLoss, units: dict, device: torch.device, arguments: argparse.Namespace) -> None:
-    """Say what is about to run."""
+    """Print what is about to run."""
     own = [(one.to_local(), one.requires_grad) for one in loss.parameters()]
     own_bytes = sum(shard.nbytes + trained * 3 * shard.nbytes for shard, trained in own)
     num_all = sum(one.numel() for one in loss.parameters())

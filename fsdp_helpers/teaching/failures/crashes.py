@@ -1,4 +1,4 @@
-"""It crashes: with a message that is clear once you have seen it."""
+"""It crashes, with a message that's clear once you've seen it."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""It crashes at its start, where processes meet, or at its end, when one of them leaves early."""
+"""It crashes at the start, where processes meet, or at the end, when one of them exits early."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""Failures that need a GPU or a cluster, from documentation and reports; none of them was run here."""
+"""Failures that need a GPU or a cluster, from documentation and reports; we haven't run any of them."""
 
 from fsdp_helpers.teaching.failures.entry import Failure
 

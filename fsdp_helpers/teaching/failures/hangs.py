@@ -1,4 +1,4 @@
-"""It hangs: ranks that wait for a collective in which the others do not take part."""
+"""It hangs: ranks wait for a collective that the others don't take part in."""
 
 import re
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Weights and settings on their way into a sharded model."""
+"""Loading weights and settings into a sharded model."""
 
 import tempfile
 from pathlib import Path

@@ -21,7 +21,7 @@ WHOLE_BYTES = 2 * LAYER_BYTES + FP32_BYTES * (2 * WIDTH + 2)
 
 
 def largest_gather(model: nn.Module) -> Numbers:
-    """Return the bytes that are whole on a rank at once: those of the largest all-gather."""
+    """Return the most bytes that are unsharded on a rank at once: those of the largest all-gather."""
     with trace_collectives() as events:
         model(images()).sum().backward()
     return {"largest gather, bytes": max(event.bytes for event in events if event.op == "all_gather")}

@@ -1,4 +1,4 @@
-"""A broken run under plain torchrun, without the launcher of this package, to see what everybody sees.
+"""A broken run under plain torchrun, without this package's launcher, to see what everyone sees.
 
 torchrun --standalone --nproc-per-node 2 -m fsdp_helpers.teaching.failures.plain NAME SECONDS
 """
@@ -54,14 +54,14 @@ def run_plainly(name: str, patience_s: float = PATIENCE_S) -> dict:
 
 
 def what_matters(status: int, printed: str) -> dict:
-    """Return the parts of an output of torchrun that a card shows, without what differs from run to run."""
+    """Return the parts of torchrun's output that a card shows, without anything that varies from run to run."""
     lines = [steady(line) for line in printed.splitlines()]
     first = list(islice(dict.fromkeys(errors_of(lines)), MOST_LINES))
     return {"status": status, "errors": first, "report": report_of(lines)}
 
 
 def steady(line: str) -> str:
-    """Return a line without what differs from run to run."""
+    """Return a line without anything that varies from run to run."""
     for pattern, instead in VARYING:
         line = re.sub(pattern, instead, line)
     return line.rstrip()[:MOST_OF_LINE]

@@ -1,4 +1,4 @@
-"""It saves, but does not come back: a resumed run that is a different one."""
+"""It saves, but doesn't resume: the resumed run is a different one."""
 
 import io
 import shutil
@@ -27,7 +27,7 @@ from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, sm
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Make a folder that all ranks know, and remove it when the last one leaves."""
+    """Make a folder known to all ranks, and remove it when the last one exits."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     yield Path(found[0])

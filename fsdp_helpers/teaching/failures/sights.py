@@ -1,4 +1,4 @@
-"""The index by what you see: for each card the messages, numbers and behavior by which people meet it.
+"""The index by what you see: each card's messages, numbers and behavior.
 
 `message` quotes a piece of what a CPU rank shows, under torchrun or under `launch`; a test compares it with real runs.
 `quote` is a piece of a message that a CPU can't show, with its source.
@@ -11,7 +11,7 @@ MESSAGE, NUMBER, BEHAVIOR = "message", "number", "behavior"
 
 @dataclass(frozen=True)
 class Sight:
-    """One row of the index: what is seen, and where a message that was not seen here comes from."""
+    """One row of the index: what you see, and the source of a message that wasn't seen here."""
 
     kind: str
     text: str

@@ -48,7 +48,7 @@ def one_gather_per_unit() -> Numbers:
 
 
 class ChunkedLoss(nn.Module):
-    """A body, and a head whose logits exist for one chunk of tokens at a time."""
+    """A body, and a head whose logits exist one chunk of tokens at a time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""It trains, but wrongly: gradients and weights that are not those of one process."""
+"""It trains, but wrongly: gradients and weights that differ from those of one process."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""It trains, but wrongly: images, statistics and metrics that are not those of one process."""
+"""It trains, but wrongly: images, statistics and metrics that differ from those of one process."""
 
 from collections.abc import Sequence
 
@@ -82,7 +82,7 @@ def statistics(layer: nn.BatchNorm1d) -> Numbers:
 
 
 def statistics_alone() -> Numbers:
-    """Return the averages over both halves of the images, each normalized on its own, as one process takes them."""
+    """Return the averages over both halves of the images, each normalized separately, computed in one process."""
     halves = [statistics(trained_batchnorm(half, 2)) for half in range(2)]
     return {name: sum(half[name] for half in halves) / 2 for name in halves[0]}
 

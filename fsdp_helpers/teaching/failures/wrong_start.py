@@ -1,4 +1,4 @@
-"""It trains, but wrongly: ranks that start apart, buffers without content, tensors that are not what they were."""
+"""It trains, but wrongly: ranks that start with different values, uninitialized buffers, replaced tensors."""
 
 from collections.abc import Mapping
 
@@ -30,7 +30,7 @@ def start_alone() -> Numbers:
 
 
 class Rotated(nn.Module):
-    """A layer with a table that is computed, not learned, as rotary positions are."""
+    """A layer with a table that is computed, not learned, like rotary positions."""
 
     def __init__(self) -> None:
         super().__init__()
