@@ -75,7 +75,7 @@ def save(
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise CheckpointError(f"{path} already exists; choose a different name, such as {checkpoint_name(20)}")
     if not wait and group is None and num_ranks() > 1:
-        raise ValueError('saving in the background needs its own process group:  group=dist.new_group(backend="gloo")')
+        raise ValueError('saving in the background needs its own process group: group=dist.new_group(backend="gloo")')
     tensors, plain = _content(model, optimizer, extra)
     unfinished = begin(path)
     if this_rank() == 0:

@@ -64,7 +64,7 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
     tensors = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
     if not tensors:
         raise CheckpointError(
-            f"{checkpoint} has no tensor whose name begins with {prefix!r}; it has, for example,  "
+            f"{checkpoint} has no tensor whose name begins with {prefix!r}; it has, for example, "
             f"{', '.join(entry.name for entry in entries[:2])}; give another prefix"
         )
     try:

@@ -188,7 +188,7 @@ class _Launch:
             try:
                 results.append(pickle.loads(self.results[rank]))
             except Exception as error:
-                said = f"its result arrived, but can't be read:  {type(error).__name__}: {error}"
+                said = f"its result arrived, but can't be read: {type(error).__name__}: {error}"
                 raise RankError(rank, self.world_size, said) from error
         return results
 

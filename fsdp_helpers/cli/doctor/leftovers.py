@@ -31,7 +31,7 @@ def processes_of_earlier_runs() -> Outcome:
     left = list(orphans())
     if not left:
         return Outcome(True, "no process of an earlier run")
-    return note(f"{', '.join(map(str, left))}: the program that started it has ended; if it's yours, kill it")
+    return note(f"{', '.join(map(str, left))}: the program that started it has ended; if it's yours, end it")
 
 
 def orphans() -> Iterator[Orphan]:

@@ -58,7 +58,7 @@ def interfaces_exist() -> Outcome:
     if missing := missing_for_gloo():
         remedy = f"name one of {', '.join(there)}, or `unset GLOO_SOCKET_IFNAME`"
         return Outcome(
-            False, f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, which this machine doesn't have;  {remedy}"
+            False, f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, which this machine doesn't have; {remedy}"
         )
     chosen = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if chosen and not matches_nccl(chosen, there):
@@ -151,5 +151,5 @@ def two_ranks_add_up() -> Outcome:
     if found != right:
         return Outcome(False, f"they found {found}, not {right}; run again, then open an issue with this line")
     return Outcome(
-        True, f"they communicate through gloo;  {time.monotonic() - began_s:.1f} s, most of it for loading PyTorch"
+        True, f"they communicate through gloo; {time.monotonic() - began_s:.1f} s, most of it for loading PyTorch"
     )

@@ -47,5 +47,5 @@ def verdict(rows: Sequence[Row]) -> str:
     if wrong:
         return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."
     notes = [row.check for row in rows if row.result == NOTE]
-    doubts = f"  Worth checking:  {', '.join(notes)}." if notes else ""
+    doubts = f" Worth checking: {', '.join(notes)}." if notes else ""
     return f"This machine is ready for all notebooks on CPU ranks.{doubts} For its GPUs: python -m fsdp_helpers doctor --gpu"

@@ -27,7 +27,7 @@ def fetch(address: str, to: Path) -> None:
         with urllib.request.urlopen(address, timeout=60) as response, open(to, "wb") as file:
             shutil.copyfileobj(response, file)
     except urllib.error.URLError as error:
-        raise SystemExit(f"{address} doesn't answer:  {error.reason}") from None
+        raise SystemExit(f"{address} doesn't answer: {error.reason}") from None
 
 
 def refuse_what_cannot_work(contents: dict) -> None:

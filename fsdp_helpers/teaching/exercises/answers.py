@@ -85,7 +85,7 @@ def show_links(cards: Sequence[str]) -> None:
     """Show links to cards of 11; the text of an error can't be clicked."""
     from IPython.display import Markdown, display  # ranks import this module too, and need no IPython
 
-    display(Markdown(f"Notebook 11 breaks the same thing on purpose, and fixes it:  {' · '.join(map(link_to, cards))}"))
+    display(Markdown(f"Notebook 11 breaks the same thing on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
 
 
 def expect(holds: bool, message: str, *cards: str) -> None:

@@ -152,7 +152,7 @@ def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> s
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(chunks_by_reader, module, world_size)):
             _expect_chunks(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: {format_bytes(found['peak_bytes'])}  instead of {format_bytes(plain_bytes)}, with the same numbers."
+    return f"Right: {format_bytes(found['peak_bytes'])} instead of {format_bytes(plain_bytes)}, with the same numbers."
 
 
 def _expect_chunks(found: dict[str, float], says: str) -> None:

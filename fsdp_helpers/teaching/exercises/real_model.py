@@ -46,7 +46,7 @@ def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
         says = (
             f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())} your function says {given:,}"
         )
-        expect(given == right, f"{says}; the model built from it has  {'more' if given < right else 'fewer'}")
+        expect(given == right, f"{says}; the model built from it has {'more' if given < right else 'fewer'}")
     return "Right: every shape, up to ten billion parameters."
 
 

@@ -81,7 +81,7 @@ def damage_data(patch, folder):
 def put_a_file_where_data_belong(patch, folder):
     patch.delenv("FSDP_OFFLINE", raising=False)
     (folder / "data").write_text("no folder")
-    return "that folder cannot be written (Not a directory)"
+    return "that folder isn't writable (Not a directory)"
 
 
 def install_wrong_torchvision(patch, folder):
@@ -329,7 +329,7 @@ def test_two_ranks_are_not_started_without_an_interface(monkeypatch):
 def test_the_verdict_counts():
     rows = [Row("a", FAIL, ""), Row("b", PASS, ""), Row("c", NOTE, "")]
     assert doctor.verdict(rows).startswith("1 of 3 wrong: a. Fix the first one")
-    assert "ready" in doctor.verdict(rows[1:]) and "Worth a look: c." in doctor.verdict(rows[1:])
+    assert "ready" in doctor.verdict(rows[1:]) and "Worth checking: c." in doctor.verdict(rows[1:])
     assert note("x").passed and note("x").result == NOTE
 
 
