@@ -5,7 +5,7 @@ from chapters import Chapter
 
 FIRST_PART = ["blocks", "second-step", "choices", "auto-wrap", "auto-wrap-default"]
 BY_HAND = ["empty-storage", "hooked-unit", "shard-by-hand", "units-compare"]
-OF_FOUR = ["four-ranks", "four-imports", "knob", "lost-change"]
+OF_FOUR = ["four-ranks", "knob", "lost-change"]
 
 
 @pytest.fixture(scope="module")
