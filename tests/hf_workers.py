@@ -13,6 +13,9 @@ import torch.distributed as dist
 from take_home_workers import load_script
 from torch import nn
 
+STOP = 5  # the step in which a run is asked to end
+CHUNK = 40  # tokens whose logits exist at a time: a row of 64 has two chunks
+
 
 @dataclass
 class Seen:
@@ -29,28 +32,31 @@ class Seen:
 
 
 def run_each(
-    rank: int, world_size: int, ports: list[int], runs: list[list[str]], stops: list[int | None]
+    rank: int, world_size: int, ports: list[int], runs: list[list[str]], changes: list[dict[str, bool]]
 ) -> list[Seen]:
     """Each run with its command line, one after the other, in a group that it makes and ends itself.
 
-    The last rank of a run receives SIGTERM in the step of `stops`.
+    Of a run that is to `stop`, the last rank receives SIGTERM in the step STOP; one that is `padded` has no packed rows.
     """
     dist.destroy_process_group()
     found = []
-    for port, words, stop in zip(ports, runs, stops, strict=True):
+    for port, words, change in zip(ports, runs, changes, strict=True):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
         script = load_script("finetune_hf.py")
-        if stop is not None and rank == world_size - 1:
-            interrupt(script, stop)
+        script.CHUNK = CHUNK
+        if change["padded"]:
+            script.documents_are_apart = lambda *_: False
+        if change["stop"] and rank == world_size - 1:
+            interrupt(script)
         found.append(run_seen(script, words))
     return found
 
 
-def interrupt(script: ModuleType, stop: int) -> None:
+def interrupt(script: ModuleType) -> None:
     learning_rate = script.learning_rate
 
     def interrupted(step: int, *rest) -> float:
-        if step + 1 == stop:
+        if step + 1 == STOP:
             os.kill(os.getpid(), signal.SIGTERM)
         return learning_rate(step, *rest)
 
