@@ -1,6 +1,5 @@
-"""What notebook 13, its exercises and the planner's tests share about a language model."""
+"""What the exercises of notebook 13 and the planner's tests share about a language model."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -8,28 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config
-from fsdp_helpers.models.llama import IGNORED, Llama, summed_loss
-from fsdp_helpers.models.shapes import llama_from_config
+from fsdp_helpers.models.llama import summed_loss
 
 ADAPTED = ("q_proj", "v_proj")  # as in Hu et al. 2021, arXiv:2106.09685
 ADAPTERS = ("lora_a", "lora_b")
 SCALE = 2.0
-
-
-def start_plain(folder: str) -> Llama:
-    """Start a Llama from a Hugging Face folder in one process, on the CPU."""
-    model = Llama(llama_from_config(read_config(folder)))
-    load_hugging_face(model, folder)
-    return model
-
-
-def pad(documents: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Return documents as rows of equal length, numbers and targets, (N, length) each; padding has no loss."""
-    texts = [torch.tensor(list(text.encode())) for text in documents]
-    numbers = nn.utils.rnn.pad_sequence([text[:-1] for text in texts], batch_first=True)
-    targets = nn.utils.rnn.pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
-    return numbers, targets
 
 
 def whole_gradient(model: nn.Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""What notebook 13 and its exercises share: padding, chunks and adapters change bytes and no number."""
+"""What the exercises of 13 share: chunks and adapters change bytes and no number."""
 
 from functools import partial
 
@@ -8,11 +8,6 @@ import torch
 from fsdp_helpers.models.llama import IGNORED, Llama, summed_loss
 from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.teaching.lessons import language
-
-
-def test_padding_worked_by_hand():
-    numbers, targets = language.pad(["abc", "de"])
-    assert (numbers.tolist(), targets.tolist()) == ([[97, 98], [100, 0]], [[98, 99], [101, IGNORED]])
 
 
 def test_chunks_have_the_same_loss_and_gradients(monkeypatch):
