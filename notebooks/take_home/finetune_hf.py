@@ -222,7 +222,7 @@ def read_documents(path: Path, tokenizer) -> Iterator[Document]:
             if line.strip():
                 try:
                     yield document_of(json.loads(line), tokenizer)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except Exception as error:  # a chat template may raise any
                     refuse(f"{path}, line {number}: {error}")
 
 
@@ -1050,6 +1050,8 @@ if __name__ == "__main__":
     chosen = choose_device()
     try:
         main(chosen, chosen_arguments)
+    except UnicodeDecodeError as error:
+        sys.exit(f"finetune_hf.py: {chosen_arguments.data} is not UTF-8: {error}")
     except (OSError, SafetensorError) as error:  # of this rank alone, so it says it itself
         place = getattr(error, "filename", None) or chosen_arguments.out
         cause = getattr(error, "strerror", None) or error
