@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from take_home_workers import load_script
 from torch import nn
 
+from fsdp_helpers.measuring.memory import trace_memory
+
 STOP = 5  # the step in which a run is asked to end
-CHUNK = 40  # tokens whose logits exist at a time: a row of 64 has two chunks
+CHUNK = 32  # tokens whose logits exist at a time: a row of 64 has two chunks
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Seen:
     own_bytes: int = 0  # of parameters and moments at the end
     frozen_kept: bool = True
     refused: str | None = None
+    peak_bytes: int = 0  # of the last step, where it is traced
 
 
 def run_each(
@@ -36,7 +40,8 @@ def run_each(
 ) -> list[Seen]:
     """Each run with its command line, one after the other, in a group that it makes and ends itself.
 
-    Of a run that is to `stop`, the last rank receives SIGTERM in the step STOP; one that is `padded` has no packed rows.
+    Of a run that is to `stop`, the last rank receives SIGTERM in the step STOP; one that is `padded` has no packed
+    rows; one that is `traced` is asked for its peak.
     """
     dist.destroy_process_group()
     found = []
@@ -48,7 +53,10 @@ def run_each(
             script.documents_are_apart = lambda *_: False
         if change["stop"] and rank == world_size - 1:
             interrupt(script)
-        found.append(run_seen(script, words))
+        with trace_memory("cpu") if change["traced"] else nullcontext() as trace:
+            found.append(run_seen(script, words))
+        if trace:
+            found[-1].peak_bytes = trace.last_step().curve.peak_bytes
     return found
 
 

@@ -455,7 +455,10 @@ class TokenLoss(nn.Module):
 def read_config(folder: Path) -> transformers.PretrainedConfig:
     if not (folder / "config.json").exists():
         refuse(f"{folder} has no config.json; give the folder of a model in Hugging Face's layout")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except ValueError as error:  # a model that this version does not know, or whose code is in its folder
+        refuse(f"{folder}: {str(error).splitlines()[0]}")
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERTS):
         refuse(f"{folder} is a mixture of experts, whose routers need a loss of their own; this script has none")
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from hf_models import CONFIGS, CONTEXT, END, make_model, make_tokenizer, write_chats, write_text
-from hf_workers import STOP, Seen, run_each
+from hf_models import CONTEXT, END, WORDS, config_of, make_model, make_tokenizer, write_chats, write_text
+from hf_workers import CHUNK, STOP, Seen, run_each
 from leftovers import PROJECT
 from programs import has_ended, wait_until
+from runs import main_in_process
 from safetensors.torch import load_file
 from take_home_workers import FOLDER, load_script
 from torch.distributed import HashStore, TCPStore
@@ -46,12 +47,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def launch_runs(runs: dict[str, list], world_size: int) -> dict[str, list[Seen]]:
+def launch_runs(runs: dict[str, list], world_size: int, *, traced: bool = False) -> dict[str, list[Seen]]:
     """Name -> what each rank saw of that run; all of them in one launch."""
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
     ports = [store.port for store in stores]
     lines = [list(map(str, words)) for words in runs.values()]
-    changes = [{"stop": name.startswith("stopped"), "padded": name == "padded"} for name in runs]
+    changes = [{"stop": name.startswith("stopped"), "padded": name == "padded", "traced": traced} for name in runs]
     found = launch(run_each, ports, lines, changes, world_size=world_size, device="cpu", timeout_s=400)
     return {name: list(seen) for name, seen in zip(runs, zip(*found, strict=True), strict=True)}
 
@@ -200,7 +201,7 @@ def test_three_ranks_equal_two(home, on_three):
 def test_the_levers_are_there(home, on_two):
     seen = on_two["llama"][0]
     assert seen.units == ["LlamaDecoderLayer"] * 3 + ["TokenLoss"]  # and no unit for the head
-    assert max(seen.chunks) == 40 and min(seen.chunks) < 40  # tokens whose logits exist at a time
+    assert max(seen.chunks) == CHUNK and min(seen.chunks) < CHUNK  # tokens whose logits exist at a time
     micro_batches = STEPS * 2  # each rank has two of the four rows
     assert 4 * micro_batches <= seen.recomputed <= 5 * micro_batches  # three layers, and the one or two chunks of a row
     assert seen.saves == [4, 8, 10]
@@ -360,6 +361,8 @@ def test_models_that_do_not_fit(tmp_path, capsys, home):
     capsys.readouterr()
     assert "mixture of experts" in refused(capsys, SCRIPT.read_config, experts)
     assert "no config.json" in refused(capsys, SCRIPT.read_config, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "none such"}')
+    assert "none such" in refused(capsys, SCRIPT.read_config, tmp_path)
     arguments = SCRIPT.read_arguments([str(home / "llama"), "data", "--out", "out"])
     model = SCRIPT.build(SCRIPT.read_config(home / "llama"), arguments)
     files = SCRIPT.tensors_in_files(home / "llama")
@@ -384,6 +387,8 @@ def test_tokenizers_that_lack_something(tmp_path, capsys):
     data.write_text('{"messages": [{"role": "user", "content": "w1"}]}')
     message = refused(capsys, list, SCRIPT.read_documents(data, make_tokenizer(chat=False)))
     assert "line 1" in message and "chat template" in message
+    data.write_text('{"messages": [{"role": "assistant"}]}')
+    assert "line 1" in refused(capsys, list, SCRIPT.read_documents(data, make_tokenizer()))  # the template's own error
     data.write_text('{"text": "w1"}\n{"story": "w2"}')
     assert "line 2: it has ['story']" in refused(capsys, list, SCRIPT.read_documents(data, make_tokenizer()))
 
@@ -453,7 +458,7 @@ def test_a_model_that_mixes_documents_is_padded():
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     for kind, answer in ((Mixes, False), (Separates, True)):
         loss = kind()
-        loss.model = SimpleNamespace(config=CONFIGS["llama"]())
+        loss.model = SimpleNamespace(config=config_of("llama"))
         assert SCRIPT.documents_are_apart(loss, torch.device("cpu")) is answer
 
 
@@ -541,6 +546,33 @@ def test_other_numbers_of_ranks_equal_two(num_ranks, home, on_two):
     launch_runs({name: words_of(home, name, f"{name}-{num_ranks}") for name in names}, num_ranks)
     for name in names:
         assert losses(home / f"{name}-{num_ranks}") == pytest.approx(losses(home / f"{name}-2"), abs=1e-5), name
+
+
+LARGE = {"vocab_size": 4096, "tie_word_embeddings": True, "num_hidden_layers": 6, "max_position_embeddings": 256}
+LARGE |= {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
+PLANNED = {
+    "llama": LARGE,
+    "qwen3": LARGE | {"head_dim": 32},
+    "gpt2": {"vocab_size": 4096, "n_embd": 256, "n_layer": 6, "n_head": 8, "n_positions": 256},
+}
+
+
+@pytest.mark.long
+def test_the_plan_is_within_3_percent_of_the_measured_peak(tmp_path):
+    """Of whole rows, with heads that are tied: the planner makes units of an embedding and a head that are not."""
+    for name in PLANNED:
+        make_model(name, tmp_path / name, **PLANNED[name])
+    draw = random.Random(0)
+    documents = [" ".join(f"w{draw.randrange(WORDS)}" for _ in range(256)) for _ in range(24)]
+    (tmp_path / "text.txt").write_text("\n\n".join(documents))
+    runs = {name: words_of(tmp_path, name, f"run-{name}") for name in PLANNED}
+    flags = "--world-size 2 --tokens 256 --context 256 --micro-batches 2 --activation-checkpointing units"
+    flags += f" --loss-chunks {256 // CHUNK} --device-memory-gb 80"
+    for name, seen in launch_runs(runs, 2, traced=True).items():
+        path = tmp_path / f"{name}.json"
+        assert main_in_process("plan", "--config", tmp_path / name, *flags.split(), "--json", path) == 0
+        planned_bytes = json.loads(path.read_text())["peak"]["bytes"]
+        assert seen[0].peak_bytes == pytest.approx(planned_bytes, rel=0.03), name
 
 
 @pytest.mark.long
