@@ -1,4 +1,4 @@
-"""What the exercises of notebook 13 and the planner's tests share about a language model."""
+"""What the exercises of notebook 13 share about a language model."""
 
 from functools import partial
 
