@@ -151,7 +151,7 @@ def read_config(folder: Path) -> dict:
 
 
 def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Tensor:
-    """Return the angle by which each pair of values rotates from one token to the next."""
+    """Return the angle by which each pair of values turns from one token to the next."""
     rope = config["rope"]
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(num_pairs, device=device) / num_pairs)
     if rope["rope_type"] == "default":
@@ -229,7 +229,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Return a step's learning rate: a linear warm-up, then half a cosine down to a tenth."""
+    """Return a step's learning rate: a line up, then half a cosine down to a tenth."""
     if step < WARM_UP:
         return LEARNING_RATE * (step + 1) / WARM_UP
     done = (step - WARM_UP) / max(1, steps - WARM_UP)
@@ -237,7 +237,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write a checkpoint under a temporary name, then rename it: a kill leaves all of it or none."""
+    """Write a checkpoint under a temporary name, then rename it: a kill leaves all of it or nothing."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run
@@ -298,7 +298,7 @@ def export(model: nn.Module, folder: Path, out: Path) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed; otherwise it would keep training during the next run."""
+    """Have Linux kill this rank if torchrun is killed; it would train on beside the next start."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
