@@ -230,7 +230,7 @@ def test_an_extra_that_is_not_plain_is_refused(tmp_path):
     optimizer = torch.optim.Adam(model.parameters())
     for extra, message in [
         ({"schedule": MultiStepLR(optimizer, [1])}, r"extra\.schedule is a MultiStepLR; .* Pass its state_dict\(\)"),
-        ([{1, 2}], r"extra\.0 is a set; a checkpoint keeps numbers, text, lists, dicts and whole tensors"),
+        ([{1, 2}], r"extra\.0 is a set; a checkpoint can hold numbers, text, lists, dicts and full tensors"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"two tensors would be called extra\.a\.b"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_refused_and_loads_nothing(saved):
     model = workers.small_model()
     with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters, the optimizer here has 2"):
         load(saved, model, OPTIMIZERS["two groups"](model))
-    with pytest.raises(CheckpointError, match=r"holds optimizer\.\d\.\w+\.\w+, which the optimizer here does not keep"):
+    with pytest.raises(CheckpointError, match=r"holds optimizer\.\d\.\w+\.\w+, which this optimizer doesn't have"):
         load(saved, model, OPTIMIZERS["momentum"](model))
 
 

@@ -360,7 +360,7 @@ def garble(path: Path) -> None:
         (lambda path: garble(path / "__1_0.distcp"), "step-00000002"),
         (lambda path: (path / ".metadata").unlink(), ".metadata is missing. Put it back"),
         (lambda path: garble(path / ".metadata"), ".metadata is not the index of a sharded checkpoint"),
-        (lambda path: garble(path / "checkpoint.json"), "there is no readable checkpoint.json"),
+        (lambda path: garble(path / "checkpoint.json"), "it has no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 2}'), "update fsdp_helpers to load it"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
     ],

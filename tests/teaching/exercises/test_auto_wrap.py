@@ -60,7 +60,7 @@ class TestCut(BuildTestsOnRanks):
         # four single blocks, and four are the root's: few collectives, and a low peak
         (
             [("for pair in zip(blocks[::2], blocks[1::2], strict=True):", "for pair in zip(blocks[4:]):")],
-            "blocks.0, blocks.1, blocks.2, blocks.3 belong to no unit but the root",
+            "blocks.0, blocks.1, blocks.2, blocks.3 belong only to the root",
         ),
         (
             [

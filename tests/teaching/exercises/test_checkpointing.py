@@ -179,4 +179,6 @@ class TestLoop(BuildTests):
         )
         assert OTHER_WAY.count("\n") == at_once.count("\n") + 1
         write(at_once)
-        self.refuse("in the save after step 14 .* your loop fails; is all that it finds whole.*save-half-written")
+        self.refuse(
+            "in the save after step 14 .* your loop fails; are all the files it finds complete.*save-half-written"
+        )

@@ -58,7 +58,7 @@ class TestAverageGradients(BuildTestsOnRanks):
     starter = "on 2 ranks.*there was no collective"
     wrong = [
         ([("    flat /= dist.get_world_size()\n", "")], "the losses aren't those of DDP.*wrong-summed-loss"),
-        ([("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "6 collectives were seen"),
+        ([("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "6 collectives in a step"),
         # one all-reduce per gradient and a sum: the losses come first, as the first hint does
         (
             [("size + parameter.grad.nbytes > bucket_bytes", "bucket"), ("    flat /= dist.get_world_size()\n", "")],

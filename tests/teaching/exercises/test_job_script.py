@@ -124,7 +124,7 @@ def test_the_kubernetes_job_reads_as_its_kinds():
 
 
 WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"
-QUEUED_EARLY = "the script queued the job again while ranks were saving, which stops them: srun has to end first"
+QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to end first"
 WRONG = [
     ([("partition=a100", "partition=a40")], "--partition: a40 is given; it should be a100"),
     ([("--gpus-per-node=4", "--gpus-per-node=8")], "8 GPUs per node are requested; each node has 4"),

@@ -25,7 +25,7 @@ class TestDocumentLoss(BuildTestsOnRanks):
     name = "my_documents"
     checker = staticmethod(language.check_document_loss)
     worker = staticmethod(language.documents_by_reader)
-    starter = "on 2 ranks, rank 0: nothing was reduced"
+    starter = "on 2 ranks, rank 0: no gradient was reduced"
     wrong = [
         ([("    dist.all_reduce(num_documents)", "    pass")], "direction differs .*same weight.*wrong-mean-of-means"),
         (
@@ -98,7 +98,7 @@ class TestAdapters(BuildTestsOnRanks):
         ([("detach().full_tensor()", "detach().to_local().clone()")], "aren't full; a rank only has its shard"),
         ([("        parameter.copy_(own)\n", "        pass\n")], "after loading, logits differ by .* from those"),
         ([BY_OPTION], "1 tensors that are not trained, lm_head.weight among them"),
-        (ELSEWHERE, "in the file, .*second_a has other values than the model had"),
+        (ELSEWHERE, "in the file, .*second_a has different values than in the model"),
     ]
 
 

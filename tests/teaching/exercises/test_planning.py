@@ -30,7 +30,7 @@ class TestBatch(BuildTests):
     checker = staticmethod(planning.check_batch)
     starter = "replace the ... with your answer"
     wrong = [
-        ([(', "allowance_bytes": allowance_gb * 1e9', "")], "too much, including the allowance|one image"),
+        ([(', "allowance_bytes": allowance_gb * 1e9', "")], "too much, including the allowance|one more image"),
         ([("return fitting\n", "return too_many\n")], "that is .* too much"),
         ([("while too_many - fitting > 1", "while False")], "one more image fits, too"),
         ([("activation_checkpointing=", 'precision="bf16", activation_checkpointing=')], "too much|fits, too"),
