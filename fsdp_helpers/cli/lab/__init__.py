@@ -1,1 +1,1 @@
-"""JupyterLab for this series: settings, copies to work in, and runs whose outputs are saved."""
+"""JupyterLab as this series wants it: settings, copies to work in, and runs whose outputs are kept."""

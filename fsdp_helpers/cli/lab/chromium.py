@@ -15,11 +15,11 @@ def find_chromium() -> str | None:
 
 
 def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
-    """Print a local page to a PDF, with the page's own style sheet. Raises RuntimeError if Chromium fails."""
+    """Print a local page to a PDF, as its own style sheet says. Raises RuntimeError if Chromium fails."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-print-") as profile:
         command = [chromium, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
         command += ["--no-sandbox"] * (hasattr(os, "getuid") and os.getuid() == 0)  # Chromium wants it of root
         command += [f"--print-to-pdf={pdf.resolve()}", page.resolve().as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PRINT_S)
     if done.returncode or not pdf.exists():
-        raise RuntimeError(f"{chromium} couldn't print {page}: {done.stderr.strip()}")
+        raise RuntimeError(f"{chromium} did not print {page}: {done.stderr.strip()}")

@@ -1,6 +1,6 @@
 """The notebooks on paper: `make handouts`, as HTML and, if Chromium is on the search path, as PDF.
 
-python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints are on a separate page
+python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints stand on a page of their own
 python -m fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
 """
 
@@ -23,7 +23,7 @@ GLOSSARY = FOLDER / "GLOSSARY.md"
 
 
 def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collection[str] = ()) -> str:
-    """Return a notebook as a page to print, linked to the `others`; hints come last, or solutions on request."""
+    """Return a notebook as a page to print, which links to the `others`: hints come last, or solutions if wanted."""
     hints, answers = [], []
     for exercise, title, text in take_folded(notebook):
         (answers if title in ("Solution", "Answers") else hints).append(f"**{exercise} · {title}.** {text.strip()}")
@@ -50,7 +50,7 @@ def _section(title: str, texts: list[str]) -> list[nbformat.NotebookNode]:
 
 
 def write_handouts(notebooks: list[Path], folder: Path, *, solutions: bool) -> Iterator[Path]:
-    """Write a page for each notebook, and one for the glossary they link to; yield their paths."""
+    """Write a page for each notebook, and one for the glossary that they link to; yield their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {path.stem for path in (*notebooks, GLOSSARY)}
     for path in notebooks:

@@ -1,9 +1,9 @@
-"""Set up a laptop from the folder that `make offline` prepared, with no network except to the machine that serves it.
+"""Set up a laptop from the folder that `make offline` has prepared, with no network except the one that serves it.
 
 python3 laptop.py http://ADDRESS:8000         # a machine that serves the folder
 python3 laptop.py /path/to/the/stick/offline  # the folder itself
 
-It needs Python 3.11 or newer, git and make. Everything else is in the folder.
+It needs Python 3.11 or newer, git and make, and nothing of this project: it comes with the folder.
 """
 
 import json
@@ -27,22 +27,22 @@ def fetch(address: str, to: Path) -> None:
         with urllib.request.urlopen(address, timeout=60) as response, open(to, "wb") as file:
             shutil.copyfileobj(response, file)
     except urllib.error.URLError as error:
-        raise SystemExit(f"{address} doesn't answer: {error.reason}") from None
+        raise SystemExit(f"{address} does not answer: {error.reason}") from None
 
 
 def refuse_what_cannot_work(contents: dict) -> None:
-    """Raise SystemExit with one line if this machine lacks a program, or the packages are for another kind of machine."""
+    """Raise SystemExit with one line if this machine lacks a program or the packages are for a different kind."""
     missing = [name for name in ("git", "make") if shutil.which(name) is None]
     if missing:
         raise SystemExit(f"{' and '.join(missing)} must be installed first")
     if TARGET.exists():
-        raise SystemExit(f"{TARGET.resolve()} already exists; remove it, or start in a different folder")
+        raise SystemExit(f"{TARGET.resolve()} is there already; remove it, or start in a different folder")
     here = ".".join(platform.python_version_tuple()[:2]), sysconfig.get_platform()
     there = ".".join(contents["python"]), contents["platform"]
     if here != there:
         raise SystemExit(
-            f"the packages are for Python {there[0]} on {there[1]}, but this is Python {here[0]} on {here[1]}; run "
-            f"laptop.py with that Python, or prepare a folder on a machine like this one"
+            f"the packages are for Python {there[0]} on {there[1]}, this is Python {here[0]} on {here[1]}; "
+            "start laptop.py with that Python, or prepare a folder on a machine like this one"
         )
 
 
@@ -64,7 +64,7 @@ def copy_data(address: str, names: list[str]) -> None:
 
 
 def install(address: str) -> None:
-    """Install as `make lab` does, with pip restricted to the folder's packages."""
+    """Install as `make lab` does, with pip held to the folder's packages."""
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": f"{address}/packages/"}
     pip["PIP_TRUSTED_HOST"] = (
         urllib.parse.urlsplit(address).hostname or "localhost"

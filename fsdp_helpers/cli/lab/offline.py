@@ -1,7 +1,7 @@
 """One folder with everything that laptops without a network need: `make offline`.
 
-It has the packages of requirements.lock as wheels, for machines like this one; the last commit; MNIST, if it's here;
-and laptop.py, which sets up a laptop from the folder or from a machine that serves it.
+It has the packages of requirements.lock as wheels, for machines like this one; the last commit; MNIST if it is here; and
+laptop.py, which sets a laptop up from the folder or from a machine that serves it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MNIST = Path("MNIST", "raw")
 
 
 def collect_packages(lock: Path, folder: Path) -> None:
-    """Put a wheel of each package in the lock file into `folder`; existing wheels stay."""
+    """Put a wheel of each package of the lock into `folder`; wheels that are there already stay."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--find-links", str(folder), "--requirement", str(lock), "--wheel-dir", str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def bundle_repository(project: Path, bundle: Path) -> None:
 
 
 def copy_data(data: Path, folder: Path) -> list[str]:
-    """Copy MNIST, packed or as downloaded; return the names of the files, [] if it's incomplete."""
+    """Copy MNIST, packed or as a download leaves it; return the files' names, none if it is not here whole."""
     ways = ([data / MNIST / f"{name}{end}" for name in MNIST_FILES] for end in (".gz", ""))
     files = next((paths for paths in ways if all(path.exists() for path in paths)), [])
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def main() -> None:
     print(f"{options.to}: {size_gb:.1f} GB, for Python {python} on {contents['platform']}")
     print("data:", "MNIST" if contents["data"] else "no MNIST here, so laptops use the bundled digits")
     if not is_committed(PROJECT):
-        print("the folder has the last commit: uncommitted changes are not in it")
+        print("the folder has the last commit: changes that are not committed are not in it")
     print(f"to serve it: python3 -m http.server --directory {options.to} 8000")
 
 

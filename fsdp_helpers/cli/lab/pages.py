@@ -1,4 +1,4 @@
-"""A notebook as one HTML page with its pictures and styles, so that it needs no network."""
+"""A notebook as one page of HTML, with pictures and styles inside, so that showing it needs no network."""
 
 import re
 from base64 import b64encode
@@ -33,7 +33,7 @@ PAGE = """<!doctype html>
 
 
 def page(title: str, body: str, *styles: Path) -> str:
-    """Return a full page; the styles are CSS files, after the colors for code."""
+    """Return a whole page; the styles are CSS files, and the colors of code come before them."""
     sheets = [code_colors(), *(path.read_text() for path in styles)]
     return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
 
@@ -45,7 +45,7 @@ def notebook_body(notebook: nbformat.NotebookNode) -> str:
 
 
 def embed_pictures(body: str, folder: Path) -> str:
-    """Embed the pictures that a page loads from files of `folder`."""
+    """Put the pictures that a page takes from files of `folder` into the page."""
 
     def embedded(found: re.Match) -> str:
         path = folder / found["file"]
@@ -61,7 +61,7 @@ def markdown_body(text: str) -> str:
 
 
 def keep_what_a_page_shows(notebook: nbformat.NotebookNode) -> None:
-    """Remove outputs that need a kernel, and those of unsolved exercises."""
+    """Remove the outputs that need a kernel, and those of unsolved exercises."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             solved_by_the_reader = "exercise" in cell.metadata.get("tags", [])
@@ -85,9 +85,9 @@ def code_colors() -> str:
 
 
 def link_to_pages(body: str, names: Collection[str], folders: Collection[str] = ()) -> str:
-    """Make links to notebooks and Markdown files point to their pages, `names`.
+    """Let links to notebooks and Markdown files lead to their pages, which are `names`.
 
-    Links to files in `folders`, which are next to the pages, stay as they are; links to other files are removed.
+    Files of the `folders`, which lie beside the pages, are linked as they are, and other files are not linked.
     """
 
     def linked(found: re.Match) -> str:

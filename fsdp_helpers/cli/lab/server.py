@@ -1,4 +1,4 @@
-"""JupyterLab on the notebooks: `python -m fsdp_helpers lab`, with kernels and terminals in this environment."""
+"""JupyterLab on the notebooks: `python -m fsdp_helpers lab`, with this environment in its kernels and terminals."""
 
 import os
 import shutil
@@ -17,16 +17,15 @@ FIRST = "00_start_here.ipynb"
 def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
     """Start JupyterLab on the notebooks, or on copies of them in `copies`; return when it has ended.
 
-    Raises ValueError if `copies` is outside the project, which is the folder JupyterLab shows.
+    Raises ValueError if `copies` lies outside the project, which is the folder that JupyterLab shows.
     """
     folder = _folder_of(copies)
     if copies is not None:
         copied = copy_missing(PROJECT / folder)
-        print(f"{folder}: {len(copied)} new file(s); the others haven't changed")
+        print(f"{folder}: {len(copied)} new file(s); all others are as they were")
         for name in older_than_originals(PROJECT / folder):
             print(
-                f"{folder / name} is older than its original: `make reset NOTEBOOK={name[:2]}` makes a fresh copy, "
-                f"and keeps yours"
+                f"{folder / name} is older than its original: `make reset NOTEBOOK={name[:2]}` takes it anew, and keeps yours"
             )
         sign([path for path in copied if path.suffix == ".ipynb"])
     os.environ |= environment(os.environ)
@@ -36,20 +35,20 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
 
 
 def sign(notebooks: Sequence[Path]) -> None:
-    """Sign notebooks as if they had been run here; without a signature, JupyterLab shows saved outputs only after cleaning them.
+    """Sign notebooks as if they had been run here: JupyterLab shows the kept outputs of others only after cleaning them.
 
-    Signatures are in Jupyter's data folder. If it isn't writable, a line says that the copies aren't signed.
+    Signatures lie in Jupyter's data folder. Where nothing can be written, a line says that there are none.
     """
     if not notebooks:
         return
     command = [sys.executable, "-m", "nbformat.sign", *map(str, notebooks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"the copies aren't signed: {done.stderr.strip().splitlines()[-1]}")
+        print(f"the copies are not signed: {done.stderr.strip().splitlines()[-1]}")
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the `given` variables, plus those that kernels and terminals need."""
+    """Return the `given` variables, and those that kernels and terminals need."""
     variables = {
         "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads make a step take ten times as long on busy cores
@@ -62,7 +61,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings(folder: Path) -> list[str]:
-    """Return JupyterLab's arguments: what it shows, what it opens first, and which shell its terminals run."""
+    """Return JupyterLab's arguments: what it shows, what it opens first, and the shell of its terminals."""
     chosen = [f"--ServerApp.root_dir={PROJECT}", f"--LabApp.default_url=/lab/tree/{folder.as_posix()}/{FIRST}"]
     if shutil.which("sh"):
         chosen.append(f"--ServerApp.terminado_settings=shell_command={['sh', str(HERE / 'shell')]}")
@@ -77,7 +76,7 @@ def _folder_of(copies: Path | None) -> Path:
         return ORIGINALS.relative_to(PROJECT)
     whole = copies.resolve()
     if not whole.is_relative_to(PROJECT) or whole in (PROJECT, ORIGINALS):
-        raise ValueError(f"--copies {copies}: choose a separate folder inside {PROJECT}, such as work")
+        raise ValueError(f"--copies {copies}: choose a folder of its own inside {PROJECT}, such as work")
     return whole.relative_to(PROJECT)
 
 

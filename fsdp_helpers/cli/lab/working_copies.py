@@ -1,7 +1,7 @@
-"""Copies of the notebooks to work in: running a copy or solving its exercises changes no file of the project.
+"""Copies of the notebooks to work in: running a copy and solving its exercises changes no file of the project.
 
-python -m fsdp_helpers.cli.lab.working_copies work              # copies what's missing
-python -m fsdp_helpers.cli.lab.working_copies work --reset 3    # makes a fresh copy of 03, and keeps the old one
+python -m fsdp_helpers.cli.lab.working_copies work              # copies what is not there yet
+python -m fsdp_helpers.cli.lab.working_copies work --reset 3    # takes 03 anew; what was there stays beside it
 """
 
 import argparse
@@ -18,7 +18,7 @@ LEFT_OUT = shutil.ignore_patterns("my_*", "job.sbatch", ".*", "__pycache__")
 
 
 def copy_missing(work: Path) -> list[Path]:
-    """Copy the notebooks, and the files they read, into `work`; return the files that weren't there yet."""
+    """Copy the notebooks, and the files that they read, into `work`; return the files that were not there yet."""
     copied = []
 
     def copy(original: str, to: str) -> None:
@@ -62,9 +62,9 @@ def main() -> None:
     parser.add_argument("--reset", metavar="NN")
     options = parser.parse_args()
     num_copied = len(copy_missing(options.work))
-    print(f"{options.work}: {num_copied} new file(s); the others haven't changed")
+    print(f"{options.work}: {num_copied} new file(s); all others are as they were")
     if options.reset is not None:
-        print(f"{reset(options.work, options.reset)} is a fresh copy")
+        print(f"{reset(options.work, options.reset)} is as it was at first")
         print(IF_IT_IS_OPEN)
 
 

@@ -42,7 +42,7 @@ def test_copies_are_complete_and_never_overwritten(tmp_path):
     )
     (work / "03_fsdp.ipynb").write_text("solved")
     (work / "01_local_training.ipynb").unlink()
-    assert copies(work).stdout == f"{work}: 1 new file(s); the others haven't changed\n"
+    assert copies(work).stdout == f"{work}: 1 new file(s); all others are as they were\n"
     assert (work / "03_fsdp.ipynb").read_text() == "solved"
 
 
@@ -120,13 +120,15 @@ def test_copies_that_cannot_be_signed_are_opened_unsigned(started, monkeypatch, 
     monkeypatch.setattr(server, "PROJECT", tmp_path)
     (tmp_path / "signatures").touch()  # where a folder should be
     assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
-    assert len(started) == 1 and re.search(r"^the copies aren't signed: .+Error", capsys.readouterr().out, re.MULTILINE)
+    assert len(started) == 1 and re.search(
+        r"^the copies are not signed: .+Error", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_copies_outside_what_jupyterlab_shows_are_refused(started, tmp_path, capsys):
     for folder in (tmp_path, PROJECT, PROJECT / "notebooks"):
         assert main(["lab", "--copies", str(folder)]) == 2
-        assert "choose a separate folder inside" in capsys.readouterr().err
+        assert "choose a folder of its own inside" in capsys.readouterr().err
     assert started == []
 
 

@@ -102,7 +102,7 @@ def test_what_cannot_work_is_said_in_one_line(folder, tmp_path):
     where = tmp_path / "laptop"
     (where / "fsdp").mkdir(parents=True)
     done = set_up(folder, str(folder), where)
-    assert done.returncode == 1 and "already exists" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 1 and "is there already" in done.stderr and done.stderr.count("\n") == 1
     (where / "fsdp").rmdir()
     contents = json.loads((folder / "contents.json").read_text())
     (folder / "contents.json").write_text(json.dumps(contents | {"python": ["3", "99"]}))
@@ -113,7 +113,7 @@ def test_what_cannot_work_is_said_in_one_line(folder, tmp_path):
 
 def test_a_source_that_does_not_answer_is_named(folder, tmp_path):
     done = set_up(folder, str(tmp_path / "no-stick"), tmp_path / "laptop")
-    assert done.returncode == 1 and "no-stick/contents.json doesn't answer" in done.stderr
+    assert done.returncode == 1 and "no-stick/contents.json does not answer" in done.stderr
     assert "Traceback" not in done.stderr
 
 
