@@ -7,7 +7,7 @@ from clipping_workers import clip_beside_an_ignored_parameter
 from runs import Runs, mostly_long
 from torch import nn
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
 from fsdp_helpers.training.loop import add_up_gradients, train_step

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.exchange import sum_over_ranks
-from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.group import rank_device, sum_over_ranks
 from fsdp_helpers.training.worker import first_batches
 
 

@@ -20,8 +20,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import ViTShape
 from fsdp_helpers.models.vit import Block, ViT
-from fsdp_helpers.ranks.exchange import sum_over_ranks
-from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.group import rank_device, sum_over_ranks
 from fsdp_helpers.sharding.strategies import unit_names
 from fsdp_helpers.teaching.lessons.starts import shard_blocks
 from fsdp_helpers.training.worker import first_batches

@@ -17,8 +17,7 @@ from fsdp_helpers.measuring.collectives import count_collectives, trace_collecti
 from fsdp_helpers.measuring.memory import state_bytes
 from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import Block, ViT
-from fsdp_helpers.ranks.exchange import gather_over_ranks
-from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 from fsdp_helpers.records import CollectiveCount, StateBytes
 from fsdp_helpers.teaching.lessons.starts import shard_blocks
 

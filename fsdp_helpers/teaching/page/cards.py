@@ -9,7 +9,7 @@ from pathlib import Path
 
 from IPython.display import Markdown, display
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures import gallery, plain, tools
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
 from fsdp_helpers.teaching.failures.gallery import Seen

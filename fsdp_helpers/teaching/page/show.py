@@ -200,8 +200,8 @@ def machine(
     import torch
 
     from fsdp_helpers.data.images import describe_source, prepare_data
+    from fsdp_helpers.ranks.errors import shown_by_message
     from fsdp_helpers.ranks.group import device_name
-    from fsdp_helpers.ranks.launching.errors import shown_by_message
     from fsdp_helpers.teaching.page.machine_gpus import settle_device
 
     with shown_by_message(ValueError):

@@ -9,7 +9,7 @@ from clipping_workers import clip_by_the_package
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.shapes import VIT_SHAPES
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import real_model
 from fsdp_helpers.teaching.lessons.probes import norms_of_a_gradient
 

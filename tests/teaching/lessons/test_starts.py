@@ -7,7 +7,7 @@ from torch import nn
 
 from fsdp_helpers.models.series import count_params
 from fsdp_helpers.models.shapes import ViTShape
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import starts
 
 SHAPE = ViTShape(image_size=28, channels=1, patch_size=4, width=96, depth=3, num_heads=4, mlp_width=384, num_classes=10)

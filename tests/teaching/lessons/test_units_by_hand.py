@@ -6,7 +6,7 @@ import workers_for_tests as workers
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import traced
 from fsdp_helpers.models.series import build_model, count_params
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import units_by_hand
 
 CUTS = (units_by_hand.shard_by_hand, units_by_hand.shard_by_torch)
