@@ -202,16 +202,6 @@ def rehearse(rank, world_size, worker, module, folder, arguments):
         sys.path.remove(folder)
 
 
-def gradient_norm_in_units(rank, world_size, cut):
-    """The norm of the whole gradient after one backward, of a model that `cut` has sharded."""
-    torch.manual_seed(0)
-    model = build_model("vit", dropout=False)
-    shards = cut(model, rank, world_size)
-    model(torch.full((2, 1, 28, 28), rank + 1.0)).square().mean().backward()
-    own = [piece.grad.to_local() if isinstance(piece.grad, DTensor) else piece.grad for piece in shards]
-    return sum_over_ranks(sum(gradient.double().square().sum() for gradient in own)).sqrt().item()
-
-
 def load_llama(rank, world_size, folder):
     """Start a sharded Llama on meta and read it from `folder`: tensors that differ from a plain one, and own values."""
     with torch.device("meta"):

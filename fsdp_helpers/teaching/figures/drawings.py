@@ -62,14 +62,19 @@ DDP_STEP = (
     Stage(title="end of backward", parameters=WHOLE, gradients=OWN, optimizer=WHOLE, leads_to="all-reduce"),
     Stage(title="optimizer's step", parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE),
 )
+STEPS = {"DDP": DDP_STEP, "FSDP": FSDP_STEP}
 ROWS = ("parameters", "gradients", "optimizer")
 KEY = (
     "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
 )
 
 
-def draw_step(stages: Sequence[Stage], num_ranks: int = 2) -> tuple[Figure, Axes]:
-    """Draw what each rank holds at each stage of a step: one box per rank and stage, one bar per kind of state."""
+def draw_step(strategy: str, num_ranks: int = 2) -> tuple[Figure, Axes]:
+    """Draw what each rank holds at each stage of a step: one box per rank and stage, one bar per kind of state.
+
+    `strategy` is "DDP" or "FSDP".
+    """
+    stages = STEPS[strategy]
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 1.15 * num_ranks), layout="constrained")
         for column, stage in enumerate(stages):

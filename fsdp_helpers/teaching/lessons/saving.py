@@ -72,12 +72,6 @@ def finish(writing: Future | None) -> None:
         writing.result()
 
 
-def save_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do what is at the heart of `save`: every rank writes its shards, under the names of the plain model."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)  # moments, and settings such as the learning rate
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-
-
 def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Do what is at the heart of `load`: every rank reads what it keeps now, from whichever files have it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
@@ -91,27 +85,6 @@ def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
     )
-
-
-def resume_through_shards(rank: int, world_size: int, config: TrainConfig, folder: str) -> tuple[int, int, list[float]]:
-    """Train half of the steps, save, start again, load and go on, with the two functions above.
-
-    Returns for how many parameters the optimizer had a state before the load and after it, and the losses.
-    """
-    dataset = load_rank_data(config, rank_device())
-    half = config.max_steps // 2
-    built = build_sharded(config, seed=config.seed)
-    losses = train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
-    model, optimizer, schedule = built
-    save_shards(folder, model, optimizer)
-    saved_for = len(optimizer.state)
-    model, optimizer, new_schedule = build_sharded(config, seed=config.seed + 1)
-    load_shards(folder, model, optimizer)
-    loaded_for = len(optimizer.state)
-    new_schedule.load_state_dict(schedule.state_dict())
-    built = model, optimizer, new_schedule
-    losses += train_steps(rank, world_size, config, dataset, built, first_step=half, count=half)
-    return saved_for, loaded_for, losses
 
 
 def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:

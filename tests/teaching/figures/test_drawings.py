@@ -30,7 +30,7 @@ ONE_NUMBER = TensorEntry(
 SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
 DRAWINGS = {
     "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
-    "draw_step": (drawings.FSDP_STEP,),
+    "draw_step": ("FSDP",),
     "draw_units": (["net", "first", "second"],),
     "draw_gathers": ({"as it is": ["gather 0", "compute 0"], "ahead": ["gather 0", "gather 1"]},),
     "draw_shards": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
@@ -58,7 +58,7 @@ def filled(ax: Axes, kind: str) -> int:
 
 
 def test_a_step_of_fsdp_fills_what_each_rank_has():
-    ax = drawings.draw_step(drawings.FSDP_STEP, num_ranks=2)[1]
+    ax = drawings.draw_step("FSDP", num_ranks=2)[1]
     # Two ranks, two shards each: parameters are a shard, whole, whole, a shard
     assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
     assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
@@ -67,7 +67,7 @@ def test_a_step_of_fsdp_fills_what_each_rank_has():
 
 
 def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
-    ax = drawings.draw_step(drawings.DDP_STEP, num_ranks=3)[1]
+    ax = drawings.draw_step("DDP", num_ranks=3)[1]
     assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimizer")] == [36, 27, 36]
 
 

@@ -49,7 +49,6 @@ def found(config, tmp_path_factory) -> dict:
         for way in WAYS
     }
     calls |= {lost: (lessons.resume_without, config, lost, str(folder / lost)) for lost in LOST}
-    calls["shards"] = (lessons.resume_through_shards, config, str(folder / "shards"))
     calls["undisturbed"] = (workers.train_with_schedule, config)
     for way in ("package", "lesson"):
         calls[f"late, {way}"] = (workers.go_on_with_a_late_head, str(folder / f"late-{way}"), way)
@@ -98,10 +97,6 @@ def test_what_is_lost_shows_in_the_losses(found):
 def test_nothing_lost_is_nothing_lost(found):
     """Resumed with everything, the schedule included, it is the run that nobody stopped."""
     assert found["nothing"] == found["undisturbed"]
-
-
-def test_shards_bring_the_moments_back(found):
-    assert found["shards"][0] == (8, 8, found["undisturbed"][0])
 
 
 def test_killed_while_writing(config, tmp_path):
