@@ -136,7 +136,8 @@ WRONG_DATA = (
         "rank computes them from its own images, and a checkpoint keeps one rank's.",
         tell="Compare `running_mean` and `running_var` across the ranks.",
         fix="Average over the ranks, variance included, before you evaluate or save: `dist.all_reduce(buffer); buffer /= "
-        "world_size`. On GPUs `SyncBatchNorm` keeps them equal all along; GroupNorm has no statistics at all.",
+        "world_size`. This leaves out how far the ranks' means are apart, so the variance is a little below that of all "
+        "images together. On GPUs `SyncBatchNorm` counts it in; GroupNorm has no statistics at all.",
         broken=keep_own_statistics,
         fixed=average_statistics,
         right=statistics_alone,

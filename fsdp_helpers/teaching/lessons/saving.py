@@ -11,9 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
@@ -71,48 +69,6 @@ def timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: 
 def finish(writing: Future | None) -> None:
     if writing is not None:
         writing.result()
-
-
-def save_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do what is at the heart of `save`: every rank writes its shards, under the names of the plain model."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)  # moments, and settings such as the learning rate
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-
-
-def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do what is at the heart of `load`: every rank reads what it keeps now, from whichever files have it."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    for name in list(optimizer_state["state"]):
-        if f"optimizer.state.{name}.step" not in saved:
-            del optimizer_state["state"][name]  # it had had no gradient yet: Adam starts with its first one
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=folder)  # fills them
-    options = StateDictOptions(strict=False)  # not every parameter has moments
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-    )
-
-
-def resume_through_shards(rank: int, world_size: int, config: TrainConfig, folder: str) -> tuple[int, int, list[float]]:
-    """Train half of the steps, save, start again, load and go on, with the two functions above.
-
-    Returns for how many parameters the optimizer had a state before the load and after it, and the losses.
-    """
-    dataset = load_rank_data(config, rank_device())
-    half = config.max_steps // 2
-    built = build_sharded(config, seed=config.seed)
-    losses = train_steps(rank, world_size, config, dataset, built, first_step=0, count=half)
-    model, optimizer, schedule = built
-    save_shards(folder, model, optimizer)
-    saved_for = len(optimizer.state)
-    model, optimizer, new_schedule = build_sharded(config, seed=config.seed + 1)
-    load_shards(folder, model, optimizer)
-    loaded_for = len(optimizer.state)
-    new_schedule.load_state_dict(schedule.state_dict())
-    built = model, optimizer, new_schedule
-    losses += train_steps(rank, world_size, config, dataset, built, first_step=half, count=half)
-    return saved_for, loaded_for, losses
 
 
 def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:

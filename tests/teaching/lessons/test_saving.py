@@ -49,10 +49,8 @@ def found(config, tmp_path_factory) -> dict:
         for way in WAYS
     }
     calls |= {lost: (lessons.resume_without, config, lost, str(folder / lost)) for lost in LOST}
-    calls["shards"] = (lessons.resume_through_shards, config, str(folder / "shards"))
     calls["undisturbed"] = (workers.train_with_schedule, config)
-    for way in ("package", "lesson"):
-        calls[f"late, {way}"] = (workers.go_on_with_a_late_head, str(folder / f"late-{way}"), way)
+    calls["late"] = (workers.go_on_with_a_late_head, str(folder / "late"))
     calls["planted"] = (workers.save_over_planted_files, str(folder / "planted"))
     return on_two_ranks(calls)
 
@@ -100,10 +98,6 @@ def test_nothing_lost_is_nothing_lost(found):
     assert found["nothing"] == found["undisturbed"]
 
 
-def test_shards_bring_the_moments_back(found):
-    assert found["shards"][0] == (8, 8, found["undisturbed"][0])
-
-
 def test_killed_while_writing(config, tmp_path):
     risky = replace(config, checkpoint_dir=str(tmp_path), checkpoint_every=2)
     with pytest.raises(RankError, match="rank 0 of 2 failed: the process was ended by SIGKILL"):
@@ -120,10 +114,9 @@ def test_fsdp1_on_the_cpu_gathers_one_moment_twice(config):
     assert answers == [False, True]
 
 
-@pytest.mark.parametrize("way", ["package", "lesson"])
-def test_a_parameter_without_a_gradient_so_far_has_no_moments_after_the_load_either(way, found):
+def test_a_parameter_without_a_gradient_so_far_has_no_moments_after_the_load_either(found):
     """Of four parameters two have moments. With zeros that count as steps, the losses would leave the right ones."""
-    for differs, before, after in found[f"late, {way}"]:
+    for differs, before, after in found["late"]:
         assert (differs, before, after) == (0.0, 2, 2)
 
 

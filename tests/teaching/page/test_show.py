@@ -70,7 +70,6 @@ LISTINGS = [
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
     (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
     (state.save_full, state.gather_on_rank_0),
-    (saving.save_shards, saving.load_shards),
     (saving.resume_without, saving.train_and_be_killed),
     (folder.commit, folder.sync_folder),
     (models.ShallowNet, models.DeepNet),
