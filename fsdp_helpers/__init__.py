@@ -13,7 +13,7 @@ _HOMES = {
     "Ranks": "ranks.live",
     "TrainConfig": "config",
     "consolidate": "checkpointing.consolidate",
-    "launch": "ranks.launching.launch",
+    "launch": "ranks.launch",
     "load": "checkpointing.checkpoint",
     "save": "checkpointing.checkpoint",
     "train": "training.run",

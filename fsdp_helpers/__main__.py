@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(BAD_INPUT, problem)
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.data.mnist import DataError
-    from fsdp_helpers.ranks.launching.launch import RankError
+    from fsdp_helpers.ranks.launch import RankError
     from fsdp_helpers.ranks.progress import in_lines
 
     try:

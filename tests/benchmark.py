@@ -42,7 +42,7 @@ from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.training.loop import train_one_epoch
 from fsdp_helpers.training.watch import STEADY_STEP

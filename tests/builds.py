@@ -11,10 +11,9 @@ from typing import NamedTuple
 import nbformat
 import pytest
 from leftovers import PROJECT
-from workers_for_tests import rehearse
+from workers_for_tests import call_each, rehearse
 
-from fsdp_helpers.ranks.in_turn import in_turn
-from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.teaching.exercises import on_ranks
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
@@ -132,8 +131,10 @@ class BuildTestsOnRanks(BuildTests):
         for code, folder in zip(codes, folders, strict=True):
             (folder / f"{cls.name}.py").write_text(code)
         files = [() if cls.file is None else (str(folder / cls.file),) for folder in folders]
-        builds = [(cls.worker, cls.name, str(folder), given) for folder, given in zip(folders, files, strict=True)]
-        found = launch(in_turn, rehearse, builds, world_size=2, device="cpu", progress=False)
+        builds = [
+            (rehearse, cls.worker, cls.name, str(folder), given) for folder, given in zip(folders, files, strict=True)
+        ]
+        found = launch(call_each, builds, world_size=2, device="cpu", progress=False)
         return dict(zip(codes, zip(*found, strict=True), strict=True))
 
     @pytest.fixture(autouse=True)

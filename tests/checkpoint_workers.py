@@ -26,10 +26,9 @@ from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import begin
 from fsdp_helpers.checkpointing.resume import run_checkpoints
 from fsdp_helpers.checkpointing.state import save_full
+from fsdp_helpers.checkpointing.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.exchange import gather_over_ranks
-from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.teaching.lessons import saving
 from fsdp_helpers.teaching.lessons.saving import trained_for_a_step

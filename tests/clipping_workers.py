@@ -1,23 +1,38 @@
 """Workers that clip gradients which not every rank shares in the same way."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fsdp_helpers.models.series import build_model
 from fsdp_helpers.sharding.gradients import clip_gradients
-from fsdp_helpers.teaching.lessons import real_model
-from fsdp_helpers.training.worker import first_batches
+
+BLOCK_PLAN = {
+    "attention.qkv": ColwiseParallel(),
+    "attention.out": RowwiseParallel(),
+    "mlp.0": ColwiseParallel(),
+    "mlp.2": RowwiseParallel(),
+}
 
 
-def clip_by_the_package(rank, world_size, config, max_norm):
-    """08's model on a mesh of two dimensions: the norm of the first gradient, and after clipping."""
+def clip_in_two_dimensions(rank, world_size, max_norm):
+    """08's model in one process and on a mesh of two dimensions: (its norm, its norm after clipping) of both."""
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
-    model = real_model.shard_in_two_dimensions(real_model.seeded_model(config), mesh)
-    images, labels = first_batches(mesh.get_local_rank("data"), mesh["data"].size(), config)[0]
-    F.cross_entropy(model(images), labels).backward()
-    return clip_gradients(model, max_norm).item(), clip_gradients(model, max_norm).item()
+    norms = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        images, model = torch.randn(8, 1, 28, 28), build_model("vit-mnist")
+        if sharded:
+            for block in model.blocks:
+                parallelize_module(block, mesh["tensor"], BLOCK_PLAN)
+                fully_shard(block, mesh=mesh["data"])
+            fully_shard(model, mesh=mesh["data"])
+            images = images.chunk(mesh["data"].size())[mesh.get_local_rank("data")]
+        model(images).square().mean().backward()
+        norms.append((clip_gradients(model, max_norm).item(), clip_gradients(model, max_norm).item()))
+    return norms
 
 
 def clip_beside_an_ignored_parameter(rank, world_size):

@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks import progress
-from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks import progress, server
 from fsdp_helpers.ranks.gpus import VISIBLE
-from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.launching import server
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 
 
 def load_torch_alone():

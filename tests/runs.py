@@ -8,7 +8,7 @@ from workers_for_tests import train_all
 
 from fsdp_helpers import __main__ as command_line
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import (
     Collective,
     CollectiveCount,

@@ -16,7 +16,7 @@ from fsdp_helpers.cli.flags import flags
 from fsdp_helpers.config import IMAGE_MODELS, MODELS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.models.series import MODEL_CLASSES
 from fsdp_helpers.planning.state import held_bytes
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.teaching.figures.plots import STRATEGY_COLORS
 
@@ -223,7 +223,7 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
 def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "fsdp_helpers.ranks.launching.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
+        "fsdp_helpers.ranks.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
     )
     if arguments[:1] == ["train"]:
         arguments = [*arguments, "--data-dir", "data"]
@@ -328,7 +328,7 @@ def test_the_memory_levers_from_the_command_line(digits_dir, tmp_path):
 def test_an_old_record_is_replaced_whole_or_not_at_all(digits_dir, tmp_path, monkeypatch):
     target = tmp_path / "run.json"
     target.write_text("old")
-    monkeypatch.setattr("fsdp_helpers.ranks.launching.launch.Processes", lambda *args, **settings: 1 / 0)
+    monkeypatch.setattr("fsdp_helpers.ranks.launch.Processes", lambda *args, **settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main_in_process("train", "--data-dir", digits_dir, "--json", target)
     assert target.read_text() == "old"

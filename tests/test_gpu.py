@@ -10,7 +10,7 @@ from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.ranks.group import choose_device
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.training.worker import train_worker
 
 pytestmark = pytest.mark.gpu

@@ -83,10 +83,8 @@ def test_imports_run_downwards():
 
 def test_the_loop_knows_no_strategy_and_the_launcher_no_model():
     graph = package_graph()
-    assert not {
-        name for name in graph["training.loop"] if name.startswith(("sharding.strategies", "ranks.launching.launch"))
-    }
-    assert not graph["ranks.launching.launch"] & {"models.series", "data.images", "config"}
+    assert not {name for name in graph["training.loop"] if name.startswith(("sharding.strategies", "ranks.launch"))}
+    assert not graph["ranks.launch"] & {"models.series", "data.images", "config"}
 
 
 @pytest.mark.parametrize("room", WITHOUT_TORCH)

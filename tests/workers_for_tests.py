@@ -1,5 +1,6 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
+import gc
 import importlib
 import sys
 from dataclasses import replace
@@ -31,10 +32,8 @@ from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import BYTE_LLAMA
-from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
-from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.in_turn import in_turn
-from fsdp_helpers.ranks.launching.process import describe_error
+from fsdp_helpers.ranks.errors import describe_error
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
 from fsdp_helpers.training import worker
@@ -178,16 +177,16 @@ def prepare_together(rank, world_size, folder, url, resources, files):
 
 def train_all(rank, world_size, configs):
     """Train each of `configs`, one after the other; the record of each."""
-    return in_turn(rank, world_size, train_worker, [(config,) for config in configs])
+    return call_each(rank, world_size, [(train_worker, config) for config in configs])
 
 
 def call_each(rank, world_size, calls):
     """Run several workers, (worker, *arguments), one after the other; the result of each."""
-    return in_turn(rank, world_size, _call, calls)
-
-
-def _call(rank, world_size, worker, *arguments):
-    return worker(rank, world_size, *arguments)
+    results = []
+    for work, *arguments in calls:
+        results.append(work(rank, world_size, *arguments))
+        gc.collect()  # a sharded model is in reference cycles
+    return results
 
 
 def rehearse(rank, world_size, worker, module, folder, arguments):
@@ -201,16 +200,6 @@ def rehearse(rank, world_size, worker, module, folder, arguments):
         return None, describe_error(error)
     finally:
         sys.path.remove(folder)
-
-
-def gradient_norm_in_units(rank, world_size, cut):
-    """The norm of the whole gradient after one backward, of a model that `cut` has sharded."""
-    torch.manual_seed(0)
-    model = build_model("vit", dropout=False)
-    shards = cut(model, rank, world_size)
-    model(torch.full((2, 1, 28, 28), rank + 1.0)).square().mean().backward()
-    own = [piece.grad.to_local() if isinstance(piece.grad, DTensor) else piece.grad for piece in shards]
-    return sum_over_ranks(sum(gradient.double().square().sum() for gradient in own)).sqrt().item()
 
 
 def load_llama(rank, world_size, folder):

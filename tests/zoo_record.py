@@ -18,7 +18,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.errors import ErrorRow, Run, error_row, read_errors
 from fsdp_helpers.measuring.step_profile import measure_step
 from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 RECORD = Path(__file__).parents[1] / "notebooks/reference/zoo.json"

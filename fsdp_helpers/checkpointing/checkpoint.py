@@ -41,7 +41,7 @@ from fsdp_helpers.checkpointing.state import (
     read_state,
     this_rank,
 )
-from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import gather_over_ranks
 
 STATE = "state.json"
 

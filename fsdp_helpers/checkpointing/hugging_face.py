@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.state import ignore_single_process_warnings, this_rank
-from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import gather_over_ranks
 
 CONFIG, SHARDED = "config.json", "sharded"  # the second is the folder in which torch's writer begins
 

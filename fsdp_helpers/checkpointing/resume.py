@@ -12,10 +12,10 @@ from fsdp_helpers.checkpointing import folder as checkpoint_folder
 from fsdp_helpers.checkpointing.checkpoint import check_model, load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
 from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.checkpointing.stopping import Stopped, asked_to_stop
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.exchange import gather_over_ranks
-from fsdp_helpers.ranks.stopping import Stopped, asked_to_stop
+from fsdp_helpers.ranks.group import gather_over_ranks
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:

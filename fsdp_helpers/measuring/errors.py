@@ -18,7 +18,7 @@ from fsdp_helpers.planning.held import own_state
 from fsdp_helpers.planning.other_tools import accelerate_bytes, deepspeed_zero3_bytes
 from fsdp_helpers.planning.peak import walk_step
 from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 IMAGES = 8  # of each rank
 # Parameters that make a module a unit: the large layers of DeepNet, the blocks of the transformers.

@@ -156,14 +156,17 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
     return measure_step(model, lambda: F.cross_entropy(model(images).float(), labels), precision=config.precision)
 
 
-def predicted_peaks(runs: Mapping[str, RunRecord]) -> dict[str, Peak]:
-    """Return the peak of each run's step from arithmetic, over one micro-batch measured here, in one process."""
-    return {name: _predicted_peak(run) for name, run in runs.items()}
+def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -> dict[str, Peak]:
+    """Return the peak of each run's step from arithmetic, over one micro-batch measured here, in one process.
+
+    `backend` is "gloo" or "nccl"; by default it is the one that the run had.
+    """
+    return {name: _predicted_peak(run, backend) for name, run in runs.items()}
 
 
-def _predicted_peak(run: RunRecord) -> Peak:
+def _predicted_peak(run: RunRecord, backend: str | None) -> Peak:
     config, ranks = run.config, run.world_size
-    backend = "gloo" if run.device == "cpu" else "nccl"
+    backend = backend or ("gloo" if run.device == "cpu" else "nccl")
     return peak_of_step(measure_run(config, ranks, run.device), config, ranks, units_of(config), backend=backend)
 
 

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_helpers.ranks.group import process_group, rank_device
-from fsdp_helpers.ranks.launching.process import Failure, Sender, flush
-from fsdp_helpers.ranks.launching.setup import Setup
+from fsdp_helpers.ranks.rank import Failure, Sender, flush
+from fsdp_helpers.ranks.setup import Setup
 
 INTERRUPT = getattr(signal, "SIGUSR2", None)  # the parent's request to end a cell; SIGINT is for the whole group
 WIDTH = 110  # of a value that is shown over several lines

@@ -12,12 +12,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdp_helpers.ranks.allocator import keep_freed_memory
 from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
-from fsdp_helpers.ranks.roll_call import LONGEST_WAIT_S, roll_call_s
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
+LONGEST_WAIT_S = 1800.0  # for the other ranks, where no time-out is given: the library's own default
+ROLL_CALL_S = 5.0  # at most; of a short time-out a quarter
 JOIN_S = 300.0  # for all ranks to load PyTorch and to come; a short time-out is meant for the steps
 
 _device: torch.device | None = None  # this rank's, while it is in a group
@@ -59,6 +61,11 @@ def check_timeout(timeout_s: float | None) -> None:
     """Raise ValueError unless a `--timeout` is a number of seconds above 0; None means half an hour."""
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout is {timeout_s}; it must be a number of seconds above 0")
+
+
+def roll_call_s(timeout_s: float) -> float:
+    """Return the part of a time-out that is reserved for the roll call; a collective may wait for the rest."""
+    return min(ROLL_CALL_S, timeout_s / 4)
 
 
 @contextmanager
@@ -167,3 +174,20 @@ def num_cores() -> int:
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or the number of cores."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum of `values` over all ranks, on every rank; `values` itself if there is only one process."""
+    if dist.is_initialized():
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def gather_over_ranks(value: object) -> list:
+    """Return one value per rank, in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

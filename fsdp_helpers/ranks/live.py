@@ -12,14 +12,14 @@ from contextlib import suppress
 from typing import Any
 
 from fsdp_helpers.ranks.cells import INTERRUPT, Answer, serve
+from fsdp_helpers.ranks.edited_modules import follow_edits
+from fsdp_helpers.ranks.errors import Interrupted, RankError, shown_by_message
 from fsdp_helpers.ranks.group import choose_device
-from fsdp_helpers.ranks.launching.edits import follow_edits
-from fsdp_helpers.ranks.launching.errors import Interrupted, RankError, shown_by_message
-from fsdp_helpers.ranks.launching.process import Failure
-from fsdp_helpers.ranks.launching.server import check_not_imported, interrupts_wait
 from fsdp_helpers.ranks.output import CellOutput
 from fsdp_helpers.ranks.processes import Processes
+from fsdp_helpers.ranks.rank import Failure
 from fsdp_helpers.ranks.roll_call import WAITED_IN_VAIN, list_ranks
+from fsdp_helpers.ranks.server import check_not_imported, interrupts_wait
 
 START_S = 300.0  # for all ranks to load what they need and to join
 GRACE_S = 0.3  # after a failure: for what the other ranks have to say

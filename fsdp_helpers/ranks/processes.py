@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.multiprocessing
 
-from fsdp_helpers.ranks.launching import stacks
-from fsdp_helpers.ranks.launching.process import run_rank
-from fsdp_helpers.ranks.launching.server import (
+from fsdp_helpers.ranks import stacks
+from fsdp_helpers.ranks.orphans import end_group
+from fsdp_helpers.ranks.rank import run_rank
+from fsdp_helpers.ranks.server import (
     NO_MAIN_GUARD,
     choose_start_method,
     end_orphans,
@@ -30,8 +31,7 @@ from fsdp_helpers.ranks.launching.server import (
     server_in_use,
     start_lock,
 )
-from fsdp_helpers.ranks.launching.setup import Setup, begin_rank
-from fsdp_helpers.ranks.orphans import end_group
+from fsdp_helpers.ranks.setup import Setup, begin_rank
 
 TERM_S = 3.0  # after SIGTERM: a rank has this long before SIGKILL
 LONGEST_WAIT_S = 3600.0  # in one go; the system knows no wait of years

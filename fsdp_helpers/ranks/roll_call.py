@@ -14,10 +14,8 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import LONGEST_WAIT_S, gather_over_ranks, roll_call_s
 
-LONGEST_WAIT_S = 1800.0  # for the other ranks, where no time-out is given: the library's own default
-ROLL_CALL_S = 5.0  # at most; of a short time-out a quarter
 POLL_S = 0.1
 # What such errors say, gloo's and NCCL's: neither has a type of its own.
 WAITED_IN_VAIN = ("gloo", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
@@ -25,11 +23,6 @@ WAITED_IN_VAIN = ("gloo", "timed out", "connection closed", "collective operatio
 
 class SilentRanks(TimeoutError):
     """Ranks neither took part in a collective nor answered; the message has their numbers."""
-
-
-def roll_call_s(timeout_s: float) -> float:
-    """Return the part of a time-out that is reserved for the roll call; a collective may wait for the rest."""
-    return min(ROLL_CALL_S, timeout_s / 4)
 
 
 @contextmanager

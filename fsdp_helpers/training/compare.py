@@ -6,7 +6,7 @@ from statistics import median
 
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.quantities import format_bytes, format_seconds
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import ComparisonRow, RunRecord
 from fsdp_helpers.training.watch import STEADY_STEP
 from fsdp_helpers.training.worker import train_worker

@@ -1,5 +1,6 @@
 """One run, from its settings to its record: ranks of our own with `train`, or one rank among those of torchrun."""
 
+import gc
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
@@ -9,21 +10,18 @@ from typing import TypeVar
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
+from fsdp_helpers.checkpointing.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import num_test_images, num_train_images, prepare_data
 from fsdp_helpers.data.mnist import DataError
 from fsdp_helpers.data.text import TEST_PART, read_text
 from fsdp_helpers.models.shapes import BYTE_LLAMA
-from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.errors import describe_error, shown_by_message
 from fsdp_helpers.ranks.gpus import hide_gpus
-from fsdp_helpers.ranks.group import check_timeout, choose_device, process_group
-from fsdp_helpers.ranks.in_turn import in_turn
-from fsdp_helpers.ranks.launching.errors import shown_by_message
-from fsdp_helpers.ranks.launching.launch import RankError, launch
-from fsdp_helpers.ranks.launching.process import describe_error
+from fsdp_helpers.ranks.group import check_timeout, choose_device, gather_over_ranks, process_group
+from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.ranks.progress import ProgressBar, is_notebook, send_reports_to
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
-from fsdp_helpers.ranks.stopping import Stopped, heeding_sigterm
 from fsdp_helpers.ranks.torchrun import Place, read_place
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.live import LiveView
@@ -103,9 +101,18 @@ def train_each(
                 raise ValueError(f"{name}: train_each saves no checkpoints; leave checkpoint_dir out, or call train")
             device = _check_ranks(one, world_size, device)
             prepare_run_data(one)
-    calls = [(one,) for one in configs.values()]
-    records = launch(in_turn, train_worker, calls, world_size=world_size, device=device, progress=progress)[0]
+    settings = {"world_size": world_size, "device": device, "progress": progress}
+    records = launch(_train_one_after_the_other, list(configs.values()), **settings)[0]
     return dict(zip(configs, records, strict=True))
+
+
+def _train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
+    """Train each of `configs`. The model of one is gone when the next begins: its bytes are those of a `train`."""
+    records = []
+    for config in configs:
+        records.append(train_worker(rank, world_size, config))
+        gc.collect()  # a sharded model is in reference cycles
+    return records
 
 
 def _check_ranks(config: TrainConfig, world_size: int, device: str) -> str:

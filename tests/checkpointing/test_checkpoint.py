@@ -15,7 +15,7 @@ from fsdp_helpers import load, save
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, read_checkpoint
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.plain import put_together, take_apart
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 OPTIMIZERS = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),

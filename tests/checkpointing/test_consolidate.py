@@ -23,7 +23,7 @@ from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 RUNS = [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")]
 READERS = {".pt": lambda path: torch.load(path, weights_only=True), ".safetensors": safetensors.torch.load_file}

@@ -16,7 +16,7 @@ from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, plain_nam
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama, llama_from_config
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 SETTINGS = {"model": "llama", "global_batch_size": 6, "train_images": 18, "test_images": 4, "clip_norm": 1.0}
 RUNS = [("local", "fsdp2", 1), ("fsdp-auto-wrap", "fsdp1", 2), ("fsdp-auto-wrap", "fsdp2", 3)]

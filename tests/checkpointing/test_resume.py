@@ -25,7 +25,7 @@ from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, 
 from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.resume import find_start
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.run import train as train_run
 from fsdp_helpers.training.worker import train_worker
@@ -479,7 +479,7 @@ def run_folder(saved_run, tmp_path) -> Path:
 @pytest.fixture
 def no_rank(monkeypatch):
     monkeypatch.setattr(
-        "fsdp_helpers.ranks.launching.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
+        "fsdp_helpers.ranks.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
     )
 
 

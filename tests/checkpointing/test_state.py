@@ -23,7 +23,7 @@ from fsdp_helpers.checkpointing.index import SafeReader, read_index, read_index_
 from fsdp_helpers.checkpointing.state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 CONFIGS = {
     f"{strategy} {api}": TrainConfig(strategy=strategy, api=api)

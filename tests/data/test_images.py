@@ -32,7 +32,7 @@ from fsdp_helpers.data.images import (
     rank_batches,
 )
 from fsdp_helpers.data.mnist import FAILED_DOWNLOAD, MNIST_FILES, DataError
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 NAMES = [name for name, _ in MNIST.resources]
 SMALL = "t10k-labels-idx1-ubyte.gz"  # the smallest of the four

@@ -17,7 +17,7 @@ import torch
 from workers_for_tests import train_all
 from fsdp_helpers.config import APIS, TrainConfig
 from fsdp_helpers.data.images import prepare_data
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 if __name__ == "__main__":
     prepare_data()
@@ -42,7 +42,7 @@ assert not torch.cuda.is_initialized()
 """
 STOPPED = """
 from launch_workers import stop_rank_1
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 if __name__ == "__main__":
     try:
@@ -51,13 +51,12 @@ if __name__ == "__main__":
         print(type(error).__name__, str(error).splitlines()[0])
 """
 LESSONS = """
-from fsdp_helpers.ranks.launching.launch import launch
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.teaching.lessons import by_hand
+from fsdp_helpers.teaching.lessons.one_step import trace_step
 
 if __name__ == "__main__":
     config = TrainConfig(max_steps=2, global_batch_size=8, train_images=16, test_images=8)
-    launch(by_hand.train_by_fully_shard, config, world_size=4, device="cpu", progress=False)
+    trace_step(config, world_size=4, device="cpu")
 """
 
 

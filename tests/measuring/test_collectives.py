@@ -10,8 +10,8 @@ import workers_for_tests as workers
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring import collectives
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
-from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.group import gather_over_ranks, sum_over_ranks
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import Collective, CollectiveCount
 from fsdp_helpers.training.worker import train_worker
 

@@ -9,7 +9,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy, trace_copies
 from fsdp_helpers.models.series import VisionTransformer
 from fsdp_helpers.planning.traffic import padded_params
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 from fsdp_helpers.teaching.figures import plots
 from fsdp_helpers.teaching.figures.timelines import unit_copies

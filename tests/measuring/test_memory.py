@@ -10,7 +10,7 @@ from torch.profiler import record_function
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import state_bytes, trace_memory
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.training.worker import train_worker
 
 MODEL_BYTES = 1_199_882 * 4  # ShallowNet in fp32

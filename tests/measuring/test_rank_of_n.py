@@ -13,7 +13,7 @@ from fsdp_helpers.measuring.rank_of_n import RankOfN, can_imagine, fake_group, m
 from fsdp_helpers.measuring.step_profile import measure_run, units_of
 from fsdp_helpers.planning.held import own_state
 from fsdp_helpers.planning.peak import walk_step
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 RUNS = {
     "DDP": {"strategy": "ddp"},

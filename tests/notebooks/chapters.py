@@ -4,13 +4,12 @@ A chapter's *body* is everything above its exercises. Cells are named by their i
 """
 
 import ast
-import inspect
+import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import Empty
-from types import ModuleType
 
 import nbformat
 from jupyter_client.manager import KernelManager
@@ -25,7 +24,7 @@ FILE = re.compile(r"%%writefile\s+(?:-a\s+)?(\S+\.py)\s*$")
 LINE_MAGIC = re.compile(r"^\s*[%!].*$", re.MULTILINE)
 COLORS = re.compile(r"\x1b\[[\d;]*m")
 LAUNCHERS = ("launch", "mp.spawn", "start_processes")
-WRAPPERS = ("traced", "in_turn")  # rank functions that run another one, their first argument
+WRAPPERS = ("traced",)  # rank functions that run another one, their first argument
 
 Changes = Mapping[str, tuple[str, str]]  # for a cell's id, a line of it (or a part of one), and what is there instead
 
@@ -116,13 +115,17 @@ def statements(nodes: list[ast.stmt] | ast.Module) -> list[str]:
     return [line for line in text if not line.startswith(("'", '"'))]
 
 
-def contains(cell: ast.Module, module: ModuleType, worker: str) -> bool:
-    """Whether a cell has the lines of the rank function `worker`, but for its device, its data and its result."""
-    functions = ast.parse(inspect.getsource(module)).body
-    function = next(node for node in functions if getattr(node, "name", None) == worker)
-    lines = [line for line in statements(function.body) if not line.startswith(("device =", "batches =", "return "))]
-    in_cell = statements(cell)
-    return any(in_cell[place : place + len(lines)] == lines for place in range(len(in_cell)))
+def difference(before: NotebookNode, after: NotebookNode, start: str) -> list[str]:
+    """The lines that differ between two cells from their line `start` on, each with a line around it."""
+    one, other = (cell.source[cell.source.index(start) :].splitlines() for cell in (before, after))
+    changes = list(difflib.unified_diff(one, other, n=1, lineterm=""))[2:]
+    return ["..." if line.startswith("@@") else line for line in changes]
+
+
+def fenced(cell: NotebookNode, language: str) -> list[str]:
+    """The lines of the block of code in a Markdown cell."""
+    (block,) = re.findall(rf"```{language}\n(.*?)\n```", cell.source, re.DOTALL)
+    return block.splitlines()
 
 
 def without_docstrings(node: ast.stmt) -> str:

@@ -1,9 +1,7 @@
-"""Notebook 02: a changed line of its cells changes what the text says; and its loop is that of the package."""
+"""Notebook 02: a changed line of its cells changes what the text says."""
 
 import pytest
-from chapters import Chapter, body, contains, read_chapter, tree_of
-
-from fsdp_helpers.teaching.lessons import by_hand
+from chapters import CellError, Chapter
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +92,8 @@ def test_a_spawned_worker_is_the_one_in_the_module(chapter):
     assert chapter.value("sums") == [0.0, 1.0]
 
 
-def test_the_loop_of_the_cell_is_the_one_that_03_compares():
-    (cell,) = [cell for cell in body(read_chapter("02")) if cell.id == "cell-20"]
-    assert contains(tree_of(cell), by_hand, "train_ddp_by_hand")
+def test_without_mp_spawn_nobody_adds_up(chapter):
+    chapter.run("cell-10")
+    with pytest.raises(CellError, match="No such file or directory"):
+        chapter.run("cell-11", {"cell-11": ("    mp.spawn(add_up, args=(2, folder), nprocs=2)\n", "")})
+    chapter.run("cell-11")

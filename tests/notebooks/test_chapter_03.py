@@ -1,11 +1,11 @@
-"""Notebook 03: a changed line of its cells changes what the text says; and its loops are those of the package."""
+"""Notebook 03: a changed line of its cells changes what the text says."""
 
 import ast
 
 import pytest
-from chapters import CellError, Chapter, body, contains, defined, read_chapter, statements, tree_of
-
-from fsdp_helpers.teaching.lessons import by_hand
+import torch
+from chapters import CellError, Chapter, body, defined, difference, fenced, read_chapter
+from torch import nn
 
 P = 1_199_882  # of ShallowNet
 
@@ -107,26 +107,44 @@ def test_a_step_has_two_collectives_and_its_optimizer_none(chapter):
     assert list(chapter.value("ranks['one_unit'][0]").values()) == [1, 1]
 
 
-# ---------------------------------------------------------------- the same lines in cells and in the package
+# ---------------------------------------------------------------- what needs no rank
 
 
-@pytest.mark.parametrize("cell_id, worker", [("cell-13", "train_fsdp_by_hand"), ("cell-17", "train_by_fully_shard")])
-def test_the_loops_of_cells_are_those_that_are_compared(cell_id, worker):
-    (cell,) = [cell for cell in body(read_chapter("03")) if cell.id == cell_id]
-    assert contains(tree_of(cell), by_hand, worker)
+@pytest.mark.parametrize(
+    "text, before, after",
+    [
+        ("cell-13-difference-text", ("02", "cell-20"), ("03", "cell-13")),
+        ("cell-17-difference", ("03", "cell-13"), ("03", "cell-17")),
+    ],
+)
+def test_the_text_shows_what_differs_between_the_loops(text, before, after):
+    (shown,) = [cell for cell in read_chapter("03").cells if cell.id == text]
+    one, other = (cell_of(*place) for place in (before, after))
+    assert fenced(shown, "diff") == difference(one, other, "torch.manual_seed(config.seed)\n")
 
 
-def test_the_unit_of_the_cell_is_that_of_the_package():
-    in_a_cell = without_annotations(defined(body(read_chapter("03")), "FlatUnit"))
-    package = ast.parse(open(by_hand.__file__).read())
-    (in_the_package,) = [node for node in package.body if getattr(node, "name", "") == "FlatUnit"]
-    assert statements([in_a_cell]) == statements([without_annotations(in_the_package)])
+def cell_of(number, cell_id):
+    (cell,) = [cell for cell in read_chapter(number).cells if cell.id == cell_id]
+    return cell
 
 
-def without_annotations(node):
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.FunctionDef):
-            inner.returns = None
-        if isinstance(inner, ast.arg):
-            inner.annotation = None
-    return node
+def units_on(world_size: int) -> list:
+    """A layer of nine values as the `FlatUnit` of each rank."""
+    names = {"torch": torch, "nn": nn}
+    exec(ast.unparse(defined(body(read_chapter("03")), "FlatUnit")), names)
+
+    def layer():
+        made = nn.Linear(2, 3)
+        made.weight.data = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        made.bias.data = torch.tensor([7.0, 8.0, 9.0])
+        return made
+
+    return [names["FlatUnit"](layer(), rank, world_size) for rank in range(world_size)]
+
+
+def test_a_flat_unit_pads_with_zeros():
+    units = units_on(4)  # 9 values become 12: shards of 3, the last of them all padding
+    assert [unit.padding for unit in units] == [3] * 4
+    assert [unit.shard.tolist() for unit in units] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 0, 0]]
+    assert all(parameter.numel() == 0 for unit in units for parameter in unit.parameters)  # freed
+    assert [units_on(count)[0].padding for count in (3, 1)] == [0, 0]

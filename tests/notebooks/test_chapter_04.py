@@ -1,12 +1,7 @@
 """Chapter 04 with lines of its cells changed: what the text says will change does change."""
 
-import ast
-import inspect
-
 import pytest
-from chapters import Chapter, defined, read_chapter, without_docstrings
-
-from fsdp_helpers.teaching.lessons import units_by_hand
+from chapters import Chapter
 
 FIRST_PART = ["blocks", "second-step", "choices", "auto-wrap", "auto-wrap-default"]
 BY_HAND = ["empty-storage", "hooked-unit", "shard-by-hand", "units-compare"]
@@ -110,21 +105,3 @@ def test_four_ranks(chapter):
         assert len({kept for kept, _, _ in chapter.value("four['knob'][0]").values()}) == 1
     finally:
         chapter.execute("four.close()")
-
-
-@pytest.mark.parametrize("name", ["HookedUnit", "shard_by_hand"])
-def test_the_cells_have_the_lines_of_the_package(name):
-    in_package = ast.parse(inspect.getsource(getattr(units_by_hand, name))).body[0]
-    in_cell = defined(read_chapter("04").cells, name)
-    assert without_annotations(in_cell) == without_annotations(in_package)
-
-
-def without_annotations(node):
-    tree = ast.parse(without_docstrings(node)).body[0]
-    for inner in ast.walk(tree):
-        if isinstance(inner, ast.FunctionDef):
-            inner.returns = None
-        elif isinstance(inner, ast.arg):
-            inner.annotation = None
-    text = ast.unparse(tree)
-    return text.replace(": dist.Work | None = None", " = None")

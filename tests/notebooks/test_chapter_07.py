@@ -5,7 +5,7 @@ from chapters import Chapter
 
 CELLS = [
     *("second-step", "fsdp", "checkpointed", "other-order", "selective", "bf16", "masters", "dtypes"),
-    *("in-parts", "same-gradient", "by-parts", "clipping"),
+    *("in-parts", "same-gradient", "by-parts", "clipping", "cell-43"),
 ]
 
 
@@ -47,9 +47,13 @@ def test_reduced_in_bf16_half_as_many_bytes_are_sent(chapter):
     }
     chapter.run("bf16", changed)
     assert rank_0(chapter, "in_bf16")["bf16, reduced in fp32"]["reduce_scatter"] == all_bf16["reduce_scatter"]
-    chapter.run("bf16", {"bf16": ("param_dtype=torch.bfloat16, ", "")})
-    gathered = rank_0(chapter, "in_bf16")["bf16, reduced in fp32"]["all_gather"]
-    assert gathered == fp32["all_gather"] == 2 * in_fp32["all_gather"]
+    chapter.run(
+        "bf16", {"bf16": ("MixedPrecisionPolicy(param_dtype=torch.bfloat16, **policy)", "MixedPrecisionPolicy()")}
+    )
+    without = rank_0(chapter, "in_bf16")["bf16, reduced in bf16"]
+    assert (without["all_gather"], without["reduce_scatter"]) == (fp32["all_gather"], fp32["reduce_scatter"])
+    assert fp32["all_gather"] == 2 * in_fp32["all_gather"]
+    chapter.run("bf16")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,11 @@ def test_every_part_gathers_again(chapter):
     )
     kept = rank_0(chapter, "by_parts")["4 parts, units kept unsharded"]
     assert kept[0] == 8 * 4 + 9, "forward reshards each block, so backward gathers it again"
+    line = "        model.set_requires_gradient_sync(is_last or reduce_each)  # the last backward reduces the sum\n"
+    chapter.run_all(["in-parts", "by-parts"], {"in-parts": (line, "")})
+    reductions = [row[1] for row in rank_0(chapter, "by_parts").values()]
+    assert reductions == [9, 18, 18, 36, 36], "every part's backward reduces"
+    chapter.run_all(["in-parts", "by-parts"])
 
 
 def test_the_norm_is_that_of_all_shards(chapter):

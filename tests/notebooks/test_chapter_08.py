@@ -1,9 +1,11 @@
-"""Notebook 08: a changed line of its cells changes what the text says. Compiling is left to the notebook."""
+"""Notebook 08: a changed line of its cells changes what the text says."""
 
 import pytest
 from chapters import CellError, Chapter
 
-LIVE = ["units", "policies", "loop", "train", "start-on-meta", "from-rank-0", "order", "prefetch"]
+STARTS = ["wave-vit", "ways", "layer-by-layer", "measured-starts", "start-formulas", "from-rank-0", "from-file"]
+LIVE = ["units", "policies", "loop", "train", "start-on-meta", *STARTS, "order", "prefetch"]
+NUM_TENSORS = 6 * 12 + 2 + 2 + 2  # of the state dict: six blocks, patches, norm, head; the waves are in none
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +34,35 @@ def test_without_to_empty_a_meta_model_has_no_values(chapter):
     )
 
 
+def test_three_starts_and_two_files(chapter):
+    chapter.run_all(STARTS)
+    check_starts(chapter)
+    chapter.run_all(["layer-by-layer", "measured-starts"], {"layer-by-layer": ("    model.fill_buffers()\n", "")})
+    layer_by_layer = chapter.value("ranks['started'][0]['on meta, layer by layer']")
+    assert layer_by_layer[1] == layer_by_layer[2] and not layer_by_layer[3]  # the buffer is garbage
+    chapter.run("layer-by-layer")
+    drawn = "own.copy_(distribute_tensor(full, mesh, own.placements, src_data_rank=None))  # nothing is sent"
+    chapter.run_all(["layer-by-layer", "measured-starts"], {"layer-by-layer": (drawn, "pass")})
+    assert chapter.value("ranks['started'][0]['on meta, layer by layer'][1]") < NUM_TENSORS
+    chapter.run_all(["layer-by-layer", "measured-starts"])
+
+
+def check_starts(chapter):
+    for started in chapter.value("ranks['started']"):
+        (in_full, *rest), own, layers = started.values()
+        assert rest == [NUM_TENSORS, NUM_TENSORS, True] and layers[1:] == (NUM_TENSORS, NUM_TENSORS, True)
+        assert own[1] == 2 * 13 and own[3]  # constants are equal: weight and bias of thirteen norms
+        assert own[0] < layers[0] < 0.9 * in_full
+    for from_file in chapter.value("ranks['from_file']"):
+        assert [found[1:] for found in from_file.values()] == [(NUM_TENSORS, NUM_TENSORS, True)] * 2
+
+
 def test_weights_that_are_not_set_are_not_rank_0s(chapter):
-    assert chapter.value("ranks['num_equal'][0]") == 55
-    line = "set_model_state_dict(model, dict(weights), options=options)"
-    chapter.run("from-rank-0", {"from-rank-0": (line, "")})
-    assert chapter.value("ranks['num_equal'][0]") < 55
-    chapter.run("from-rank-0")
+    line = "    set_model_state_dict(model, weights, options=options)\n"
+    chapter.run_all(["from-rank-0", "from-file"], {"from-rank-0": (line, "")})
+    sent, own_rows = chapter.value("ranks['from_file'][0]").values()
+    assert sent[1] < NUM_TENSORS == own_rows[1]
+    chapter.run_all(["from-rank-0", "from-file"])
 
 
 def test_without_prefetch_the_order_is_the_plain_one(chapter):
@@ -49,6 +74,26 @@ def test_without_prefetch_the_order_is_the_plain_one(chapter):
     chapter.run_all(["order", "prefetch"])
 
 
+def test_without_compile_there_is_no_graph(chapter):
+    no_compiler = {"compile": ('shutil.which("g++")', "None")}  # the blocks are captured, and machine code is not made
+    chapter.run("compile", no_compiler)
+    assert chapter.value("ranks['num_graphs']") == [1, 1]
+    compiled = chapter.value("ranks['compiled']")
+    source = chapter.source("compile", no_compiler)
+    chapter.execute(source.replace("torch.compile(block, backend=backend, **settings)", "block"))
+    assert chapter.value("ranks['num_graphs']") == [0, 0]
+    assert chapter.value("ranks['compiled']") == compiled
+
+
 def test_cells_run_twice_show_the_same(chapter):
+    assert chapter.ranks_cells() == [*LIVE, "compile"]  # the last one is compiled twice above
     for cell_id in LIVE:
         assert chapter.run(cell_id) == chapter.run(cell_id), cell_id
+
+
+def test_on_three_ranks(chapter):
+    """Rows that do not divide, and ranks that have none of a tensor."""
+    chapter.execute("ranks.close()")
+    chapter.execute("ranks = Ranks(3, device='cpu', timeout_s=120)")
+    chapter.run_all(["units", "loop", "policies", "train", *STARTS])
+    check_starts(chapter)

@@ -24,7 +24,7 @@ from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.state import held_bytes
 from fsdp_helpers.planning.transformer import stack_profile, transformer_block_bytes
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.training.loop import train_step
 

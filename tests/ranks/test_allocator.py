@@ -5,7 +5,7 @@ import launch_workers as workers
 import pytest
 
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES, malloc_tunables
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 OWN = "glibc.malloc.perturb=0"  # a setting of the reader's
 

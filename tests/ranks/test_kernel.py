@@ -20,7 +20,7 @@ from programs import TESTS, is_running, wait_until
 PATIENCE_S = 200.0  # for a cell, also on a busy machine
 SET_UP = """
 import tempfile
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from launch_workers import all_reduce_rank, load_torch_alone, raise_on, report_until_ended, return_args
 kept = tempfile.TemporaryDirectory()
 """

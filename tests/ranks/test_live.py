@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 from fsdp_helpers import Ranks
 from fsdp_helpers.ranks import live
 from fsdp_helpers.ranks.cells import LocalShard
+from fsdp_helpers.ranks.errors import RankError
 from fsdp_helpers.ranks.gpus import Gpus
-from fsdp_helpers.ranks.launching.errors import RankError
 
 SET_UP = "import torch\nimport torch.distributed as dist"
 RESTARTED = "The ranks were restarted, and their variables are gone."

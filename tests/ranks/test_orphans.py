@@ -7,7 +7,7 @@ import launch_workers as workers
 import pytest
 from programs import is_running, running_python
 
-from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
+from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
 
@@ -54,7 +54,7 @@ def test_fifty_interrupted_launches_leave_no_process(tmp_path):
     code = f"""
         import os, signal, threading, time
         from pathlib import Path
-        from fsdp_helpers.ranks.launching.launch import launch
+        from fsdp_helpers.ranks.launch import launch
         from launch_workers import leave_processes
 
         written = Path({str(tmp_path)!r}, "pids-0")

@@ -7,7 +7,7 @@ import pytest
 from programs import wait_until
 
 from fsdp_helpers.ranks import progress
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 
 class Terminal(io.StringIO):

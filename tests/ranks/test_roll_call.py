@@ -4,7 +4,7 @@ import launch_workers as workers
 import pytest
 
 from fsdp_helpers.ranks import roll_call
-from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.ranks.launch import RankError, launch
 
 
 @pytest.mark.parametrize("timeout_s, expected_s", [(1800.0, 5.0), (8.0, 2.0), (1.0, 0.25)])

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import workers_for_tests as workers
-from clipping_workers import clip_beside_an_ignored_parameter
+from clipping_workers import clip_beside_an_ignored_parameter, clip_in_two_dimensions
 from runs import Runs, mostly_long
 from torch import nn
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
 from fsdp_helpers.training.loop import add_up_gradients, train_step
@@ -206,9 +206,18 @@ def test_the_norm_takes_one_number_over_the_ranks(strategy, api, run):
 
 
 def test_an_ignored_parameter_counts_once():
-    """Also as the first of the model; more on meshes of two dimensions in test_real_model.py."""
+    """Also as the first of the model."""
     for plain, sharded in launch(clip_beside_an_ignored_parameter, world_size=2, device="cpu"):
         assert sharded == pytest.approx(plain, rel=1e-6)
+
+
+def test_clipping_in_two_dimensions_finds_the_norm_of_one_process(capfd):
+    """By the package; torch's function cannot, as 15 shows."""
+    for (one, _), (norm, afterward) in launch(clip_in_two_dimensions, 0.1, world_size=4, device="cpu"):
+        assert norm == pytest.approx(one, rel=1e-5)
+        assert afterward == pytest.approx(0.1, rel=1e-4)
+    said = capfd.readouterr().err
+    assert "Warning" not in said and "suboptimal" not in said
 
 
 def test_no_norms_where_nothing_is_clipped(run):

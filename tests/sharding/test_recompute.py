@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.activations import kept_bytes, products_bytes
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.recompute import checkpoint_activations, is_checkpointed
 from fsdp_helpers.sharding.strategies import apply_local

@@ -13,7 +13,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.rank_of_n import fake_group
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RankRecord, RunRecord
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, lambda_auto_wrap_policy
 
 from fsdp_helpers.models.series import ConvFeatures, build_model
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.sharding.wrapping import choose_units, holders_of_ties, size_policy
 
 CONVOLUTIONS = ["features.0", "features.2"]  # 320 and 18,496 parameters

@@ -29,7 +29,7 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.checkpoint import CheckpointException
 from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_new_ranks, wait_for_output
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 SCRIPT = load_script("checkpoint.py")
 MANY = 1_000_000  # steps: a run that is ended

@@ -25,7 +25,7 @@ from torchrun_jobs import one_agent, torchrun_job
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.models.llama import IGNORED, Llama
 from fsdp_helpers.models.shapes import LlamaShape, RopeScaling, config_of_llama, llama_from_config
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 SHAPE = LlamaShape(
     width=24, depth=3, num_heads=6, num_kv_heads=2, mlp_width=40, vocabulary=256, context=64, rope_base=500.0

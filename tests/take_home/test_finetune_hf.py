@@ -30,7 +30,7 @@ from torchrun_jobs import one_agent, torchrun_job
 from transformers import AutoModelForCausalLM
 
 from fsdp_helpers.data.text import docstring_documents
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 pytestmark = pytest.mark.tools
 SCRIPT = load_script("finetune_hf.py")

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 NAMES = (
     "checkpoint.py",

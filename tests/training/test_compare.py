@@ -169,7 +169,7 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
 def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "fsdp_helpers.ranks.launching.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
+        "fsdp_helpers.ranks.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
     )
     assert main_in_process("compare", *arguments, "--data-dir", "data") == 2
     output = capfd.readouterr()

@@ -5,7 +5,7 @@ import torch
 from workers_for_tests import answer_to_each_disagreement, train_with_a_clock_of_its_own
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.training.worker import epoch_record, epochs_to_train
 
 

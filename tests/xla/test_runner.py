@@ -123,7 +123,7 @@ def test_an_interpreter_without_torch_xla_is_named_as_the_cause(tmp_path, monkey
         xla.run_script("train", tmp_path, {})
 
 
-# ---------------------------------------------------------------- kept records
+# ---------------------------------------------------------------- saved outputs
 
 
 def test_a_record_is_kept_and_recalled(nowhere, monkeypatch, tmp_path, capsys):
@@ -133,7 +133,7 @@ def test_a_record_is_kept_and_recalled(nowhere, monkeypatch, tmp_path, capsys):
     again = xla.fresh_or_kept("lesson", xla.find_python)
     assert again == {"losses": [1.0, 0.5]}
     said = capsys.readouterr().out
-    assert said.startswith("PyTorch/XLA is not installed here") and "Below is the kept record of 20" in said
+    assert said.startswith("PyTorch/XLA is not installed here") and "Below is the output saved on 20" in said
     assert said.count("\n") == 1
 
 

@@ -87,7 +87,7 @@ def links() -> Outcome:
 
 def collectives() -> Outcome:
     from fsdp_helpers.cli.doctor.workers import collectives_on_device, expected_of_collectives
-    from fsdp_helpers.ranks.launching.launch import launch
+    from fsdp_helpers.ranks.launch import launch
 
     found = launch(collectives_on_device, world_size=count(), device="cuda", timeout_s=LIMIT_S, progress=False)
     right = found == expected_of_collectives("cuda", count())
@@ -97,7 +97,7 @@ def collectives() -> Outcome:
 @cache
 def losses() -> dict[str, list[float]]:
     from fsdp_helpers.cli.doctor.workers import train_in_three_ways
-    from fsdp_helpers.ranks.launching.launch import launch
+    from fsdp_helpers.ranks.launch import launch
 
     return launch(train_in_three_ways, world_size=count(), device="cuda", timeout_s=LIMIT_S, progress=False)[0]
 

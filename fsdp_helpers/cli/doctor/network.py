@@ -139,7 +139,7 @@ def ports_answer() -> Outcome:
 def two_ranks_add_up() -> Outcome:
     """Start two ranks that exchange a sum, a gather and a scatter, as every notebook does."""
     from fsdp_helpers.cli.doctor.workers import collectives_on_device, expected_of_collectives
-    from fsdp_helpers.ranks.launching.launch import launch
+    from fsdp_helpers.ranks.launch import launch
 
     if missing_for_gloo():
         raise Unfit("not started: gloo has no interface, see above")

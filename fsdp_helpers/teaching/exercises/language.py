@@ -18,7 +18,7 @@ from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.llama import IGNORED, Llama, summed_loss
 from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
 from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, first_of, in_words, run_on_ranks
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module

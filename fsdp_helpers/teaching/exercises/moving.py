@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.measuring.collectives import trace_collectives
-from fsdp_helpers.ranks.exchange import sum_over_ranks
+from fsdp_helpers.ranks.group import sum_over_ranks
 from fsdp_helpers.sharding.strategies import unit_names
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
 from fsdp_helpers.teaching.exercises.on_ranks import (

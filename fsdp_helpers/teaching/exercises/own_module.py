@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsdp_helpers.ranks.launching.server import loading_worker
+from fsdp_helpers.ranks.server import loading_worker
 from fsdp_helpers.teaching.exercises.answers import NotYet, error_line, expect
 
 PACKAGE = __name__.partition(".")[0]

@@ -13,7 +13,7 @@ from fsdp_helpers.models.series import count_params
 from fsdp_helpers.models.shapes import VIT_SHAPES, ViTShape
 from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.ranks.launching.launch import RankError
+from fsdp_helpers.ranks.launch import RankError
 from fsdp_helpers.sharding.strategies import unit_names
 from fsdp_helpers.teaching.exercises.answers import NotYet, call, call_or_none, exercise, expect, expect_whole
 from fsdp_helpers.teaching.exercises.fresh import DRAW, FRESH_CASES

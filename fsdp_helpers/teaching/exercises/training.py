@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_helpers.ranks.exchange import sum_over_ranks
+from fsdp_helpers.ranks.group import sum_over_ranks
 
 BATCH, WIDTH, CLASSES = 24, 10, 5  # a batch over all ranks divides by 2 and 3, and their parts by 4
 STEPS = 4

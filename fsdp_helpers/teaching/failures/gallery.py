@@ -12,8 +12,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 from fsdp_helpers.measuring.divergence import log_collectives, read_log
-from fsdp_helpers.ranks.launching.errors import RankError, RankTimeout
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.errors import RankError, RankTimeout
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import Collective
 from fsdp_helpers.teaching.failures.branches import BRANCHES
 from fsdp_helpers.teaching.failures.crashes import CRASHES

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_helpers.ranks.exchange import gather_over_ranks
+from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, set_timeout, small_model
 
 POLL_S = 0.1

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.stages import OWN, SHARD, WHOLE, Stage
+from fsdp_helpers.teaching.figures.stages import DDP_STEP, FSDP_STEP, OWN, SHARD, WHOLE, Stage
 from fsdp_helpers.teaching.figures.style import (
     HATCH,
     OP_COLORS,
@@ -33,14 +33,19 @@ from fsdp_helpers.teaching.figures.words import (
 )
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
+STEPS = {"DDP": DDP_STEP, "FSDP": FSDP_STEP}
 ROWS = ("parameters", "gradients", "optimizer")
 KEY = (
     "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
 )
 
 
-def draw_step(stages: Sequence[Stage], num_ranks: int = 2) -> tuple[Figure, Axes]:
-    """Draw what each rank holds at each stage of a step: one box per rank and stage, one bar per kind of state."""
+def draw_step(strategy: str, num_ranks: int = 2) -> tuple[Figure, Axes]:
+    """Draw what each rank holds at each stage of a step: one box per rank and stage, one bar per kind of state.
+
+    `strategy` is "DDP" or "FSDP".
+    """
+    stages = STEPS[strategy]
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 1.15 * num_ranks), layout="constrained")
         for column, stage in enumerate(stages):

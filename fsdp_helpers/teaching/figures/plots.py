@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from fsdp_helpers.measuring.copies import OffloadCopy
+from fsdp_helpers.measuring.step_profile import predicted_peaks
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
@@ -111,12 +112,13 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
     }
 
 
-def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak]) -> tuple[Figure, Axes]:
+def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] | None = None) -> tuple[Figure, Axes]:
     """Two bars per row: what a rank holds between steps, and what the ledger says is there at the peak.
 
-    `peaks` are the predicted ones, by the names of `runs`; a line stands at the measured peak. Ranks that are alike
-    share a row.
+    `peaks` are the predicted ones, by the names of `runs`; without them `predicted_peaks` measures a step of each run
+    here. A line stands at the measured peak. Ranks that are alike share a row.
     """
+    peaks = predicted_peaks(runs) if peaks is None else peaks
     rows = rows_of({name: run.ranks for name, run in runs.items()})
     highest_bytes = max(max(record.peak_bytes, peaks[name].bytes) for name, record in rows.values())
     with figure_style():

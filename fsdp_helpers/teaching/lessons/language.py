@@ -6,10 +6,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config
-from fsdp_helpers.models.llama import IGNORED, Llama, summed_loss
+from fsdp_helpers.models.llama import IGNORED, Llama
 from fsdp_helpers.models.shapes import llama_from_config
 
 ADAPTED = ("q_proj", "v_proj")  # as in Hu et al. 2021, arXiv:2106.09685
@@ -35,15 +34,6 @@ def pad(documents: Sequence[str]) -> tuple[Tensor, Tensor]:
 def whole_gradient(model: nn.Module) -> Tensor:
     """Return the full gradient as one vector, on every rank."""
     return torch.cat([getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)().flatten() for p in model.parameters()])
-
-
-def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, num_chunks: int = 8) -> Tensor:
-    """Return `summed_loss`, with the logits of one chunk at a time: backward computes them again."""
-    total = torch.zeros((), device=hidden.device)
-    chunks = zip(hidden.flatten(0, 1).chunk(num_chunks), targets.flatten().chunk(num_chunks), strict=True)
-    for part, wanted in chunks:
-        total = total + checkpoint(summed_loss, part, head, wanted, use_reentrant=False)
-    return total
 
 
 def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:

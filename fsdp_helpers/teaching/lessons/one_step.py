@@ -19,7 +19,7 @@ from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import ViTShape
 from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.training.worker import first_batches, versions
 
 KEPT_TRACE, KEPT_PICTURE = Path("reference", "step-trace.json"), Path("images", "step.svg")

@@ -21,8 +21,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.exchange import gather_over_ranks, sum_over_ranks
-from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.records import MemoryCurve, RunRecord, SavingRecord
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.training.loop import train_step

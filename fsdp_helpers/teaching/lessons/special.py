@@ -17,10 +17,8 @@ from fsdp_helpers.measuring.collectives import count_collectives, trace_collecti
 from fsdp_helpers.measuring.memory import state_bytes
 from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import Block, ViT
-from fsdp_helpers.ranks.exchange import gather_over_ranks
-from fsdp_helpers.ranks.group import rank_device
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 from fsdp_helpers.records import CollectiveCount, StateBytes
-from fsdp_helpers.teaching.lessons.starts import shard_blocks
 
 STEPS = 4
 
@@ -118,7 +116,10 @@ def train_frozen(rank: int, world_size: int, adapter: int, api: str) -> tuple[St
             model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=rank_device(), use_orig_params=True
         )
     else:
-        shard_blocks(model, init_device_mesh(rank_device().type, (world_size,)))
+        mesh = init_device_mesh(rank_device().type, (world_size,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(trained)
     images = torch.randn(4, shape.channels, shape.image_size, shape.image_size, device=rank_device())

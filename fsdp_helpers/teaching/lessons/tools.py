@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons.from_ddp import build_model, make_optimizer, mean_over_ranks, own_bytes, shard
 
 STEPS = 5

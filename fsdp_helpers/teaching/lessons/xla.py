@@ -157,7 +157,7 @@ def explain(output: str) -> str:
 
 
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
-    """Return `work()` as JSON has it or, if PyTorch/XLA is missing, the kept record, with a sentence that says so.
+    """Return `work()` as JSON has it or, if PyTorch/XLA is missing, the saved output, and say so.
 
     `keep` writes the record anew.
     """
@@ -174,7 +174,7 @@ def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -
 def kept(key: str, why: str) -> object:
     """Return the record of an earlier run; print `why` it does not run here, and when it ran."""
     record = json.loads((RECORDS / f"{key}.json").read_text())
-    print(f"{why}. Below is the kept record of {record['finished']}.")
+    print(f"{why}. Below is the output saved on {record['finished']}.")
     return record["result"]
 
 

@@ -16,9 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_helpers.data.images import load_data, rank_batches
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.exchange import sum_over_ranks
-from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.group import rank_device, sum_over_ranks
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import largest_difference
 from fsdp_helpers.teaching.lessons.xla_inputs import read_batches, start_model, start_optimizer
 

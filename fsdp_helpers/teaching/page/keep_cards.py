@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures import gallery, plain, tools
 from fsdp_helpers.teaching.failures.entry import Failure
 from fsdp_helpers.teaching.page.cards import stacks_of_page

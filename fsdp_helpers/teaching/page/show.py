@@ -5,8 +5,6 @@ import difflib
 import inspect
 import platform
 import re
-import symtable
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,10 +17,8 @@ from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.teaching.page.listings import Listing, SideBySide
 from fsdp_helpers.teaching.page.machine_memory import describe_memory
 
-MAX_IMPORT_WIDTH = 100
 NUMBER = re.compile(r"[-−+~<≤]?\s?\d[\d,]*(\.\d+)?(e[-+]?\d+)?(\s?(%|x|×|[kMGT]?B|[mµn]?s|min|h))?")
 EMPTY = ("", "-", "–", "—", "None")  # in a column of numbers: there is none here
-Import = tuple[str, str, str]  # module, name in it ("" for the module itself), and the name it goes by here
 
 
 def source(*objects: Callable | type) -> Listing:
@@ -48,66 +44,31 @@ def _short_path(shown: Callable | type) -> str:
 
 def needed_imports(*objects: Callable | type) -> str:
     """Return import statements for exactly those names that `objects` use and their modules import or define."""
-    found: set[Import] = set()
-    names = {thing.__name__ for thing in objects}
+    shown = {thing.__name__ for thing in objects}
+    by_module: dict[ModuleType, set[str]] = {}
     for thing in objects:
-        used = _global_names(textwrap.dedent(inspect.getsource(thing))) - names
-        found |= {entry for entry in _provided(inspect.getmodule(thing)) if entry[2] in used}
-    groups: dict[int, list[str]] = {}
-    for statement in sorted(_statements(found), key=lambda statement: (statement.startswith("from"), statement)):
-        groups.setdefault(_origin(statement.split()[1]), []).append(f"{statement}\n")
-    return "\n".join("".join(groups[origin]) for origin in sorted(groups))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        by_module.setdefault(inspect.getmodule(thing), set()).update(used - shown)
+    found = [statement for module, used in by_module.items() for statement in _imports_from(module, used)]
+    return "".join(f"{statement}\n" for statement in dict.fromkeys(found))
 
 
-def _global_names(code: str) -> set[str]:
-    """Return the names that `code` uses and does not define itself."""
-    tables = [symtable.symtable(code, "shown", "exec")]
-    for table in tables:
-        tables += table.get_children()
-    defined = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned()}
-    used = {
-        symbol.get_name()
-        for table in tables
-        for symbol in table.get_symbols()
-        if symbol.is_global() and symbol.is_referenced()
-    }
-    return used - defined
-
-
-def _provided(module: ModuleType) -> Iterator[Import]:
-    """Yield everything that `module` imports and defines at its top level."""
+def _imports_from(module: ModuleType, used: set[str]) -> Iterator[str]:
+    """Yield the module's own imports of the names that are `used`, then one of those that it defines itself."""
+    own = []
     for node in ast.parse(inspect.getsource(module)).body:
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, "", alias.asname or alias.name.split(".")[0]) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.module, alias.name, alias.asname or alias.name) for alias in node.names)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) in used]
+            if node.names:
+                yield ast.unparse(node)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield module.__name__, node.name, node.name
-        elif isinstance(node, ast.Assign):
-            names = [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-            yield from ((module.__name__, name, name) for name in names)
-
-
-def _statements(imports: set[Import]) -> Iterator[str]:
-    """Yield one `import` for each module, and one `from` for all names from the same module."""
-    from_modules: dict[str, list[str]] = {}
-    for module, name, here in sorted(imports):
-        if not name:
-            yield f"import {module}" if here == module.split(".")[0] else f"import {module} as {here}"
-        else:
-            from_modules.setdefault(module, []).append(name if here == name else f"{name} as {here}")
-    for module, names in from_modules.items():
-        statement = f"from {module} import {', '.join(names)}"
-        if len(statement) > MAX_IMPORT_WIDTH:
-            lines = textwrap.wrap(", ".join(names) + ",", MAX_IMPORT_WIDTH - 4)
-            statement = f"from {module} import (\n" + textwrap.indent("\n".join(lines), "    ") + "\n)"
-        yield statement
-
-
-def _origin(module: str) -> int:
-    """Return 0 for Python's own modules, 2 for this package's, 1 for all others: the usual order of imports."""
-    top = module.split(".")[0]
-    return 0 if top in sys.stdlib_module_names else 2 if top == "fsdp_helpers" else 1
+            own.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            own += [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    if names := sorted(used.intersection(own)):
+        yield f"from {module.__name__} import {', '.join(names)}"
 
 
 def side_by_side(left: Callable, right: Callable) -> SideBySide:
@@ -200,8 +161,8 @@ def machine(
     import torch
 
     from fsdp_helpers.data.images import describe_source, prepare_data
+    from fsdp_helpers.ranks.errors import shown_by_message
     from fsdp_helpers.ranks.group import device_name
-    from fsdp_helpers.ranks.launching.errors import shown_by_message
     from fsdp_helpers.teaching.page.machine_gpus import settle_device
 
     with shown_by_message(ValueError):

@@ -61,7 +61,7 @@ def test_a_good_machine(healthy, capsys, tmp_path):
 
 def test_two_ranks_add_up(monkeypatch):
     assert network.two_ranks_add_up().passed
-    monkeypatch.setattr("fsdp_helpers.ranks.launching.launch.launch", lambda *_, **__: [("cpu", 0.0, [], [])] * 2)
+    monkeypatch.setattr("fsdp_helpers.ranks.launch.launch", lambda *_, **__: [("cpu", 0.0, [], [])] * 2)
     found = network.two_ranks_add_up()
     assert not found.passed and found.measured.startswith("they found [('cpu', 0.0, [], [])")
 

@@ -8,7 +8,7 @@ from fsdp_helpers.cli.doctor import gpu
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, PASS, SKIP, Row, look_at
 from fsdp_helpers.cli.doctor.workers import train_in_three_ways
 from fsdp_helpers.ranks.gpus import NONE, VISIBLE, Gpus
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 
 LOOKS = {look.title: look for look in gpu.LOOKS}
 DIGITS = {"ddp": [1.0, 0.5], "fsdp2": [1.0, 0.5], "bf16": [1.001, 0.5001]}
@@ -28,7 +28,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(gpu, "find_gpus", lambda wanted: Gpus(2))
     monkeypatch.setattr(gpu, "ask", answers.get)
     monkeypatch.setattr(gpu, "losses", lambda: DIGITS)
-    monkeypatch.setattr("fsdp_helpers.ranks.launching.launch.launch", lambda *_, **__: right)
+    monkeypatch.setattr("fsdp_helpers.ranks.launch.launch", lambda *_, **__: right)
     return answers
 
 
@@ -53,7 +53,7 @@ def break_driver(patch, answers):
 
 
 def break_sums(patch, answers):
-    patch.setattr("fsdp_helpers.ranks.launching.launch.launch", lambda *_, **__: [("cuda:0", 2.0, [], [])])
+    patch.setattr("fsdp_helpers.ranks.launch.launch", lambda *_, **__: [("cuda:0", 2.0, [], [])])
 
 
 def break_torch(patch, answers):

@@ -110,5 +110,5 @@ class TestUnit(BuildTestsOnRanks):
     ]
 
     def test_the_package_s_own_answer_is_refused(self, write):
-        write("from fsdp_helpers.teaching.lessons.by_hand import FlatUnit as Unit\n")
+        write("from fsdp_helpers.sharding.strategies import shard_fsdp2 as Unit\n")
         self.refuse("my_unit.py imports fsdp_helpers; write it with torch alone")

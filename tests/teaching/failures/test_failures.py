@@ -5,8 +5,7 @@ import torch
 import workers_for_tests as workers
 
 from fsdp_helpers.cli.explain import normalized
-from fsdp_helpers.ranks.in_turn import in_turn
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, same_numbers
 from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
@@ -52,8 +51,8 @@ def broken_runs() -> dict[str, Seen]:
 
 def run_in_turn(failures: list[Failure], way: str) -> dict[str, Seen]:
     failures = [failure for failure in failures if way == "broken" or gallery.has_fix(failure)]
-    calls = [(failure.name, way) for failure in failures]
-    per_rank = launch(in_turn, workers.run_failure, calls, **TWO_RANKS)
+    calls = [(workers.run_failure, failure.name, way) for failure in failures]
+    per_rank = launch(workers.call_each, calls, **TWO_RANKS)
     seen = {}
     for failure, *found in zip(failures, *per_rank, strict=True):
         errors = [one for one in found if isinstance(one, str)]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_helpers.ranks.launching.errors import RankError, RankTimeout
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.errors import RankError, RankTimeout
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures import crashes_at_the_ends, tools
 from fsdp_helpers.teaching.page.cards import stacks_of_page
 

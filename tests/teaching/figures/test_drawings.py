@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 
 from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import step_spans
-from fsdp_helpers.teaching.figures import drawings, stages
+from fsdp_helpers.teaching.figures import drawings
 from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.teaching.figures.style import SERIES_COLORS, STATE_COLORS
 
@@ -32,7 +32,7 @@ ONE_NUMBER = TensorEntry(
 SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
 DRAWINGS = {
     "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
-    "draw_step": (stages.FSDP_STEP,),
+    "draw_step": ("FSDP",),
     "draw_units": (["net", "first", "second"],),
     "draw_shards": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
 }
@@ -64,7 +64,7 @@ def filled(ax: Axes, kind: str) -> int:
 
 
 def test_a_step_of_fsdp_fills_what_each_rank_has():
-    ax = drawings.draw_step(stages.FSDP_STEP, num_ranks=2)[1]
+    ax = drawings.draw_step("FSDP", num_ranks=2)[1]
     # Two ranks, two shards each: parameters are a shard, whole, whole, a shard
     assert filled(ax, "parameters") == 2 * (1 + 2 + 2 + 1)
     assert filled(ax, "gradients") == 2 * (1 + 0 + 2 + 1)
@@ -73,7 +73,7 @@ def test_a_step_of_fsdp_fills_what_each_rank_has():
 
 
 def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
-    ax = drawings.draw_step(stages.DDP_STEP, num_ranks=3)[1]
+    ax = drawings.draw_step("DDP", num_ranks=3)[1]
     assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimizer")] == [36, 27, 36]
 
 
@@ -147,7 +147,7 @@ def test_shards_have_the_colors_of_the_series():
 
 
 def test_a_step_in_words():
-    text = describe(drawings.draw_step(stages.FSDP_STEP)[0])
+    text = describe(drawings.draw_step("FSDP")[0])
     assert text.startswith(
         "Stage 1, between steps: rank 0 has the left half of the parameters, rank 1 the right half; rank 0 has the "
         "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimizer state, rank 1 "
@@ -155,9 +155,7 @@ def test_a_step_in_words():
         "are no gradients; "
     )
     assert "Next: reduce-scatter. Stage 4" in text
-    assert "each of 3 ranks has its own shard of the parameters" in describe(
-        drawings.draw_step(stages.FSDP_STEP, num_ranks=3)[0]
-    )
+    assert "each of 3 ranks has its own shard of the parameters" in describe(drawings.draw_step("FSDP", num_ranks=3)[0])
 
 
 def test_units_in_words():

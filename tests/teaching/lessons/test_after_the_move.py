@@ -11,7 +11,7 @@ from leftovers import PROJECT
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from workers_for_tests import bytes_reduced
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures.gallery import GALLERY
 from fsdp_helpers.teaching.lessons import after_the_move
 

@@ -12,7 +12,7 @@ from chapters import body, defined, read_chapter, statements
 from take_home_workers import FOLDER
 from written_files import importable, written_files
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import from_ddp
 from fsdp_helpers.teaching.lessons.from_ddp import Job, compare_checkpoints
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import from_fsdp1
 
 

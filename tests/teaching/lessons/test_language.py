@@ -1,11 +1,9 @@
-"""What notebook 13 and its exercises share: padding, chunks and adapters change bytes and no number."""
-
-from functools import partial
+"""What notebook 13 and its exercises share: padding and adapters change bytes and no number."""
 
 import pytest
 import torch
 
-from fsdp_helpers.models.llama import IGNORED, Llama, summed_loss
+from fsdp_helpers.models.llama import IGNORED, Llama
 from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.teaching.lessons import language
 
@@ -13,23 +11,6 @@ from fsdp_helpers.teaching.lessons import language
 def test_padding_worked_by_hand():
     numbers, targets = language.pad(["abc", "de"])
     assert (numbers.tolist(), targets.tolist()) == ([[97, 98], [100, 0]], [[98, 99], [101, IGNORED]])
-
-
-def test_chunks_have_the_same_loss_and_gradients(monkeypatch):
-    torch.manual_seed(0)
-    head, targets = torch.nn.Linear(8, 30, bias=False), torch.randint(30, (2, 7))
-    targets[0, 3] = IGNORED
-    sizes = []
-    head.register_forward_hook(lambda _, inputs, output: sizes.append(len(output.flatten(0, -2))))
-    found = []
-    for loss in (summed_loss, partial(language.chunked_loss, num_chunks=4)):
-        hidden = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        head.zero_grad()
-        value = loss(hidden, head, targets)
-        value.backward()
-        found.append((value.detach(), hidden.grad, head.weight.grad.clone()))
-    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*found, strict=True))
-    assert sizes == [14] + [4, 4, 4, 2] + [2, 4, 4, 4]  # backward computes each chunk's logits again, the last first
 
 
 def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import migration
 
 

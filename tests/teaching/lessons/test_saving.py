@@ -13,7 +13,7 @@ from workers_for_tests import call_each
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.teaching.lessons import saving as lessons
 from fsdp_helpers.training.worker import train_worker
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from workers_for_tests import call_each
 
-from fsdp_helpers.ranks.launching.launch import RankError, launch
+from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.teaching.lessons import special
 
 

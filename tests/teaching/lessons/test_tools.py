@@ -6,7 +6,7 @@ import json
 import pytest
 from leftovers import PROJECT
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import tools
 
 KEPT = PROJECT / "notebooks" / "reference" / "accelerate.json"

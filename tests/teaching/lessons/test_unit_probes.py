@@ -3,7 +3,7 @@
 import pytest
 from workers_for_tests import call_each
 
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import unit_probes
 
 BLOCKS = [f"blocks.{number}" for number in range(4)]

@@ -4,12 +4,12 @@ import multiprocessing.connection
 import pickle
 
 from fsdp_helpers.ranks.group import process_group
-from fsdp_helpers.ranks.launching.pickling import pickle_result
-from fsdp_helpers.ranks.launching.process import Sender, failures_sent
-from fsdp_helpers.ranks.launching.server import loading_worker
-from fsdp_helpers.ranks.launching.setup import Setup
+from fsdp_helpers.ranks.pickling import pickle_result
 from fsdp_helpers.ranks.progress import send_reports_to
+from fsdp_helpers.ranks.rank import Sender, failures_sent
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
+from fsdp_helpers.ranks.server import loading_worker
+from fsdp_helpers.ranks.setup import Setup
 
 
 def run_worker(rank: int, setup: Setup, send: Sender, link: multiprocessing.connection.Connection) -> None:

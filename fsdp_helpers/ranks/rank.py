@@ -11,20 +11,18 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp_helpers.ranks.errors import describe_error
 from fsdp_helpers.ranks.gpus import hide_gpus
-from fsdp_helpers.ranks.launching.setup import Setup
-from fsdp_helpers.ranks.launching.stacks import written_on_request
 from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
+from fsdp_helpers.ranks.setup import Setup
+from fsdp_helpers.ranks.stacks import written_on_request
 
 STREAMS = ("stdout", "stderr")
-OWN_FILES = (__file__, str(Path(__file__).with_name("worker.py")))
 
 
 @dataclass(frozen=True)
@@ -155,12 +153,3 @@ def failures_sent(send: Sender) -> Iterator[None]:
     except BaseException as error:
         send("failure", Failure(time.monotonic(), *describe_error(error)))
         raise SystemExit(1) from error
-
-
-def describe_error(error: BaseException) -> tuple[str, str]:
-    """Return the last line of a traceback, and all of it from the worker on."""
-    worker_frames = error.__traceback__
-    while worker_frames and worker_frames.tb_frame.f_code.co_filename in OWN_FILES:
-        worker_frames = worker_frames.tb_next
-    details = "".join(traceback.format_exception(type(error), error, worker_frames)).rstrip()
-    return traceback.format_exception_only(error)[-1].strip(), details

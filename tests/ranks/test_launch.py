@@ -19,10 +19,10 @@ import pytest
 import torch
 from programs import is_running, running_python, wait_until
 
-from fsdp_helpers.ranks.launching.hangs import HangDetector
-from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, _Launch, launch
-from fsdp_helpers.ranks.launching.process import Failure
+from fsdp_helpers.ranks.hangs import HangDetector
+from fsdp_helpers.ranks.launch import RankError, RankTimeout, _Launch, launch
 from fsdp_helpers.ranks.progress import ProgressBar
+from fsdp_helpers.ranks.rank import Failure
 
 # ---------------------------------------------------------------- results
 
@@ -179,7 +179,7 @@ def test_a_rank_that_never_stops_printing_is_ended_like_any_other():
 @pytest.fixture
 def nothing_starts(monkeypatch):
     refuse = lambda *args, **settings: pytest.fail("a rank was started")  # noqa: E731
-    monkeypatch.setattr("fsdp_helpers.ranks.launching.launch.Processes", refuse)
+    monkeypatch.setattr("fsdp_helpers.ranks.launch.Processes", refuse)
 
 
 def test_a_worker_that_cannot_be_imported(nothing_starts):
@@ -245,7 +245,7 @@ def hanging_launches(folder: Path) -> Iterator:
     code = f"""
         import sys, tempfile
         tempfile.tempdir = {short!r}
-        from fsdp_helpers.ranks.launching.launch import launch
+        from fsdp_helpers.ranks.launch import launch
         from launch_workers import leave_processes, load_torch_alone, return_rank
         load_torch_alone()
         for _ in sys.stdin:
@@ -316,7 +316,7 @@ def test_interrupted_while_starting_interrupted_while_running_and_killed(tmp_pat
 @pytest.mark.long
 def test_two_notebooks_launching_in_a_loop_never_collide():
     code = """
-        from fsdp_helpers.ranks.launching.launch import launch
+        from fsdp_helpers.ranks.launch import launch
         from launch_workers import all_reduce_rank
         print([launch(all_reduce_rank, world_size=2, device="cpu") for _ in range(10)])
     """

@@ -97,7 +97,7 @@ def _start_server(device: str) -> None:
 def _watching_its_parent() -> Iterator[None]:
     """Let a server that is started within the block find `orphans`, and watch over its ranks."""
     before = os.environ.get("PYTHONPATH")
-    package = str(Path(__file__).parents[3])
+    package = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, before]))
     os.environ[WATCHED] = str(os.getpid())
     try:

@@ -11,9 +11,9 @@ import launch_workers as workers
 import pytest
 from programs import wait_until
 
-from fsdp_helpers.ranks.launching import hangs
-from fsdp_helpers.ranks.launching.hangs import HangDetector
-from fsdp_helpers.ranks.launching.launch import RankTimeout, launch
+from fsdp_helpers.ranks import hangs
+from fsdp_helpers.ranks.hangs import HangDetector
+from fsdp_helpers.ranks.launch import RankTimeout, launch
 
 STALL_S = 1.5
 

@@ -13,11 +13,11 @@ import pytest
 from programs import is_running, running, running_python, wait_until
 from runs import mostly_long
 
+from fsdp_helpers.ranks import server as fork_server
 from fsdp_helpers.ranks.allocator import MALLOC_TUNABLES
 from fsdp_helpers.ranks.gpus import NONE
-from fsdp_helpers.ranks.launching import server as fork_server
-from fsdp_helpers.ranks.launching.launch import RankError, launch
-from fsdp_helpers.ranks.launching.server import choose_start_method
+from fsdp_helpers.ranks.launch import RankError, launch
+from fsdp_helpers.ranks.server import choose_start_method
 
 
 def test_a_server_where_there_can_be_one(monkeypatch):
@@ -68,7 +68,7 @@ for module, names in {
             delattr(module, name)
 
 if __name__ == "__main__":
-    from fsdp_helpers.ranks.launching.launch import RankError, RankTimeout, launch
+    from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
     from launch_workers import hang_on, raise_on, return_rank
 
     print(launch(return_rank, world_size=2, device="cpu"))
@@ -93,7 +93,7 @@ def test_a_system_without_a_server_and_without_signals(tmp_path):
 
 
 UNGUARDED = """
-from fsdp_helpers.ranks.launching.launch import launch
+from fsdp_helpers.ranks.launch import launch
 from launch_workers import load_torch_alone, return_rank
 
 load_torch_alone()
@@ -115,7 +115,7 @@ def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
 
 def test_a_module_that_launches_while_ranks_import_it_does_not_go_on_for_ever(tmp_path, monkeypatch, capfd):
     (tmp_path / "module_that_launches.py").write_text(
-        "from fsdp_helpers.ranks.launching.launch import launch\n"
+        "from fsdp_helpers.ranks.launch import launch\n"
         "def work(rank, world_size): return rank\n"
         "print(launch(work, world_size=2, device='cpu'))\n"
     )
@@ -144,7 +144,7 @@ def test_a_python_with_settings_of_its_own(tmp_path):
     (tmp_path / "my_worker.py").write_text(OWN_WORKER)
     code = """
         import os, signal
-        from fsdp_helpers.ranks.launching.launch import launch
+        from fsdp_helpers.ranks.launch import launch
         from launch_workers import load_torch_alone
         from my_worker import work
         load_torch_alone()

@@ -1,7 +1,11 @@
 """The errors that a launch can end in. A notebook shows each of them without its traceback."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "worker.py"))
 
 
 class RankError(RuntimeError):
@@ -48,3 +52,12 @@ def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
         lines = [f"{type(error).__name__}: {error}"]
         error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython looks for it
         raise
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Return the last line of a traceback, and all of it from the worker on."""
+    worker_frames = error.__traceback__
+    while worker_frames and worker_frames.tb_frame.f_code.co_filename in OWN_FILES:
+        worker_frames = worker_frames.tb_next
+    details = "".join(traceback.format_exception(type(error), error, worker_frames)).rstrip()
+    return traceback.format_exception_only(error)[-1].strip(), details

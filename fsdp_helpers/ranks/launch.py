@@ -13,22 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_helpers.ranks.edited_modules import follow_edits
+from fsdp_helpers.ranks.errors import Interrupted, RankError, RankTimeout, shown_by_message
 from fsdp_helpers.ranks.group import check_timeout, choose_device
-from fsdp_helpers.ranks.launching.edits import follow_edits
-from fsdp_helpers.ranks.launching.errors import Interrupted, RankError, RankTimeout, shown_by_message
-from fsdp_helpers.ranks.launching.hangs import HangDetector
-from fsdp_helpers.ranks.launching.pickling import check_worker, pickle_job
-from fsdp_helpers.ranks.launching.process import STREAMS, Failure
-from fsdp_helpers.ranks.launching.server import (
+from fsdp_helpers.ranks.hangs import HangDetector
+from fsdp_helpers.ranks.pickling import check_worker, pickle_job
+from fsdp_helpers.ranks.processes import LONGEST_WAIT_S, TERM_S, Processes
+from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
+from fsdp_helpers.ranks.rank import STREAMS, Failure
+from fsdp_helpers.ranks.roll_call import list_ranks
+from fsdp_helpers.ranks.server import (
     check_not_imported,
     choose_start_method,
     interrupts_wait,
     why_it_takes_long,
 )
-from fsdp_helpers.ranks.launching.worker import run_worker
-from fsdp_helpers.ranks.processes import LONGEST_WAIT_S, TERM_S, Processes
-from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
-from fsdp_helpers.ranks.roll_call import list_ranks
+from fsdp_helpers.ranks.worker import run_worker
 
 GRACE_S = 0.5  # after a failure: wait this long for the failure that caused it
 

@@ -8,7 +8,7 @@ from typing import Any
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers.ranks.launching.pickling import check_worker, pickle_job, pickle_result
+from fsdp_helpers.ranks.pickling import check_worker, pickle_job, pickle_result
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_helpers.ranks.launching import stacks
+from fsdp_helpers.ranks import stacks
 
 STACK = """Current thread 0x00007f (most recent call first):
   File "{torch}/distributed/distributed_c10d.py", line 4181 in all_reduce
@@ -47,7 +47,7 @@ def test_torch_that_a_pth_file_leads_to(tmp_path):
         f"site.addsitedir({str(tmp_path / 'site')!r})\n"
         "sys.path.reverse()  # what the .pth file names comes first\n"
         "from pathlib import Path\n"
-        "from fsdp_helpers.ranks.launching import stacks\n"
+        "from fsdp_helpers.ranks import stacks\n"
         f"print(stacks.describe(Path({str(file)!r})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

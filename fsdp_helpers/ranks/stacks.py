@@ -18,10 +18,9 @@ def as_faulthandler_writes(path: Path) -> str:
 
 
 BODIES_OF_RANKS = tuple(
-    as_faulthandler_writes(Path(__file__).parents[1] / name)
-    for name in ("cells.py", "launching/worker.py", "launching/process.py")
+    as_faulthandler_writes(Path(__file__).with_name(name)) for name in ("cells.py", "worker.py", "rank.py")
 )
-PACKAGE = as_faulthandler_writes(Path(__file__).parents[2]) + os.sep
+PACKAGE = as_faulthandler_writes(Path(__file__).parents[1]) + os.sep
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 LIBRARIES = (
     "<frozen",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fsdp_helpers.ranks.exchange import sum_over_ranks
+from fsdp_helpers.ranks.group import sum_over_ranks
 
 _asked: bool | None = None  # None if nobody heeds SIGTERM
 

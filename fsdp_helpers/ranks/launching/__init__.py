@@ -1,1 +1,0 @@
-"""The launcher: start ranks from a fork server, watch them, and bring their results home."""
