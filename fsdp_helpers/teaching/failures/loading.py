@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, small_model
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, gradient_norm, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, gradient_norm, images, in_units, small_model
 
 # ---------------------------------------------------------------- DDP's wrapper is left out
 

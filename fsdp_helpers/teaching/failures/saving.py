@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, small_model
 
 
 @contextmanager

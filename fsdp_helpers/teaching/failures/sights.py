@@ -416,7 +416,7 @@ SIGHTS: dict[str, tuple[Sight, ...]] = {
             "LayerDrop, experts or skipped layers: training hangs with NCCL, aborts with gloo, or learns nonsense"
         ),
     ),
-    "wrong-muon-local-rows": (number("Muon's updates differ from one process by 30% to 50%"),),
+    "wrong-muon-local-rows": (number("Muon's updates differ from one process by a third or more"),),
     "wrong-schedule-per-rank": (number("each rank has a different learning rate after a resume or a move"),),
     "wrong-set-epoch": (
         number("the same order of samples in every epoch"),
@@ -464,7 +464,7 @@ SIGHTS: dict[str, tuple[Sight, ...]] = {
         message("size mismatch for"),
         message("copying a param with shape"),
         number("the saved file has 1/N of the size of the model, or a few hundred kB"),
-        quote("from checkpoint, the shape in current model is", "torch/nn/modules/module.py"),
+        message("from checkpoint, the shape in current model is"),
         behavior("tensors in the saved file are empty (torch.Size([0])), flat, or a part of their rows"),
     ),
     "save-half-written": (

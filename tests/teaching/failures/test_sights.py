@@ -44,7 +44,7 @@ def test_a_quoted_message_is_in_a_saved_run(name, text):
     """That torch still says so, test_failures asks the runs under `launch`; below, runs under torchrun."""
     assert name in {failure.name for failure in RUN}, "what a CPU can't show is a quote, with its source"
     saved = KEPT["torchrun"].get(name, {"errors": [], "report": []})
-    here = KEPT[name]["broken"]["error"]  # of a program that torchrun does not start
+    here = KEPT.get(name, {"broken": {"error": ""}})["broken"]["error"]  # of a program that torchrun does not start
     assert one_side(text) in one_side(said_by(saved)) or one_side(text) in one_side(here)
 
 

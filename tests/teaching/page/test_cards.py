@@ -16,7 +16,7 @@ KEPT = json.loads((NOTEBOOKS / "reference/failures.json").read_text())
 CELLS = nbformat.read(NOTEBOOKS / "11_when_it_breaks.ipynb", as_version=4).cells
 MARKDOWN = [cell.source for cell in CELLS if cell.cell_type == "markdown"]
 CODE = "\n".join(cell.source for cell in CELLS if cell.cell_type == "code")
-LIVE = [failure.name for failure in RUN if f' = card("{failure.name}")' in CODE]
+LIVE = [failure.name for failure in RUN if f' = cards.card("{failure.name}")' in CODE]
 
 
 def documented_card(failure: Failure) -> str:
@@ -33,7 +33,7 @@ def test_every_failure_has_its_card_in_the_notebook():
         if not failure.is_run:
             assert heading == documented_card(failure)
         elif failure.name not in LIVE:
-            assert f'kept_card("{failure.name}")' in CODE and "*A saved run.*" in heading
+            assert f'cards.kept_card("{failure.name}")' in CODE and "*A saved run.*" in heading
 
 
 @pytest.mark.parametrize("name", [failure.name for failure in RUN if failure.name not in LIVE])
