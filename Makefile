@@ -12,7 +12,8 @@
 # make run          install, then run every notebook and keep its outputs   (NOTEBOOKS="03 09" for some of them)
 # make handouts     the notebooks on paper, without solutions, in handouts/   (NOTEBOOKS="03 09", HANDOUT_ARGS=--solutions)
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
-# make book         the executed notebooks as a small site, in book/
+# make book         the executed notebooks, README and the glossary as a site, in book/ (installs Sphinx beside it)
+# make test-book    its links, its pictures and its search
 # make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE_ARGS="--to DIR")
 # make lint         check the style of the code; `make format` fixes what a program can fix
 # make relock       take the newest versions that the registry serves into requirements.lock
@@ -29,6 +30,9 @@ OLDEST_INSTALLED := .venv-oldest/installed
 TOOLS_BIN := .venv-tools/bin
 TOOLS_INSTALLED := .venv-tools/installed
 TOOLS_PACKAGES := transformers==5.23.0 tokenizers==0.23.3 accelerate==1.15.0 peft==0.21.2
+DOCS_BIN := .venv-docs/bin
+DOCS_INSTALLED := .venv-docs/installed
+DOCS_PACKAGES := sphinx==9.0.4 docutils==0.22.4 myst-nb==1.4.0 myst-parser==5.2.0 sphinx-book-theme==1.4.0 pydata-sphinx-theme==0.20.0
 XLA_BIN := .venv-xla/bin
 XLA_INSTALLED := .venv-xla/installed
 XLA_PACKAGES := torch==2.9.1 torch_xla==2.9.0 numpy
@@ -52,7 +56,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab reset handouts slides book offline test test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock outdated run clean
+.PHONY: lab reset handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock outdated run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -65,14 +69,21 @@ $(OLDEST_INSTALLED): oldest.lock pyproject.toml
 	$(call install_lock,$(OLDEST_BIN),oldest.lock)
 	touch $@
 
-# Transformers and accelerate alone: all else is that of the environment above, which a .pth file brings in.
+# An environment with a few packages more: all else is that of the environment above, which a .pth file brings in.
+define install_beside
+rm -rf $(1)
+$(PYTHON) -m venv $(1)
+$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+  > "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/environment.pth"
+$(1)/bin/python $(PIP_INSTALL) --constraint requirements.lock $(2)
+touch $(1)/installed
+endef
+
 $(TOOLS_INSTALLED): $(INSTALLED) Makefile
-	rm -rf .venv-tools
-	$(PYTHON) -m venv .venv-tools
-	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
-	  > "$$($(TOOLS_BIN)/python -c 'import site; print(site.getsitepackages()[0])')/environment.pth"
-	$(TOOLS_BIN)/python $(PIP_INSTALL) --constraint requirements.lock $(TOOLS_PACKAGES)
-	touch $@
+	$(call install_beside,.venv-tools,$(TOOLS_PACKAGES))
+
+$(DOCS_INSTALLED): $(INSTALLED) Makefile
+	$(call install_beside,.venv-docs,$(DOCS_PACKAGES))
 
 # The last torch_xla fits one version of torch, so it has an environment of its own.
 $(XLA_INSTALLED): Makefile
@@ -109,8 +120,15 @@ handouts: $(INSTALLED)
 slides: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.cli.lab.slides $(NOTEBOOKS)
 
-book: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers.cli.lab.book $(NOTEBOOKS)
+# A reference that leads nowhere fails it. The first page is README's, under the name that servers look for, too.
+book: $(DOCS_INSTALLED)
+	rm -rf book
+	$(DOCS_BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --doctree-dir $(CACHE)/doctrees --conf-dir docs . book
+	cp book/README.html book/index.html
+	@echo "open book/index.html"
+
+test-book: $(DOCS_INSTALLED)
+	$(DOCS_BIN)/python -m pytest tests/test_book.py
 
 offline: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.cli.lab.offline $(OFFLINE_ARGS)
@@ -131,15 +149,15 @@ test-long: $(INSTALLED)
 	$(PYTEST) -m "long and $(PLAIN)" $(LONG_ARGS) tests
 
 # Everything, in one list; what this machine lacks is said, and left out.
-SLOWER := test-long test-tools-long test-mnist test-imagined test-browser test-network test-slurm test-oldest xla
+SLOWER := test-long test-tools-long test-book test-mnist test-imagined test-browser test-network test-slurm test-oldest xla
 test-all: test
 	@for target in $(SLOWER); do \
 	  if why=$$($(MAKE) --silent --no-print-directory can-$$target 2> /dev/null); then $(MAKE) $$target || exit 1; \
 	  else echo "$$target is left out: $${why:-can-$$target does not say why}"; fi; done
 
-test-browser: $(INSTALLED) can-test-browser
-	$(BIN)/python -m pip show --quiet playwright || $(BIN)/python $(PIP_INSTALL) playwright==1.65.2
-	$(BIN)/python -m pytest -m browser $(BROWSER_ARGS) tests/browser
+test-browser: $(DOCS_INSTALLED) can-test-browser
+	$(DOCS_BIN)/python -m pip show --quiet playwright || $(DOCS_BIN)/python $(PIP_INSTALL) playwright==1.65.2
+	$(DOCS_BIN)/python -m pytest -m browser $(BROWSER_ARGS) tests/browser
 
 # What reads MNIST, for machines that have it and ran the rest on the digits.
 test-mnist: $(INSTALLED)
@@ -213,10 +231,15 @@ can-test-oldest:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or 3.12 is needed: the oldest versions have no builds for newer ones" if sys.version_info >= (3, 13) else 0)'
 	@$(call enough_disk,7)
 
+index_has = for package in $(1); do \
+  $(BIN)/python -m pip --retries 1 --timeout 10 index versions "$${package%%==*}" 2> /dev/null | grep -qF "$${package\#\#*==}" \
+  || { echo "no package index is at hand that has $$package"; exit 1; }; done
+
 can-test-tools: $(INSTALLED)
-	@for package in $(TOOLS_PACKAGES); do \
-	  $(BIN)/python -m pip --retries 1 --timeout 10 index versions "$${package%%==*}" 2> /dev/null | grep -qF "$${package##*==}" \
-	  || { echo "no package index is at hand that has $$package"; exit 1; }; done
+	@$(call index_has,$(TOOLS_PACKAGES))
+
+can-test-book: $(INSTALLED)
+	@$(call index_has,$(DOCS_PACKAGES))
 
 can-xla: $(INSTALLED)
 	@$(call enough_disk,8)
@@ -247,4 +270,4 @@ run: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.cli.lab.run_notebooks $(NOTEBOOKS)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-tools .venv-xla
+	rm -rf .venv .venv-oldest .venv-tools .venv-docs .venv-xla

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks import progress, server
 from fsdp_helpers.ranks.gpus import VISIBLE
-from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
+from fsdp_helpers.ranks.group import rank_device
 
 
 def load_torch_alone():
     """Let this Python's fork server load no more ahead, which takes half the time; not in pytest's own process."""
-    server.PRELOADED[1:] = ["torch"]
+    server.PRELOADED[:-1] = ["torch"]
 
 
 def return_rank(rank, world_size):
@@ -62,27 +62,6 @@ def stop_rank_1(rank, world_size, sharding):
     dist.all_reduce(torch.ones(1), group=group)
     dist.barrier(group=group)
     dist.barrier()
-
-
-def abort_while_rank_1_is_stopped(rank, world_size):
-    """As with NCCL: a rank is stopped, and a library ends a healthy one that waits for it."""
-    pids = gather_over_ranks(os.getpid())
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if rank == 0:
-        import psutil  # of no use to the other workers
-
-        while psutil.Process(pids[1]).status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
-        os.abort()
-    dist.all_reduce(torch.ones(1))
-
-
-def abort_itself(rank, world_size, bad_rank):
-    dist.barrier()
-    if rank == bad_rank:
-        os.abort()
-    sleep_for_ever()
 
 
 def all_reduce_late(rank, world_size, late_s):

@@ -67,8 +67,7 @@ def test_what_is_installed_is_the_lock():
     here = {plain_name(one.name): one.version for one in distributions()}
     lock = pinned(LOCK if here["torch"] in pinned(LOCK)["torch"] else OLDEST)
     brought_along = {"fsdp-helpers", "pip"}  # the project itself, and what a virtual environment begins with
-    for_the_browser = {"playwright", "greenlet", "pyee"}  # `make test-browser` adds them
-    assert here.keys() - lock.keys() - brought_along - for_the_browser == set(), "installed, and in no lock"
+    assert here.keys() - lock.keys() - brought_along == set(), "installed, and in no lock"
     assert {name: version for name, version in here.items() if version not in lock.get(name, {version})} == {}
 
 

@@ -25,7 +25,7 @@ from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.ranks.progress import counted
+from fsdp_helpers.ranks.progress import timed
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 PURE = "pure-bf16"  # everything is bf16, the batch and the buffers too
@@ -75,7 +75,7 @@ def plan_model(
     else:
         cluster = Cluster(world_size=world_size, **numbers)
     subject = measured_subject(factory, batch, loss_of or mean_of_outputs, unit_class, unit_names)
-    with counted(f"{subject.name}, measured in one process"):
+    with timed(f"{subject.name}, measured in one process"):
         plan = make_plan(subject, chosen, cluster)
         return plan, verdict(plan, subject)
 

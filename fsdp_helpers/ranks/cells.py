@@ -1,15 +1,10 @@
-"""Inside a rank that stays: it runs one cell after another in a module of its own, and answers with what came out.
-
-What a cell prints goes through a pipe, as bytes, so that a C library or a program that the cell starts is heard too.
-"""
+"""Inside a rank that stays: it runs one cell after another in a module of its own, and answers with the result."""
 
 import ast
 import builtins
 import codeop
 import importlib.machinery
-import io
 import linecache
-import multiprocessing.connection
 import os
 import pickle
 import pprint
@@ -22,19 +17,20 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_helpers.ranks.group import process_group, rank_device
-from fsdp_helpers.ranks.rank import Failure, Sender, flush
-from fsdp_helpers.ranks.setup import Setup
+from fsdp_helpers.ranks.group import process_group, rank_device, set_timeout
+from fsdp_helpers.ranks.output import without_addresses
+from fsdp_helpers.ranks.pickling import dumps
+from fsdp_helpers.ranks.rank import Failure, Send, Setup, flush
 
-INTERRUPT = getattr(signal, "SIGUSR2", None)  # the parent's request to end a cell; SIGINT is for the whole group
+INTERRUPT = signal.SIGUSR2  # the parent's request to end a cell; SIGINT is for the whole group
 WIDTH = 110  # of a value that is shown over several lines
-ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 LONGER_S = 300.0  # for a collective while another rank may compile
 CELLS = "<cells>"  # the file of the module in which all cells run
 
@@ -45,9 +41,7 @@ class Answer:
 
     value: str | None = None  # of the last line, as it is shown
     failure: Failure | None = None  # with the frames that are the reader's
-    collectives: Mapping[tuple, int] = field(
-        default_factory=dict
-    )  # of each group (its name and ranks): how many so far
+    collectives: Mapping[tuple, int] = field(default_factory=dict)  # of each group (name and ranks): how many so far
 
 
 @dataclass(frozen=True)
@@ -59,12 +53,10 @@ class LocalShard:
     shape: torch.Size
 
 
-def serve(rank: int, setup: Setup, send: Sender, link: multiprocessing.connection.Connection) -> None:
+def serve(rank: int, setup: Setup, send: Send, link: Connection) -> None:
     """Join the group, then run cells until the parent ends, or closes the link."""
-    place = {"device": setup.device, "init_method": setup.meeting_point, "launched": True}
-    with process_group(rank, setup.world_size, **place):
-        limit_waiting(setup.timeout_s)
-        cells = Cells(rank, setup, rank_device())
+    with process_group(rank, setup.world_size, **setup.group):
+        cells = Cells(rank, setup, send)
         send("answer", (setup.payload, None))
         while True:
             try:
@@ -74,37 +66,34 @@ def serve(rank: int, setup: Setup, send: Sender, link: multiprocessing.connectio
             send("answer", (number, cells.run(*content) if kind == "cell" else cells.get(content)))
 
 
-def limit_waiting(timeout_s: float) -> None:
+def limit_all_groups(timeout_s: float) -> None:
     """Give a collective so many seconds, in all groups that there are and in those that a cell makes."""
     limit = timedelta(seconds=timeout_s)
-    if dist.distributed_c10d.default_pg_timeout == limit:
-        return
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
-    for group in dist.distributed_c10d._world.pg_map:
-        set_timeout(limit, group)
-    dist.distributed_c10d.default_pg_timeout = limit
-    dist.distributed_c10d.default_pg_nccl_timeout = limit
+    if dist.distributed_c10d.default_pg_timeout != limit:
+        for group in dist.distributed_c10d._world.pg_map:
+            set_timeout(limit, group)
+        dist.distributed_c10d.default_pg_timeout = limit
+        dist.distributed_c10d.default_pg_nccl_timeout = limit
 
 
 class Cells:
     """The module in which a rank's cells run: its names stay from cell to cell."""
 
-    def __init__(self, rank: int, setup: Setup, device: torch.device) -> None:
+    def __init__(self, rank: int, setup: Setup, send: Send) -> None:
         # Its name is that of a script's module, so that what is shown can be copied into a script.
         module = types.ModuleType("__main__")
         module.__file__ = CELLS
         module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)  # nothing for a further process to import
-        module.__dict__.update(__builtins__=builtins, rank=rank, world_size=setup.world_size, device=device)
+        start = {"rank": rank, "world_size": setup.world_size, "device": rank_device()}
+        module.__dict__.update(start, __builtins__=builtins)
         sys.modules["__main__"] = module
-        self.names = module.__dict__
+        self.names, self.send = module.__dict__, send
         self.timeout_s, self.compiles = setup.timeout_s, False
         self.compile = codeop.Compile()  # remembers `from __future__ import ...`
-        self.line_file = os.open(setup.line_file(rank), os.O_WRONLY | os.O_CREAT)
         self.source: list[str] = []
         self.running = False
         self.point_to_point = _count_point_to_point()
-        if INTERRUPT is not None:
-            signal.signal(INTERRUPT, self._interrupt)
+        signal.signal(INTERRUPT, self._interrupt)
 
     def _interrupt(self, *_: object) -> None:
         if self.running:
@@ -126,20 +115,21 @@ class Cells:
 
     def _execute(self, text: str, file: str) -> str | None:
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-        offset, known = self._keep_source(text), set(self._classes())
-        tree = ast.parse(text, file)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        offset, known = self._keep_source(text), self._classes()
+        statements, last = ast.parse(text, file).body, None
+        if statements and isinstance(statements[-1], ast.Expr):
+            last = statements.pop()
         try:
-            for statement in tree.body:
-                self._begin_line(statement.lineno)
+            for statement in statements:
+                self.send("line", statement.lineno)  # a process that dies cannot say it any more
                 exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)  # type: ignore[arg-type]
             if last is None:
                 return None
-            self._begin_line(last.lineno)
+            self.send("line", last.lineno)
             value = eval(self.compile(ast.Expression(last.value), file, "eval"), self.names)  # type: ignore[arg-type]
             return None if value is None or text.rstrip().endswith(";") else show_value(value)
         finally:
-            for defined in set(self._classes()) - known:
+            for defined in self._classes() - known:
                 if "__firstlineno__" in vars(defined):
                     defined.__firstlineno__ += offset
 
@@ -147,14 +137,10 @@ class Cells:
         """Give collectives longer from the first cell on that compiles, and for the first of NCCL: ranks may differ."""
         self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
-        limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
+        limit_all_groups(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
 
-    def _begin_line(self, line: int) -> None:
-        """Note the line of the statement that runs: a process that dies cannot say it any more."""
-        os.pwrite(self.line_file, f"{line:8}".encode(), 0)
-
-    def _classes(self) -> list[type]:
-        return [value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"]
+    def _classes(self) -> set[type]:
+        return {value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"}
 
     def _keep_source(self, text: str) -> int:
         """Let `inspect.getsource` find the classes of all cells in the file of their module; return this cell's offset.
@@ -171,13 +157,11 @@ class Cells:
 
     def _count_collectives(self) -> dict[tuple, int]:
         """Count the collectives of each group that this rank is in, messages from rank to rank left out."""
-        counts = {}
-        for group in dist.distributed_c10d._world.pg_map:
-            name = group.group_name
-            counts[name, *dist.get_process_group_ranks(group)] = (
-                group._get_sequence_number_for_group() - self.point_to_point.get(name, 0)
-            )
-        return counts
+        return {
+            (group.group_name, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
+            - self.point_to_point.get(group.group_name, 0)
+            for group in dist.distributed_c10d._world.pg_map
+        }
 
     def get(self, name: str) -> tuple[bool, bytes]:
         """Return whether there is such a variable, and its value, as bytes."""
@@ -202,16 +186,9 @@ def _count_point_to_point() -> dict[str, int]:
 
 def show_value(value: object) -> str:
     """Return a value as a cell shows it: containers broken into lines, no memory addresses."""
-    text = (
-        pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False)
-        if type(value) in (dict, list, tuple, set)
-        else repr(value)
-    )
-    return without_addresses(text)
-
-
-def without_addresses(text: str) -> str:
-    return ADDRESS.sub("", text)
+    if type(value) in (dict, list, tuple, set):
+        return without_addresses(pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False))
+    return without_addresses(repr(value))
 
 
 def portable(value: Any) -> Any:
@@ -227,46 +204,26 @@ def portable(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(map(portable, value))
     try:
-        _dumps(value)
+        dumps(value)
     except Exception:
         return without_addresses(repr(value))
     return value
 
 
-def _dumps(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler that refuses what the parent cannot import: functions and classes of cells."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
-            raise pickle.PicklingError(f"{value.__qualname__} is defined in a cell")
-        return NotImplemented
-
-
 def describe_failure(error: BaseException) -> Failure:
-    """Describe the end of a cell: its last line, and the frames that are the reader's."""
-    frames = traceback.TracebackException.from_exception(error)
-    for one in _chain(frames):
-        one.stack = traceback.StackSummary.from_list([frame for frame in one.stack if _is_the_readers(frame.filename)])
-        for frame in one.stack:
+    """Describe the end of a cell: its last line, and the frames that are in a cell, or in a module beside it."""
+    trace = traceback.TracebackException.from_exception(error)
+    parts = [trace]
+    for part in parts:  # grows as it is read: causes have causes
+        parts += filter(None, [part.__cause__, part.__context__])
+        part.stack[:] = [frame for frame in part.stack if _is_the_readers(frame.filename)]
+        for frame in part.stack:
             if os.path.isabs(frame.filename):
                 frame.filename = os.path.basename(frame.filename)
-    summary = "".join(frames.format_exception_only()).strip()
-    text = without_addresses("".join(frames.format()).rstrip())
-    return Failure(time.monotonic(), without_addresses(summary), text)
-
-
-def _chain(error: traceback.TracebackException | None) -> list[traceback.TracebackException]:
-    return [] if error is None else [error, *_chain(error.__cause__), *_chain(error.__context__)]
+    summary = "".join(trace.format_exception_only()).strip()
+    text = "".join(trace.format()).rstrip()
+    return Failure(time.monotonic(), without_addresses(summary), without_addresses(text))
 
 
 def _is_the_readers(file: str) -> bool:
-    """Return whether a frame is in a cell, or in a module beside the notebook."""
-    if not os.path.isabs(file):
-        return file in linecache.cache
-    return os.path.dirname(file) == os.getcwd()
+    return os.path.dirname(file) == os.getcwd() if os.path.isabs(file) else file in linecache.cache

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "worker.py"))
+OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "launch.py"))
 
 
 class RankError(RuntimeError):

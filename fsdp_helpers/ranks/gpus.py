@@ -12,9 +12,8 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-NONE = "-1" if sys.platform == "win32" else ""  # Windows has no empty variables
-DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the variable, and its value where no GPU is visible
+DRIVER = "libcuda.so.1"
 TRIAL_S = 60.0
 # Counting leaves every GPU alone. Computing does not, so it is tried only if ranks are about to compute there.
 TRIAL = """
@@ -31,7 +30,6 @@ except Exception as error:
 """
 
 _hidden: list[str | None] = []  # what the variable was before this process hid its GPUs
-_known: list["Gpus"] = []  # what this process was told
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,7 @@ def find_gpus(wanted: int = 0) -> Gpus:
 
     The first call takes as long as torch takes to load; without a driver, calls cost nothing.
     """
-    if _known and not are_hidden():
-        return _known[-1]
     return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
-
-
-def believe(gpus: Gpus) -> None:
-    """Make this process take `gpus` for granted: its parent has just found them."""
-    _known.append(gpus)
 
 
 def hide_gpus() -> None:

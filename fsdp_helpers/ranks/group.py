@@ -3,9 +3,11 @@
 It makes no difference to a worker whether `launch` or torchrun started it.
 """
 
+import ctypes
 import math
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_helpers.ranks.allocator import keep_freed_memory
 from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
 LONGEST_WAIT_S = 1800.0  # for the other ranks, where no time-out is given: the library's own default
 ROLL_CALL_S = 5.0  # at most; of a short time-out a quarter
 JOIN_S = 300.0  # for all ranks to load PyTorch and to come; a short time-out is meant for the steps
+
+set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
 
 _device: torch.device | None = None  # this rank's, while it is in a group
 _collective_timeout: timedelta | None = None  # of a single collective, while it is in a group
@@ -57,10 +60,18 @@ def rank_device() -> torch.device:
     return torch.device("cuda", 0) if not are_hidden() and torch.cuda.is_available() else torch.device("cpu")
 
 
-def check_timeout(timeout_s: float | None) -> None:
-    """Raise ValueError unless a `--timeout` is a number of seconds above 0; None means half an hour."""
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout is {timeout_s}; it must be a number of seconds above 0")
+def check_world_size(world_size: int) -> None:
+    """Raise ValueError unless `world_size` is a number of ranks."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
+
+
+def check_seconds(**limits_s: float | None) -> None:
+    """Raise ValueError unless each of these limits, by its name, is a number of seconds above 0, or None."""
+    for name, limit_s in limits_s.items():
+        is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool)
+        if limit_s is not None and not (is_number and 0 < limit_s < math.inf):
+            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0")
 
 
 def roll_call_s(timeout_s: float) -> float:
@@ -133,6 +144,20 @@ def compute_repeatably() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False  # as torch has it
 
 
+def keep_freed_memory() -> None:
+    """Ask glibc to keep freed memory instead of handing it back to the system after every step.
+
+    Each step allocates the same large buffers again; fresh ones would have to be cleared page by page. The price is
+    that a process's resident memory stays at its highest. The other half of the settings takes effect at the start of a
+    process (`MALLOC_TUNABLES`): `launch` uses it, torchrun does not.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        m_mxfast, m_trim_threshold, m_mmap_max = 1, -1, -4  # from malloc.h
+        libc.mallopt(m_mxfast, 0)  # scraps are joined with their neighbors at once, as without a tcache
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, -1)
+
+
 def wait_in_the_open() -> None:
     """Make NCCL raise an error in the rank that waited in vain.
 
@@ -151,7 +176,6 @@ def waits_in_the_open() -> bool:
 def limit_waiting(group: dist.ProcessGroup) -> None:
     """Give a further group the time-out of the group of all ranks: by default a new one waits half an hour."""
     if _collective_timeout is not None:
-        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
         set_timeout(_collective_timeout, group)
 
 

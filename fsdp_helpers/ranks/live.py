@@ -4,27 +4,25 @@ import atexit
 import math
 import pickle
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.cells import INTERRUPT, Answer, serve
-from fsdp_helpers.ranks.edited_modules import follow_edits
 from fsdp_helpers.ranks.errors import Interrupted, RankError, shown_by_message
-from fsdp_helpers.ranks.group import choose_device
+from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size, choose_device
+from fsdp_helpers.ranks.notebook import follow_edits
 from fsdp_helpers.ranks.output import CellOutput
 from fsdp_helpers.ranks.processes import Processes
-from fsdp_helpers.ranks.rank import Failure
-from fsdp_helpers.ranks.roll_call import WAITED_IN_VAIN, list_ranks
+from fsdp_helpers.ranks.roll_call import list_ranks, waited_in_vain
 from fsdp_helpers.ranks.server import check_not_imported, interrupts_wait
 
 START_S = 300.0  # for all ranks to load what they need and to join
 GRACE_S = 0.3  # after a failure: for what the other ranks have to say
 BACK_S = 2.0  # after a failure, or Stop: for the other ranks to come back; else the group restarts
-IDLE_S = 3 * 3600.0  # without a cell: then ranks end, and give their memory back
 KEPT = "The ranks keep their variables."
 GONE = "The ranks were restarted, and their variables are gone."
 
@@ -37,6 +35,7 @@ def open_ranks() -> list["Ranks"]:
 
 
 def opened_last() -> "Ranks":
+    """Return the ranks that `%%ranks` runs on; RuntimeError if none are open."""
     if not (ranks := open_ranks()):
         raise RuntimeError("no ranks are open; open some first: ranks = Ranks(2)")
     return ranks[-1]
@@ -53,27 +52,22 @@ class Ranks:
             ranks["rank"]
 
     `device` is "cpu", "cuda" (each rank gets a GPU of its own) or "auto". A collective gives up after `timeout_s`
-    seconds, or five minutes from the first cell on that compiles. The ranks end with `close()`, with a `with` block,
-    with this process, and after three hours without a cell.
+    seconds (half an hour if it is None), or five minutes from the first cell on that compiles. The ranks end with `close()`, with a `with` block,
+    and with this process.
 
     Raises ValueError before anything starts: fewer than one rank, fewer GPUs than ranks, an unknown device.
     """
 
-    def __init__(self, world_size: int, device: str = "auto", timeout_s: float = 20.0) -> None:
+    def __init__(self, world_size: int, device: str = "auto", timeout_s: float | None = 20.0) -> None:
         check_not_imported()
         with shown_by_message(ValueError):
-            if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-                raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
-            if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-                raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0")
+            check_world_size(world_size)
+            check_seconds(timeout_s=timeout_s)
             self.device = choose_device(device, world_size)
-        self.world_size, self.timeout_s = world_size, timeout_s
+        self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S
         self._processes: Processes | None = None
         self._number = 0  # of the last message: an answer has the number of what it answers
-        self._ended_idle = False
         self._num_cells, self._cell = 0, ""
-        self._counts: dict[int, dict] = {}  # per rank: how many collectives of each group it has taken part in
-        self._idle = threading.Timer(IDLE_S, _end_idle, [weakref.ref(self)])
         with shown_by_message(RankError):
             self._start()
             self._await_start()
@@ -96,7 +90,6 @@ class Ranks:
     def close(self) -> None:
         """End the ranks; their variables are gone. It may be called again."""
         _open[:] = [reference for reference in _open if reference() not in (None, self)]
-        self._idle.cancel()
         with interrupts_wait():
             processes, self._processes = self._processes, None
             if processes is not None:
@@ -104,6 +97,7 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
+        """The process id of each rank."""
         return [] if self._processes is None else self._processes.pids
 
     @property
@@ -125,22 +119,24 @@ class Ranks:
         chosen = self._choose(ranks)
         compile(code, name, "exec")  # a syntax error runs on no rank
         self._get_ready()
-        self._cell = name
+        self._cell, self._lines = name, {}
         answers: dict[int, Answer] = {}
-        with CellOutput() as output:
-            self._processes.on_output = output.add
-            try:
-                self._tell(chosen, "cell", (code, name))
-                self._collect(chosen, answers)
-            except KeyboardInterrupt:
-                with interrupts_wait():
-                    lines = self._settle(chosen, answers)[1]
-                raise Interrupted("\n".join(["interrupted", *lines])) from None
-            output.finish({rank: answer.value for rank, answer in answers.items()})
-            if len(answers) < len(chosen) or any(answer.failure for answer in answers.values()) or self._behind():
-                with interrupts_wait():
-                    cause, lines = self._settle(chosen, answers)
-                raise RankError(cause.rank, self.world_size, cause.summary, "\n".join(lines))
+        output = CellOutput()
+        self._processes.on_output = output.add
+        try:
+            self._tell(chosen, "cell", (code, name))
+            self._collect(chosen, answers)
+        except KeyboardInterrupt:
+            with interrupts_wait():
+                output.finish({})
+                lines = self._settle(chosen, answers)[1]
+            raise Interrupted("\n".join(["interrupted", *lines])) from None
+        output.finish({rank: answer.value for rank, answer in answers.items()})
+        if len(answers) < len(chosen) or any(answer.failure for answer in answers.values()) or self._behind():
+            with interrupts_wait():
+                cause, lines = self._settle(chosen, answers)
+            rank, summary, _ = cause
+            raise RankError(rank, self.world_size, summary, "\n".join(lines))
 
     def __getitem__(self, name: str) -> list:
         """Return this variable on every rank, in rank order.
@@ -162,7 +158,9 @@ class Ranks:
 
     def _start(self) -> None:
         """Start new ranks; `_await_start` waits until they have joined."""
-        self._number, self._counts = self._number + 1, {}
+        self._number += 1
+        self._counts: dict[int, dict] = {}  # per rank: how many collectives of each group it has taken part in
+        self._lines: dict[int, int] = {}  # per rank: the line of its cell that it is at
         settings = {"timeout_s": self.timeout_s, "payload": self._number}
         self._processes = Processes(serve, self.world_size, self.device, CellOutput().add, **settings)
         self._joining = True
@@ -171,23 +169,17 @@ class Ranks:
         answers: dict[int, Any] = {}
         try:
             self._collect(range(self.world_size), answers, START_S)
-            if any(answers.values()) or len(answers) < self.world_size:
-                raise self._start_error(answers)
+            for rank, answer in answers.items():
+                if answer is not None:
+                    raise RankError(rank, self.world_size, answer.failure.summary, answer.failure.details)
+            for rank in self._processes.ends:
+                raise RankError(rank, self.world_size, self._processes.describe_end(rank))
+            if len(answers) < self.world_size:
+                raise TimeoutError(f"the ranks did not start within {START_S:.0f} s")
         except BaseException:
             self.close()
             raise
         self._joining = False
-
-    def _start_error(self, answers: dict[int, Any]) -> Exception:
-        for rank, answer in answers.items():
-            if answer is not None:
-                return RankError(rank, self.world_size, answer.failure.summary, answer.failure.details)
-        for rank in self._processes.ends:
-            if details := self._processes.own_traceback(rank):
-                return RankError(rank, self.world_size, details.splitlines()[-1], details)
-        for rank in self._processes.ends:
-            return RankError(rank, self.world_size, self._processes.describe_end(rank))
-        return TimeoutError(f"the ranks did not start within {START_S:.0f} s")
 
     def _restart(self) -> None:
         self._processes.end()
@@ -198,24 +190,16 @@ class Ranks:
         if self._processes is None:
             raise RuntimeError("these ranks are closed; open new ones: ranks = Ranks(2)")
         follow_edits()
-        self._idle.cancel()
         if self._joining:  # after a restart
             self._await_start()
         self._processes.note_ends()
-        if ends := self._processes.ends:
-            if self._ended_idle:
-                said = f"The ranks had ended, after {IDLE_S / 3600:g} hours without a cell."
-            else:
-                said = ". ".join(f"Rank {rank} had ended: {self._processes.describe_end(rank)}" for rank in ends) + "."
+        if self._processes.ends:
+            ends = [f"Rank {rank} had ended: {self._processes.describe_end(rank)}." for rank in self._processes.ends]
             with interrupts_wait():
                 self._restart()
-            print(f"{said} {GONE}", file=sys.stderr)
+            print(*ends, GONE, file=sys.stderr)
             self._await_start()
         self._number += 1
-        self._ended_idle = False
-        self._idle = threading.Timer(IDLE_S, _end_idle, [weakref.ref(self)])
-        self._idle.daemon = True
-        self._idle.start()
 
     # ------------------------------------------------------------ one message and its answers
 
@@ -239,9 +223,10 @@ class Ranks:
             if (left_s := until_s - time.monotonic()) <= 0:
                 return
             for rank, kind, content in self._processes.wait(waiting, left_s):
-                if kind == "failure":  # not of a cell: of the rank
+                if kind == "line":
+                    self._lines[rank] = content
+                elif kind == "failure":  # not of a cell: of the rank
                     answers[rank] = Answer(failure=content)
-                    self._processes.note_end(rank)
                 elif kind == "answer" and content[0] == self._number:  # else of a cell that was interrupted
                     answers[rank] = content[1]
                     if isinstance(content[1], Answer):
@@ -254,98 +239,71 @@ class Ranks:
 
     def _behind(self) -> dict[int, int]:
         """Return by how many collectives ranks are behind the others of a group; {} if all are equal."""
-        most: dict[Any, int] = {}
+        most: dict[tuple, int] = {}
         for counts in self._counts.values():
-            for group, count in counts.items():
-                most[group] = max(most.get(group, 0), count)
-        differences = {
+            most |= {group: max(most.get(group, 0), count) for group, count in counts.items()}
+        behind = {
             rank: max((most[group] - count for group, count in counts.items()), default=0)
             for rank, counts in self._counts.items()
         }
-        return {rank: behind for rank, behind in differences.items() if behind}
+        return {rank: count for rank, count in behind.items() if count}
 
-    def _settle(self, chosen: list[int], answers: dict[int, Answer]) -> tuple["_Cause", list[str]]:
+    def _settle(self, chosen: list[int], answers: dict[int, Answer]) -> tuple[tuple[int, str, str], list[str]]:
         """Have all ranks ready for the next cell, restarted if need be; return the cause, and the lines that tell it."""
         missing = [rank for rank in chosen if rank not in answers]
         self._processes.note_ends()
         running = [rank for rank in missing if rank not in self._processes.ends]
-        self._processes.ask_where(running)
-        places = {rank: self._processes.where(rank) for rank in running}
+        found = self._processes.stacks(running)
         for rank in running:
             self._processes.signal(rank, INTERRUPT)
         back = dict(answers)
-        if not all(self._processes.is_in_collective(rank) for rank in running):
-            self._collect(missing, back, BACK_S)  # none of those comes back, since a rank that they wait for has ended
-        cause, lines = self._tell_what_happened(chosen, answers, places)
-        in_vain = any(_waited_in_vain(answer.failure) for answer in answers.values())
+        if not all(map(stacks.is_in_collective, found.values())):
+            self._collect(missing, back, BACK_S)  # one in a collective does not come back: others have ended it
+        cause = self._find_cause(answers)
+        places = {rank: stacks.describe(stack) for rank, stack in found.items()}
+        lines = [cause[2]] if cause[2] else []
+        lines += [self._tell_of(rank, cause, answers, places) for rank in chosen if rank != cause[0]]
+        in_vain = any(answer.failure and waited_in_vain(answer.failure.summary) for answer in answers.values())
         kept = len(back) == len(chosen) and not self._processes.ends and not in_vain and not self._behind()
         if not kept:
             self._restart()
         return cause, [*lines, KEPT if kept else GONE]
 
-    def _tell_what_happened(
-        self, chosen: list[int], answers: dict[int, Answer], places: dict[int, str]
-    ) -> tuple["_Cause", list[str]]:
-        failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure}
-        behind = self._behind()
-        cause = self._find_cause(failures, behind)
-        lines = [cause.details] if cause.details else []
-        for rank in chosen:
-            missed = (
-                f", and took no part in {_count_collectives(behind[rank])} that others began" if rank in behind else ""
-            )
-            if rank == cause.rank:
-                continue
-            if rank in failures:
-                same = failures[rank].details == cause.details
-                lines.append(f"rank {rank} failed {'in the same way' if same else 'too: ' + failures[rank].details}")
-            elif rank in self._processes.ends:
-                lines.append(f"rank {rank} has ended: {self._processes.describe_end(rank)}")
-            elif rank in places:
-                lines.append(f"rank {rank} {places[rank]}")
-            else:
-                lines.append(f"rank {rank} had finished the cell{missed}")
-        return cause, lines
+    def _tell_of(
+        self, rank: int, cause: tuple[int, str, str], answers: dict[int, Answer], places: dict[int, str]
+    ) -> str:
+        """Say what became of a rank that is not the cause."""
+        if rank in answers and (failure := answers[rank].failure):
+            same = failure.details == cause[2]
+            return f"rank {rank} failed {'in the same way' if same else 'too: ' + failure.details}"
+        if rank in self._processes.ends:
+            return f"rank {rank} has ended: {self._processes.describe_end(rank)}"
+        if rank in places:
+            return f"rank {rank} {places[rank]}"
+        missed = self._behind().get(rank, 0)
+        return f"rank {rank} had finished the cell" + (f", and {_no_part_in(missed)}" if missed else "")
 
-    def _find_cause(self, failures: dict[int, Failure], behind: dict[int, int]) -> "_Cause":
-        """Return the first rank, in rank order, that failed by itself: others fail because they wait for it in vain."""
-        own = {rank: failure for rank, failure in failures.items() if not _waited_in_vain(failure)}
-        ends = self._processes.ends.keys() - own.keys()
-        for rank in sorted(own) or ([] if ends else sorted(failures)):
-            return _Cause(rank, failures[rank].summary, failures[rank].details)
-        for rank in sorted(ends):
-            return _Cause(rank, self._processes.describe_end(rank), self._last_line(rank))
-        for rank in sorted(behind):
-            return _Cause(rank, f"it took no part in {_count_collectives(behind[rank])} that others began")
-        return _Cause(-1, "")  # the cell was interrupted
+    def _find_cause(self, answers: dict[int, Answer]) -> tuple[int, str, str]:
+        """Return the first rank that failed by itself, what happened there, and its traceback.
 
-    def _last_line(self, rank: int) -> str:
-        """Return the line of its cell that a rank was at when it ended."""
-        file = self._processes.line_file(rank)
-        return f"It was at {self._cell} line {int(file.read_text())}." if file.exists() and file.read_text() else ""
+        The others fail because they wait for it in vain. The rank is -1 if none has failed: the cell was interrupted.
+        """
+        failures = {rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure}
+        own = {rank: failure for rank, failure in failures.items() if not waited_in_vain(failure.summary)}
+        ends = sorted(self._processes.ends.keys() - own.keys())
+        for rank, failure in (own or ({} if ends else failures)).items():
+            return rank, failure.summary, failure.details
+        for rank in ends:
+            line = self._lines.get(rank)
+            at_line = f"It was at {self._cell} line {line}." if line is not None else ""
+            return rank, self._processes.describe_end(rank), at_line
+        for rank, count in sorted(self._behind().items()):
+            return rank, f"it {_no_part_in(count)}", ""
+        return -1, "", ""
 
 
-class _Cause:
-    """The rank that a cell's error is about, and what happened there."""
-
-    def __init__(self, rank: int, summary: str, details: str = "") -> None:
-        self.rank, self.summary, self.details = rank, summary, details
-
-
-def _end_idle(reference: weakref.ref[Ranks]) -> None:
-    """End ranks after long without a cell. The timer holds no reference: ranks that nobody has any more end at once."""
-    ranks = reference()
-    if ranks is not None and ranks._processes is not None:
-        ranks._ended_idle = True
-        ranks._processes.end_all()
-
-
-def _waited_in_vain(failure: Failure | None) -> bool:
-    return failure is not None and any(words in failure.summary.lower() for words in WAITED_IN_VAIN)
-
-
-def _count_collectives(count: int) -> str:
-    return "a collective" if count == 1 else f"{count} collectives"
+def _no_part_in(count: int) -> str:
+    return f"took no part in {'a collective' if count == 1 else f'{count} collectives'} that others began"
 
 
 def _close_all() -> None:

@@ -31,4 +31,5 @@ def ranks(line: str, cell: str) -> None:
 
 
 def register(shell: Any) -> None:
+    """Give a notebook this magic; `%load_ext fsdp_helpers` calls it."""
     shell.register_magic_function(ranks, magic_kind="cell")

@@ -2,13 +2,14 @@
 
 When a process dies, its children live on under a new parent: on Linux the nearest ancestor that asked to be one, a
 "subreaper". Each rank asks, and so does the server that ranks are forked from; what a rank leaves behind is theirs to
-end. Elsewhere a rank leads a process group, which is ended after it; Windows has neither.
+end. The server loads this module ahead of the first fork.
 """
 
+import atexit
 import ctypes
+import gc
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
@@ -18,37 +19,24 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
-ON_LINUX = sys.platform == "linux"
-WATCHED = "FSDP_HELPERS_SERVER_OF"  # the server's parent, in the environment of the server alone
+PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
+SERVER_OF = "FSDP_HELPERS_SERVER_OF"  # the server's parent, in the environment of the server alone
 LAST_S = 0.5  # for ranks to end by themselves, which removes their folder, before the server ends them
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of all orphans below it."""
-    if ON_LINUX:
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def end_with(parent: int) -> bool:
-    """Have Linux kill this process when `parent` ends, in any way; return False if `parent` has ended already."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
 
 
 def children(pid: int) -> set[int]:
     """Return the children of a process, those included that it has adopted."""
-    if ON_LINUX and Path("/proc/self/task").exists():
-        found = ""
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            with suppress(OSError):
-                found += path.read_text()
-        return set(map(int, found.split()))
-    import psutil  # every rank would read it
-
-    with suppress(psutil.NoSuchProcess):
-        return {child.pid for child in psutil.Process(pid).children()}
-    return set()
+    found = ""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended meanwhile
+            found += path.read_text()
+    return set(map(int, found.split()))
 
 
 def end_children(pid: int, spare: Iterable[int] = ()) -> None:
@@ -57,26 +45,16 @@ def end_children(pid: int, spare: Iterable[int] = ()) -> None:
         for child in left:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        for child in left if pid == os.getpid() else ():
-            with suppress(ChildProcessError):
+            with suppress(ChildProcessError):  # another process waits for its own
                 os.waitpid(child, 0)
-        if pid != os.getpid():
-            time.sleep(0.002)  # its parent waits for it
+        time.sleep(0.002)
 
 
 def end_own_children() -> None:
     """End whatever this process has started and adopted; it is about to end itself."""
     for child in multiprocessing.active_children():
         child.kill()
-    if ON_LINUX:
-        end_children(os.getpid())
-
-
-def end_group(rank: int) -> None:
-    """End what is left of the process group of `rank`, a process that has ended; the parent calls this."""
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(rank, signal.SIGKILL)
+    end_children(os.getpid())
 
 
 def watch_over_ranks(parent: int) -> None:
@@ -86,17 +64,18 @@ def watch_over_ranks(parent: int) -> None:
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # of an orphan
 
     def watch() -> None:
-        if hasattr(os, "pidfd_open"):
-            with suppress(OSError):  # an old kernel, or the parent has ended
-                select.select([os.pidfd_open(parent)], [], [])
         while os.getppid() == parent:
             time.sleep(LAST_S)
         time.sleep(LAST_S)
-        end_children(os.getpid())
+        end_own_children()
         os._exit(0)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
-if (server_of := os.environ.pop(WATCHED, None)) == str(os.getppid()):  # the server loads this module ahead
-    watch_over_ranks(int(server_of))
+if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
+    watch_over_ranks(os.getppid())
+    # Python's collector writes to every object that it looks at, and each page written to is copied: half a second for
+    # two ranks. What the server has loaded, it passes over.
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain about what they still find at the end

@@ -1,47 +1,34 @@
 """What cells on ranks show: live while they run, at the end once where ranks agree, rank by rank where they differ."""
 
 import math
+import re
 import time
-from typing import Any
 
-from fsdp_helpers.ranks.cells import without_addresses
-from fsdp_helpers.ranks.progress import is_notebook
+from fsdp_helpers.ranks.notebook import InPlace, is_notebook
 from fsdp_helpers.ranks.roll_call import list_ranks
 
 DRAW_S = 0.1  # between two states of a cell's output
+ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 
 
 class CellOutput:
-    """What a cell shows: line by line while it runs, in a notebook; at the end once for ranks that agree."""
+    """What one cell shows: in a notebook line by line while it runs, elsewhere when it has ended."""
 
     def __init__(self) -> None:
-        self._bytes: dict[int, bytes] = {}
-        self._handle: Any = None
+        self._printed: dict[int, bytes] = {}
+        self._page = InPlace() if is_notebook() else None
         self._drawn_s = -math.inf
 
-    def __enter__(self) -> "CellOutput":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Show what there is, if `finish` was not called: the cell was interrupted."""
-        if self._bytes is not None and any(self._bytes.values()):
-            self.finish({})
-
-    @property
-    def text(self) -> str:
-        return merge(self._texts())
+    def add(self, rank: int, stream: int, data: bytes) -> None:
+        """Take what a rank has printed."""
+        self._printed[rank] = self._printed.get(rank, b"") + data
+        if self._page is not None and time.monotonic() - self._drawn_s > DRAW_S:
+            self._drawn_s = time.monotonic()
+            self._page.show(merge(self._texts()))
 
     def _texts(self) -> dict[int, str]:
-        return {
-            rank: without_addresses(data.decode("utf-8", "replace")).rstrip("\n")
-            for rank, data in sorted(self._bytes.items())
-        }
-
-    def add(self, rank: int, stream: int, data: bytes) -> None:
-        self._bytes[rank] = self._bytes.get(rank, b"") + data
-        if is_notebook() and time.monotonic() - self._drawn_s > DRAW_S:
-            self._drawn_s = time.monotonic()
-            self._show(self.text)
+        texts = {rank: data.decode("utf-8", "replace").rstrip("\n") for rank, data in sorted(self._printed.items())}
+        return {rank: without_addresses(text) for rank, text in texts.items()}
 
     def finish(self, values: dict[int, str | None]) -> None:
         """Show everything for good: what was printed, then the values of the last line."""
@@ -50,19 +37,10 @@ class CellOutput:
         printed = merge({rank: texts.get(rank, "") for rank in ranks})
         shown = merge({rank: values.get(rank) or "" for rank in ranks})
         if text := "\n".join(filter(None, [printed, shown])):
-            if is_notebook():
-                self._show(text)
+            if self._page is not None:
+                self._page.show(text)
             else:
                 print(text, flush=True)
-        self._bytes = {}
-
-    def _show(self, text: str) -> None:
-        from IPython.display import display
-
-        if self._handle is None:
-            self._handle = display({"text/plain": text}, raw=True, display_id=True)
-        else:
-            self._handle.update({"text/plain": text}, raw=True)
 
 
 def merge(texts: dict[int, str]) -> str:
@@ -75,3 +53,8 @@ def merge(texts: dict[int, str]) -> str:
             name = f"{list_ranks([rank for rank in texts if texts[rank] == text])}: "
             parts.append(name + text.replace("\n", "\n" + " " * len(name)))
     return "\n".join(parts)
+
+
+def without_addresses(text: str) -> str:
+    """Return a text without memory addresses, which differ from run to run."""
+    return ADDRESS.sub("", text)

@@ -1,22 +1,18 @@
-"""Pickling of what travels to a rank and back; an error names the part that cannot be pickled."""
+"""Pickling of what is sent to a rank and back; an error names the part that cannot be pickled."""
 
-import importlib
 import inspect
 import io
 import os
 import pickle
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any
 
 ADVICE = (
     "Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), or what it takes to "
     "make it on the other side, such as the path of a file."
 )
-
-
 OR_A_CELL = " (a .py file, or a cell that begins with '%%writefile my_worker.py')"
 
 
@@ -39,57 +35,48 @@ def check_worker(worker: Callable) -> None:
 
 
 def pickle_job(worker: Callable, args: tuple) -> bytes:
-    """Return the worker and its arguments as bytes; the ValueError names an argument that cannot be sent."""
-    try:
-        return _dumps((worker, args))
-    except Exception:
-        names = list(inspect.signature(worker).parameters)[2:]
-        for position, value in enumerate(args):
-            name = repr(names[position]) if position < len(names) else f"number {position + 1}"
-            _check(value, f"argument {name} of {worker.__name__!r}")
-        raise
+    """Return the worker's name and its arguments as bytes; the ValueError names an argument that cannot be sent.
+
+    By name, because the worker's module may have been edited and imported anew: a rank runs what the file has now.
+    """
+    names = [repr(name) for name in inspect.signature(worker).parameters][2:]
+    names += [f"number {position + 1}" for position in range(len(names), len(args))]
+    pickled = [
+        _dumps_named(value, f"argument {name} of {worker.__name__!r}") for name, value in zip(names, args, strict=False)
+    ]
+    return pickle.dumps((f"{worker.__module__}:{worker.__qualname__}", pickled))
+
+
+def read_job(job: bytes) -> tuple[Callable, tuple]:
+    """Import the worker of `pickle_job`; return it and its arguments."""
+    name, args = pickle.loads(job)
+    return pkgutil.resolve_name(name), tuple(map(pickle.loads, args))
 
 
 def pickle_result(worker: Callable, result: Any) -> bytes:
-    """Return a rank's result as bytes; the ValueError names the part of it that cannot be sent."""
-    try:
-        return _dumps(result)
-    except Exception:
-        _check(result, f"the result of {worker.__name__!r}")
-        raise
+    """Return a rank's result as bytes; the ValueError says that it cannot be sent, and why."""
+    return _dumps_named(result, f"the result of {worker.__name__!r}")
 
 
-def _check(value: Any, name: str) -> None:
-    """Raise ValueError for the innermost part of `value` that cannot be sent, if there is one."""
+def _dumps_named(value: Any, name: str) -> bytes:
     try:
-        _dumps(value)
+        return dumps(value)
     except Exception as error:
-        for part_name, part in _parts(value, name):
-            _check(part, part_name)
         raise ValueError(
             f"{name} is of type {type(value).__module__}.{type(value).__qualname__} and cannot be sent to another "
             f"process: {error}. {ADVICE}"
         ) from None
 
 
-def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a container, each with the expression that leads to it."""
-    if isinstance(value, dict):
-        yield from ((f"{name}, under {key!r}", part) for key, part in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((f"{name}, at {position}", part) for position, part in enumerate(value))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from ((f"{name}, in its field {field.name!r}", getattr(value, field.name)) for field in fields(value))
-
-
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
+    """Pickle `value`; raise for what could be pickled here but not read there, too."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that refuses what could be pickled here but not read there: names defined in a notebook cell."""
+    """A pickler that refuses functions and classes that are defined in a cell."""
 
     def reducer_override(self, value: Any) -> Any:
         if inspect.isclass(value) or inspect.isfunction(value):
@@ -98,29 +85,7 @@ class _Pickler(pickle.Pickler):
                     f"{value.__qualname__!r} is defined in a notebook cell or an interactive session, and another "
                     f"process cannot import it from there; put it into a module{OR_A_CELL}"
                 )
-            if _was_read_anew(value):
-                return _import_by_name, (value.__module__, value.__qualname__)
         return NotImplemented
-
-
-def _was_read_anew(value: type | FunctionType) -> bool:
-    """Return True if an older import of its module defined `value`; a rank imports what the file defines now."""
-    now = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        now = getattr(now, name, None)
-    if now is None or now is value or type(now) is not type(value):
-        return False
-    if inspect.isclass(value):
-        return now.__qualname__ == value.__qualname__
-    # Not so a decorated function, which stands under the name of the one that it wraps.
-    return now.__code__.co_qualname == value.__code__.co_qualname == value.__qualname__
-
-
-def _import_by_name(module: str, qualname: str) -> Any:
-    found = importlib.import_module(module)
-    for name in qualname.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _can_import_main() -> bool:

@@ -25,6 +25,11 @@ class SilentRanks(TimeoutError):
     """Ranks neither took part in a collective nor answered; the message has their numbers."""
 
 
+def waited_in_vain(message: str) -> bool:
+    """Return whether an error's message is that of a collective that some rank did not join."""
+    return any(words in message.lower() for words in WAITED_IN_VAIN)
+
+
 @contextmanager
 def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     """Within the block, a collective that waits in vain raises SilentRanks with the ranks that did not come.
@@ -33,21 +38,24 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     would give a stopped process 30 seconds.
     """
     timeout_s = timeout_s or LONGEST_WAIT_S
-    under_torchrun = "GROUP_RANK" in os.environ
-    processes = gather_over_ranks((os.environ["GROUP_RANK"], os.getpid())) if under_torchrun else []
+    agent = os.environ.get("GROUP_RANK")  # of torchrun; `launch` ends its ranks itself
+    processes = gather_over_ranks((agent, os.getpid())) if agent else []
     began_s = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        if not any(words in str(error).lower() for words in WAITED_IN_VAIN):
+        if not waited_in_vain(str(error)):
             raise
-        if under_torchrun:  # one that lost its meeting point ends its ranks: they say why first
+        if agent:  # one that lost its meeting point ends its ranks: they say why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
-        for rank in silent if under_torchrun else ():  # the parent of others ends them
-            _end_neighbor(*processes[rank])
+        for rank in silent if agent else ():
+            its_agent, pid = processes[rank]
+            if its_agent == agent:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time_was_up = time.monotonic() - began_s >= timeout_s
         raise SilentRanks(_describe(silent, timeout_s if time_was_up else None)) from error
 
@@ -70,13 +78,6 @@ def _collect(rank: int, world_size: int, signed: set[int], until_s: float) -> No
         while len(signed) < world_size and time.monotonic() < until_s:
             signed |= {other for other in range(world_size) if store.check([f"roll-call/{other}"])}
             time.sleep(POLL_S)
-
-
-def _end_neighbor(agent: str, pid: int) -> None:
-    """End a process if the same torchrun started it."""
-    if agent == os.environ["GROUP_RANK"]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def list_ranks(ranks: list[int]) -> str:

@@ -1,14 +1,15 @@
 """The environment that torchrun gives a rank, and what is wrong with one, in one line. No torch import."""
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
 
-from fsdp_helpers.ranks.orphans import end_with
-
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # one of these, and the process is meant to be a rank
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 LEAVE_S = 10.0  # after bad input: the other ranks leave rank 0 the time to say it
 
 
@@ -33,8 +34,11 @@ def end_with_agent() -> None:
     An agent that was killed before this call, while Python began, stays unnoticed. Then the lock on the folder of
     checkpoints keeps the next start from writing beside this one.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and not end_with(os.getppid()):
-        sys.exit("torchrun was killed")
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        agent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != agent:
+            sys.exit("torchrun was killed")
 
 
 def read_place() -> Place:

@@ -18,13 +18,13 @@ from fsdp_helpers.data.text import TEST_PART, read_text
 from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.ranks.errors import describe_error, shown_by_message
 from fsdp_helpers.ranks.gpus import hide_gpus
-from fsdp_helpers.ranks.group import check_timeout, choose_device, gather_over_ranks, process_group
+from fsdp_helpers.ranks.group import check_seconds, choose_device, gather_over_ranks, process_group
 from fsdp_helpers.ranks.launch import RankError, launch
-from fsdp_helpers.ranks.progress import ProgressBar, is_notebook, send_reports_to
+from fsdp_helpers.ranks.notebook import is_notebook
+from fsdp_helpers.ranks.progress import ProgressBar, send_reports_to
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.ranks.torchrun import Place, read_place
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.training.live import LiveView
 from fsdp_helpers.training.watch import run_title
 from fsdp_helpers.training.worker import train_worker
 
@@ -58,8 +58,9 @@ def train(
         if world_size is None:
             world_size = 1 if config.strategy == "local" else 2
         device = _check_ranks(config, world_size, device)
-        check_timeout(group_timeout_s)
-    view = LiveView() if watch and is_notebook() else ProgressBar()
+        check_seconds(timeout=group_timeout_s)
+    watched = watch and progress and is_notebook()
+    view = _live_view() if watched else ProgressBar()
     with closing(view):
         with shown_by_message(ValueError, DataError, CheckpointError):
             if progress and on_data is None:  # else a line about the data comes first
@@ -76,9 +77,15 @@ def train(
             record = launch(train_worker, config, world_size=world_size, device=device, progress=shown, **timeouts)[0]
         finally:
             tidy_up(config)
-    if isinstance(view, LiveView) and progress:
+    if watched:
         view.summarize(record)
     return record
+
+
+def _live_view() -> ProgressBar:
+    from fsdp_helpers.training.live import LiveView  # it loads matplotlib, which other runs do not wait for
+
+    return LiveView()
 
 
 def train_each(
@@ -141,7 +148,7 @@ def train_as_rank_of_torchrun(
     if world_size not in (None, place.world_size):
         raise ValueError(f"--world-size {world_size}, but torchrun started {place.world_size} ranks; leave it out")
     config.check_world_size(place.world_size)
-    check_timeout(group_timeout_s)
+    check_seconds(timeout=group_timeout_s)
     device = choose_device(device, place.local_world_size)
     config.check_device(device)
     if device == "cpu":

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import nbformat
 import pytest
 from leftovers import PROJECT, SESSION_VARIABLE
+from reading_pages import build_book
 
-from fsdp_helpers.cli.lab import book, handouts, slides
+from fsdp_helpers.cli.lab import handouts, slides
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: `make test-browser` installs it")
 Page = sync_api.Page
@@ -21,12 +22,15 @@ pytestmark = [
 CHAPTERS = ("02_ddp_baseline", "03_fsdp", "04_fsdp_auto_wrap")
 SHOTS = PROJECT / ".pytest_cache" / "browser"
 A4_PX = {"width": 673, "height": 986}  # what the margins leave of 210 x 297 mm, at 96 pixels an inch
-ZOOMED = {"viewport": {"width": 853, "height": 480}, "device_scale_factor": 1.5}  # 1280 x 720 pixels at 150 %
-SCROLLS_SIDEWAYS = """() => [document.documentElement, ...document.querySelectorAll('main')]
-    .filter(one => one.scrollWidth > innerWidth).map(one => one.tagName + ': ' + one.scrollWidth)"""
-PICTURES = """() => [...document.querySelectorAll('main img, main svg')].map(one => {
-    const box = one.getBoundingClientRect(), words = one.getAttribute('alt') ?? one.getAttribute('aria-label');
-    return [words ?? '', Math.round(box.right)]; })"""
+PHONE = {"width": 400, "height": 800}
+RUNS_OFF = """() => [...document.querySelectorAll('main *')].filter(one => {
+    if (one.closest('.bd-sidebar-secondary, .svg-inline--fa') || one.getBoundingClientRect().right <= innerWidth + 1) return false;
+    for (let outer = one.parentElement; outer.tagName != 'MAIN'; outer = outer.parentElement)
+        if (['auto', 'scroll'].includes(getComputedStyle(outer).overflowX)) return false;
+    return true; }).map(one => one.tagName + ': ' + one.textContent.slice(0, 60))"""
+WITHOUT_WORDS = (
+    """() => [...document.querySelectorAll('article img')].map(one => one.alt).filter(words => words.length < 10)"""
+)
 TOO_LARGE = """() => [...document.querySelectorAll('section.present, section.present *')]
     .filter(one => { const box = one.getBoundingClientRect();
                      return box.right > innerWidth + 1 || box.bottom > innerHeight + 1 || box.left < -1 || box.top < -1; })
@@ -93,23 +97,34 @@ def test_nothing_of_a_handout_is_wider_than_the_paper(opened, name):
 
 @pytest.fixture(scope="module")
 def book_folder(tmp_path_factory):
+    pytest.importorskip("myst_nb", reason="Sphinx is missing: `make test-browser` installs it")
     folder = tmp_path_factory.mktemp("book")
-    book.write_book([PROJECT / "notebooks" / f"{name}.ipynb" for name in CHAPTERS], folder)
+    build_book(folder, tmp_path_factory.mktemp("doctrees"))
     return folder
 
 
-@pytest.mark.parametrize("name", CHAPTERS)
-def test_the_book_is_readable_at_one_and_a_half_times_its_size_and_its_pictures_have_words(browser, book_folder, name):
-    page, asked = browser.new_page(**ZOOMED), []
+def test_nothing_of_the_book_runs_off_a_phone_and_every_picture_has_words(browser, book_folder):
+    page, asked = browser.new_page(viewport=PHONE), []
     page.on("request", lambda request: asked.append(request.url))
-    page.goto((book_folder / f"{name}.html").as_uri())
-    assert page.evaluate(SCROLLS_SIDEWAYS) == []
-    title = page.locator("main h1").bounding_box()
-    assert title["y"] + title["height"] < 480, "the text begins on the first screen"
-    pictures = page.evaluate(PICTURES)
-    assert len(pictures) >= 3
-    assert [(words, right) for words, right in pictures if len(words) < 10 or right > 853] == []
     SHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SHOTS / f"book-{name}.png")
+    chapters = [book_folder / "README.html", *sorted((book_folder / "notebooks").glob("*.html"))]
+    assert len(chapters) > 15
+    for path in chapters:
+        page.goto(path.as_uri())
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"], path.name
+        assert page.evaluate(RUNS_OFF) == [], path.name
+        assert page.evaluate(WITHOUT_WORDS) == [], path.name
+        title = page.locator("article h1").bounding_box()
+        assert title["y"] + title["height"] < PHONE["height"] / 2, "the text begins on the first screen"
+        page.screenshot(path=SHOTS / f"book-{path.stem}.png")
     page.close()
     assert [url for url in asked if not url.startswith(("data:", book_folder.as_uri()))] == []
+
+
+def test_the_search_of_the_book_finds_a_message(browser, book_folder):
+    page = browser.new_page()
+    page.goto(f"{(book_folder / 'search.html').as_uri()}?q=Connection+closed+by+peer")
+    page.wait_for_selector("ul.search li a")
+    found = page.eval_on_selector_all("ul.search li a", "links => links.map(link => link.href)")
+    page.close()
+    assert any("11_when_it_breaks.html" in link for link in found)

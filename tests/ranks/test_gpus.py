@@ -109,11 +109,3 @@ def test_outside_a_group_a_hidden_gpu_is_no_device(monkeypatch):
     assert group.rank_device().type == "cuda"
     hide_gpus()
     assert group.rank_device().type == "cpu"
-
-
-def test_what_a_parent_found_is_believed_unless_it_is_hidden(monkeypatch):
-    monkeypatch.setattr(gpus, "_known", [])
-    gpus.believe(Gpus(3, "too old"))
-    assert find_gpus() == Gpus(3, "too old")
-    hide_gpus()
-    assert find_gpus() == Gpus(0)

@@ -1,18 +1,10 @@
 """Ranks that wait for one another forever are ended soon; slow ones are not."""
 
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import launch_workers as workers
 import pytest
-from programs import wait_until
 
-from fsdp_helpers.ranks import hangs
-from fsdp_helpers.ranks.hangs import HangDetector
 from fsdp_helpers.ranks.launch import RankTimeout, launch
 
 STALL_S = 1.5
@@ -47,36 +39,5 @@ def test_the_clock_runs_once_all_ranks_are_in_the_group(tmp_path, monkeypatch):
 
 
 def test_a_limit_must_be_a_number_of_seconds():
-    with pytest.raises(ValueError, match="stall_s is 0; it must be a number of seconds above 0, or None"):
+    with pytest.raises(ValueError, match="stall_s is 0; it must be a number of seconds above 0"):
         launch(workers.hang_on, 1, world_size=2, device="cpu", stall_s=0)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whether a thread is ready to run")
-def test_a_process_that_gets_no_core_does_not_wait(monkeypatch):
-    """On a very busy machine: it has work, and no processor time at all."""
-    monkeypatch.setattr(hangs, "LOOK_S", 0.0)
-    monkeypatch.setattr(hangs, "cpu_seconds", lambda pid: 0.0)
-    with started("while True: pass") as busy, started("time.sleep(600)") as waiting:
-        clock = HangDetector(60.0)
-        clock.lasts([busy])  # the first look
-        clock.stall_s = 1e-6
-        assert not any(clock.lasts([busy]) for _ in range(20))
-        assert wait_until(lambda: clock.lasts([waiting]))
-
-
-def test_a_process_that_ends_while_it_is_looked_at(monkeypatch):
-    gone = SimpleNamespace(pid=2**22 + 1)  # above the largest number that Linux gives
-    monkeypatch.setattr(hangs, "family", lambda pid: [gone])
-    assert not hangs.is_ready_to_run(gone.pid)
-
-
-@contextmanager
-def started(code: str) -> Iterator[int]:
-    """The number of a Python that runs `code`."""
-    command = [sys.executable, "-c", f"import time\nprint('here', flush=True)\n{code}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            process.stdout.readline()
-            yield process.pid
-        finally:
-            process.kill()

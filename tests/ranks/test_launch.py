@@ -1,6 +1,7 @@
 import contextlib
 import io
 import os
+import platform
 import py_compile
 import re
 import shutil
@@ -21,7 +22,6 @@ from programs import is_running, running_python, wait_until
 
 from fsdp_helpers.ranks.hangs import HangDetector
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, _Launch, launch
-from fsdp_helpers.ranks.progress import ProgressBar
 from fsdp_helpers.ranks.rank import Failure
 
 # ---------------------------------------------------------------- results
@@ -105,28 +105,13 @@ def test_a_rank_that_is_killed():
 def test_of_several_failures_the_first_is_told(times_s):
     """Whichever message is read first: the others fail because of it."""
     said = [(rank, "failure", Failure(when_s, f"failed at {when_s} s")) for rank, when_s in enumerate(times_s)]
-    run = _Launch(3, SimpleNamespace(num_writes=0, bar=ProgressBar()))
+    run = _Launch(3, None, names=False)
     run.processes = SimpleNamespace(ends=dict.fromkeys(range(3)), wait=lambda *_: said)
     for message in said:
         run._receive(*message)
     with pytest.raises(RankError) as caught:
         run.collect(None, HangDetector(None))
     assert str(caught.value) == f"rank {times_s.index(1.0)} of 3 failed: failed at 1.0 s"
-
-
-def test_after_an_abort_the_ranks_that_do_not_answer_are_named():
-    """So NCCL's watchdog ends a healthy rank that waited in vain. Rank 2 lives: it answers, although it waits too."""
-    with pytest.raises(RankError) as caught:
-        launch(workers.abort_while_rank_1_is_stopped, world_size=3, device="cpu", timeout_s=240)
-    assert str(caught.value) == (
-        "rank 0 of 3 failed: the process was ended by SIGABRT, and rank 1 did not answer: stopped or stuck, "
-        "and waited for in vain?"
-    )
-
-
-def test_after_an_abort_of_its_own_nobody_else_is_named():
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was ended by SIGABRT$"):
-        launch(workers.abort_itself, 1, world_size=2, device="cpu", timeout_s=240)
 
 
 def test_a_rank_that_leaves():
@@ -347,3 +332,11 @@ def test_ranks_have_the_environment_of_their_launch(monkeypatch):
     assert with_it["SET_AFTER_THE_FIRST_LAUNCH"] == "yes"
     assert "SET_AFTER_THE_FIRST_LAUNCH" not in without
     assert without["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
+def test_freed_memory_is_used_again():
+    faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
+    assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
+    # On a busy machine one of eight rounds was once seen to need a new buffer; without the settings, all of them do.
+    assert sorted(faults[2:])[-2] < 100

@@ -39,12 +39,6 @@ def shown(ranks, capsys, code, chosen=None):
     return capsys.readouterr().out
 
 
-def failure(ranks, code, chosen=None):
-    with pytest.raises(RankError) as caught:
-        ranks.run(textwrap.dedent(code), chosen)
-    return str(caught.value)
-
-
 def test_a_rank_has_three_names(ranks, capsys):
     with Ranks(1, device="cpu") as one:
         code = "sorted(name for name in globals() if not name.startswith('__')), rank, world_size, device"
@@ -122,32 +116,6 @@ def test_values_come_back_rank_by_rank(ranks):
         ranks["missing"]
 
 
-def test_an_error_on_both_ranks_keeps_their_variables(ranks):
-    ranks.run("kept = 5")
-    text = failure(ranks, "def f():\n    return 1 / 0\nf()")
-    assert "rank 0 of 2 failed: ZeroDivisionError" in text and ", line 2, in f\n    return 1 / 0\n" in text
-    assert "rank 1 failed in the same way" in text and text.endswith(KEPT)
-    assert ranks["kept"] == [5, 5]
-
-
-def test_an_error_on_one_rank_says_where_the_others_wait(ranks, capsys):
-    text = failure(ranks, "if rank == 1:\n    1 / 0\ndist.barrier()")
-    assert "rank 1 of 2 failed: ZeroDivisionError" in text and text.endswith(RESTARTED)
-    assert "rank 0 was waiting in barrier(), called from cell" in text and "line 3" in text
-    assert shown(ranks, capsys, "1 + 1") == "2\n"
-
-
-def test_a_forgotten_collective_ends_after_the_time_out(ranks):
-    text = failure(ranks, "if rank == 0:\n    dist.all_reduce(torch.ones(1))")
-    assert "rank 0 of 2 failed" in text and "Timed out" in text and ", line 2, in <module>" in text
-    assert "rank 1 had finished the cell, and took no part in a collective" in text and text.endswith(RESTARTED)
-
-
-def test_a_forgotten_asynchronous_collective_is_noticed_after_its_cell(ranks):
-    text = failure(ranks, "if rank == 0:\n    work = dist.all_reduce(torch.ones(1), async_op=True)")
-    assert "rank 1 of 2 failed: it took no part in a collective" in text and text.endswith(RESTARTED)
-
-
 def test_a_group_without_this_rank_is_no_reason_to_end(ranks, capsys):
     """Of a mesh of two dimensions a rank is in half of the groups."""
     ranks.run("first, last = dist.new_group([0]), dist.new_group([1])")
@@ -157,13 +125,6 @@ def test_a_group_without_this_rank_is_no_reason_to_end(ranks, capsys):
 def test_messages_from_rank_to_rank_are_not_collectives(ranks, capsys):
     code = "x = torch.zeros(1)\nfor _ in range(2):\n    dist.send(x + 7, 1) if rank == 0 else dist.recv(x, 0)\nx"
     assert shown(ranks, capsys, code) == "rank 0: tensor([0.])\nrank 1: tensor([7.])\n"
-
-
-@pytest.mark.parametrize("code, end", [("os._exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")])
-def test_a_rank_that_dies_is_replaced(ranks, capsys, code, end):
-    assert end in (text := failure(ranks, f"import os\nif rank == 1:\n    {code}")) and text.endswith(RESTARTED)
-    assert "It was at cell " in text and " line 2." in text
-    assert shown(ranks, capsys, "rank") == "rank 0: 0\nrank 1: 1\n"
 
 
 def test_a_syntax_error_runs_on_no_rank(ranks):
@@ -213,60 +174,13 @@ def test_ranks_have_the_environment_of_the_moment_when_they_are_opened(two, monk
         assert one["found"] == [("yes", "1")]
 
 
-def test_a_time_out_holds_in_groups_that_a_cell_makes(ranks):
-    code = """
-        from torch.distributed.device_mesh import init_device_mesh
-        mesh = init_device_mesh("cpu", (1, world_size))
-        other = dist.new_group()
-        if rank == 1:
-            dist.all_reduce(torch.ones(1), group=other)
-    """
-    text = failure(ranks, code)
-    assert "rank 1 of 2 failed" in text and "Timed out waiting 3000ms" in text
-    assert "rank 0 had finished the cell, and took no part in a collective that others began" in text
-
-
-def test_a_collective_on_some_ranks_alone_is_noticed(ranks):
-    text = failure(ranks, "work = dist.all_reduce(torch.ones(1), async_op=True)", [0])
-    assert "rank 1 of 2 failed: it took no part in a collective that others began" in text
-
-
-def test_different_shapes_end_with_their_line(ranks):
-    text = failure(ranks, "dist.all_reduce(torch.ones(1 + rank))")
-    assert ", line 1, in <module>" in text and text.endswith(RESTARTED)
-
-
-def test_an_exit_is_an_error_like_any_other(ranks):
-    text = failure(ranks, "import sys\nsys.exit()")
-    assert "rank 0 of 2 failed: SystemExit" in text and ", line 2, in <module>" in text and text.endswith(KEPT)
-
-
-def test_after_an_error_ranks_that_compute_are_interrupted(ranks):
-    ranks.run("kept = 7")
-    text = failure(ranks, "import time\nif rank == 0:\n    1 / 0\ntime.sleep(600)")
-    assert "rank 1 was at cell" in text and "line 4" in text and text.endswith(KEPT)
-    assert ranks["kept"] == [7, 7]
-
-
 def test_ranks_that_were_killed_between_two_cells(ranks, capsys):
     os.kill(ranks.pids[1], signal.SIGKILL)
-    assert wait_until(lambda: not ranks._processes.is_alive(1))
+    assert wait_until(lambda: not ranks._processes._processes[1].is_alive())  # the server has told this process
     ranks.run("rank")
     output = capsys.readouterr()
     assert output.out == "rank 0: 0\nrank 1: 1\n"
     assert output.err.startswith("Rank 1 had ended: the process was ended by SIGKILL") and RESTARTED in output.err
-
-
-def test_ranks_left_idle_end_and_say_so(monkeypatch, capsys, two):
-    monkeypatch.setattr(live, "IDLE_S", 4.0)  # longer than ranks take to come, on a busy machine
-    with Ranks(1, device="cpu") as one:
-        one.run("kept = 1")
-        (pid,) = one.pids
-        assert wait_until(lambda: has_ended(pid))
-        one.run("rank")
-        output = capsys.readouterr()
-    assert output.out == "0\n"
-    assert output.err == f"The ranks had ended, after {4.0 / 3600:g} hours without a cell. {RESTARTED}\n"
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
@@ -306,3 +220,91 @@ def test_ranks_that_nobody_has_any_more_end(two):
     ranks = None
     assert wait_until(lambda: has_ended(pid))
     assert live.opened_last() is two
+
+
+# ---------------------------------------------------------------- cells that fail
+
+MISSED = "it took no part in a collective that others began"
+FINISHED = "had finished the cell"
+FAILURES = {  # the cell, the ranks that it runs on, what its error says, and the last line of that
+    "on both ranks": (
+        "def f():\n    return 1 / 0\nf()",
+        None,
+        [
+            "rank 0 of 2 failed: ZeroDivisionError",
+            ", line 2, in f\n    return 1 / 0\n",
+            "rank 1 failed in the same way",
+        ],
+        KEPT,
+    ),
+    "on one rank, while the other waits": (
+        "if rank == 1:\n    1 / 0\ndist.barrier()",
+        None,
+        ["rank 1 of 2 failed: ZeroDivisionError", "rank 0 was waiting in barrier(), called from cell", "line 3"],
+        RESTARTED,
+    ),
+    "on one rank, while the other computes": (
+        "import time\nif rank == 0:\n    1 / 0\ntime.sleep(600)",
+        None,
+        ["rank 0 of 2 failed: ZeroDivisionError", "rank 1 was at cell", "line 4"],
+        KEPT,
+    ),
+    "a forgotten collective": (
+        "if rank == 0:\n    dist.all_reduce(torch.ones(1))",
+        None,
+        [
+            "rank 0 of 2 failed",
+            "Timed out",
+            ", line 2, in <module>",
+            f"rank 1 {FINISHED}, and{MISSED.removeprefix('it')}",
+        ],
+        RESTARTED,
+    ),
+    "a forgotten collective in a group that the cell makes": (
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "mesh, other = init_device_mesh('cpu', (1, world_size)), dist.new_group()\n"
+        "if rank == 1:\n    dist.all_reduce(torch.ones(1), group=other)",
+        None,
+        ["rank 1 of 2 failed", "Timed out waiting 3000ms", f"rank 0 {FINISHED}, and{MISSED.removeprefix('it')}"],
+        RESTARTED,
+    ),
+    "a forgotten asynchronous collective": (
+        "if rank == 0:\n    work = dist.all_reduce(torch.ones(1), async_op=True)",
+        None,
+        [f"rank 1 of 2 failed: {MISSED}"],
+        RESTARTED,
+    ),
+    "a collective on one rank alone": (
+        "work = dist.all_reduce(torch.ones(1), async_op=True)",
+        [0],
+        [f"rank 1 of 2 failed: {MISSED}"],
+        RESTARTED,
+    ),
+    "different shapes": ("dist.all_reduce(torch.ones(1 + rank))", None, [", line 1, in <module>"], RESTARTED),
+    "sys.exit": ("import sys\nsys.exit()", None, ["rank 0 of 2 failed: SystemExit", ", line 2, in <module>"], KEPT),
+    "os._exit": (
+        "import os\nif rank == 1:\n    os._exit(3)",
+        None,
+        ["exit status 3", "It was at cell ", " line 2."],
+        RESTARTED,
+    ),
+    "a kill": (
+        "import os\nif rank == 1:\n    os.kill(os.getpid(), 9)",
+        None,
+        ["rank 1 of 2 failed: the process was ended by SIGKILL", f"rank 0 {FINISHED}"],
+        RESTARTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failed_cell_says_what_happened_and_where_and_the_next_one_works(name, ranks, capsys):
+    code, chosen, said, end = FAILURES[name]
+    ranks.run("kept = 5")
+    with pytest.raises(RankError) as caught:
+        ranks.run(code, chosen)
+    text = str(caught.value)
+    assert [phrase for phrase in said if phrase not in text] == [] and text.endswith(end)
+    if end == KEPT:
+        assert ranks["kept"] == [5, 5]
+    assert shown(ranks, capsys, "1 + rank") == "rank 0: 1\nrank 1: 2\n"

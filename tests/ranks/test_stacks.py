@@ -1,55 +1,50 @@
 """Where a rank hangs: the reader's line, wherever the libraries are installed."""
 
-import subprocess
-import sys
-import sysconfig
-from pathlib import Path
-
 import pytest
 
 from fsdp_helpers.ranks import stacks
 
-STACK = """Current thread 0x00007f (most recent call first):
-  File "{torch}/distributed/distributed_c10d.py", line 4181 in all_reduce
-  File "{torch}/distributed/c10d_logger.py", line 83 in wrapper
-  File "{reader}", line 7 in train
-  File "{body}", line 40 in run_worker
-"""
-BODY = stacks.BODIES_OF_RANKS[1]
+VENV, HOME = "/venv/lib64/python3.11/site-packages", "/home/j\\xf6rg"  # `faulthandler` escapes what is not ASCII
+PACKAGE = f"{HOME}/project/fsdp_helpers"
+COLLECTIVE = [
+    ("{library}/torch/distributed/distributed_c10d.py", 4181, "all_reduce"),
+    ("{library}/torch/distributed/c10d_logger.py", 83, "wrapper"),
+]
+BODY = [(f"{PACKAGE}/ranks/launch.py", 40, "run_worker"), ("<string>", 1, "<module>")]
+READERS = (f"{HOME}/my_ddp.py", 7, "train")
+OURS = (f"{PACKAGE}/sharding/gradients.py", 9, "reduce")
+
+
+def stack(frames: list[tuple], library: str = VENV) -> str:
+    lines = [f'  File "{path.format(library=library)}", line {line} in {name}\n' for path, line, name in frames]
+    return "Current thread 0x00007f (most recent call first):\n" + "".join(lines)
 
 
 @pytest.mark.parametrize(
-    "folder",
+    "library",
+    [VENV, "/usr/lib/python3/dist-packages", f"{HOME}/.local/lib/python3.11/site-packages", "/elsewhere"],
+)
+def test_packages_are_libraries_wherever_they_are(library):
+    written = stack([*COLLECTIVE, READERS, *BODY], library)
+    assert stacks.describe(written) == "was waiting in all_reduce(), called from my_ddp.py line 7, in train"
+    assert stacks.is_in_collective(written) and stacks._is_complete(written)
+    assert not stacks._is_complete(stack([*COLLECTIVE, READERS], library))
+
+
+@pytest.mark.parametrize(
+    "frames, place",
     [
-        "/usr/lib/python3/dist-packages",
-        "/venv/lib64/python3.11/site-packages",
-        "/home/me/.local/lib/python3.11/site-packages",
+        ([READERS], "was at my_ddp.py line 7, in train"),
+        (COLLECTIVE, "was waiting in all_reduce()"),
+        ([*COLLECTIVE, OURS], "was waiting in all_reduce(), called from gradients.py line 9, in reduce"),
+        ([*COLLECTIVE, OURS, READERS], "was waiting in reduce(), called from my_ddp.py line 7, in train"),
+        ([("Cell In[3]", 2, "<module>")], "was at Cell In[3] line 2"),
+        ([], "was still starting"),
     ],
 )
-def test_packages_are_libraries_wherever_they_are(folder, tmp_path):
-    file = tmp_path / "stack"
-    file.write_text(STACK.format(torch=f"{folder}/torch", reader="/work/train.py", body=BODY))
-    assert stacks.describe(file) == "was waiting in all_reduce(), called from train.py line 7, in train"
-    assert stacks.is_in_collective(file)
+def test_a_place_is_a_line_of_the_readers_if_there_is_one(frames, place):
+    assert stacks.describe(stack([*frames, *BODY])) == place
 
 
-def test_torch_that_a_pth_file_leads_to(tmp_path):
-    """A folder with any name that holds torch, as an environment built on another one's packages has."""
-    torch = Path(stacks.importlib.util.find_spec("torch").origin).parent
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "torch").symlink_to(torch)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "base.pth").write_text(f"{tmp_path / 'elsewhere'}\n")
-    file = tmp_path / "stack"
-    file.write_text(STACK.format(torch=tmp_path / "elsewhere" / "torch", reader="/work/train.py", body=BODY))
-    code = (
-        "import site, sys\n"
-        f"site.addsitedir({str(tmp_path / 'site')!r})\n"
-        "sys.path.reverse()  # what the .pth file names comes first\n"
-        "from pathlib import Path\n"
-        "from fsdp_helpers.ranks import stacks\n"
-        f"print(stacks.describe(Path({str(file)!r})))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "was waiting in all_reduce(), called from train.py line 7, in train\n"
-    assert not str(tmp_path).startswith(sysconfig.get_path("purelib"))
+def test_a_rank_that_has_written_nothing_is_still_starting():
+    assert stacks.describe("") == "was still starting" and not stacks.is_in_collective("")

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from runs import tiny_record
 
 from fsdp_helpers.quantities import MB
+from fsdp_helpers.ranks.progress import Report
 from fsdp_helpers.training import live
 from fsdp_helpers.training.live import LiveView
 
@@ -42,7 +43,7 @@ def watched() -> LiveView:
     view.start("shallow, ddp, 2 ranks on cpu")
     view.start("train_worker, 2 ranks on cpu")  # within it, and not said
     for rank, done, loss in ((0, 0, None), (0, 1, 2.3), (1, 1, 2.2), (0, 2, 2.0), (1, 2, 2.1)):
-        view.update(rank, done, 4, "shallow, ddp, 2 ranks on cpu", f"loss {loss}", loss)
+        view.update(Report(done, 4, "shallow, ddp, 2 ranks on cpu", f"loss {loss}", loss), rank)
     return view
 
 
@@ -92,7 +93,7 @@ def curves(monkeypatch):
 def test_the_curve_of_a_resumed_run_begins_after_the_steps_before(outputs, curves):
     view = LiveView()
     for done, loss in ((10, None), (11, 1.2), (12, 1.0)):
-        view.update(0, done, 14, "shallow, ddp, 2 ranks on cpu", "", loss)
+        view.update(Report(done, 14, "shallow, ddp, 2 ranks on cpu", "", loss))
     assert curves == [([11, 12], [1.2, 1.0], {})]
     # two of the four steps that were left have been taken: what is left is reckoned from them alone
     bar = outputs[0][0]["text/plain"].splitlines()[1]
@@ -105,7 +106,7 @@ def test_the_curve_of_a_resumed_run_begins_after_the_steps_before(outputs, curve
 def test_the_memory_of_each_rank_is_drawn_as_soon_as_it_is_known(outputs, curves):
     view = LiveView()
     for rank, done, memory in ((0, 1, None), (0, 2, None), (0, 3, (16, 40)), (1, 3, (16, 38)), (0, 4, (16, 40))):
-        view.update(rank, done, 9, "shallow, ddp, 2 ranks on cpu", "", 2.0, memory)
+        view.update(Report(done, 9, "shallow, ddp, 2 ranks on cpu", "", 2.0, memory), rank)
     assert [memory for *_, memory in curves] == [
         {},
         {0: (16, 40)},

@@ -33,7 +33,7 @@ def reports(monkeypatch):
     """All reports of this process: none is held back because the last one was a moment ago."""
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_REPORTS", -1.0)
     seen = []
-    progress.send_reports_to(lambda *report: seen.append(report))
+    progress.send_reports_to(seen.append)
     yield seen
     progress.send_reports_to(None)
 

@@ -35,7 +35,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     """
     largest_batch = read_module(module, "largest_batch", with_package=True)
     cases = _cases(num_cases)
-    for case in drawn(cases, len(cases), f"{module}.py, clusters"):
+    for case in drawn(cases, f"{module}.py, clusters"):
         _check_case(largest_batch, case)
     small = {"model": SMALL, "world_size": SMALL_RANKS, "device_gb": SMALL_GB, "allowance_gb": 0}
     images = _check_case(largest_batch, small)

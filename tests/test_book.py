@@ -1,0 +1,61 @@
+"""The site of `make book`: every link leads somewhere, no other machine is asked, and a search finds every chapter.
+
+`make test-book` builds it in an environment that has Sphinx; anywhere else these tests are skipped.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from bs4 import BeautifulSoup
+from leftovers import PROJECT
+from reading_pages import anchors, broken_links, build_book, loaded_files
+
+pytest.importorskip("myst_nb", reason="Sphinx is missing: `make test-book` installs it")
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("book")
+    build_book(folder, tmp_path_factory.mktemp("doctrees"))
+    return folder
+
+
+def test_every_chapter_is_there_and_every_link_leads_somewhere(book):
+    chapters = {path.stem for path in (PROJECT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
+    assert {path.stem for path in (book / "notebooks").glob("*.html")} == {*chapters, "GLOSSARY", "WORKSHOP"}
+    listed = BeautifulSoup((book / "README.html").read_text(), "html.parser").select("nav.bd-links a")
+    assert {Path(link["href"]).stem for link in listed} >= {*chapters, "GLOSSARY", "WORKSHOP", "COMMANDS"}
+    assert broken_links(book) == []
+
+
+def test_it_opens_from_its_folder_alone_and_every_picture_is_described(book):
+    for path in book.rglob("*.html"):
+        page = path.read_text()
+        assert [one for one in loaded_files(page) if "://" in one] == [], path.name
+        for picture in BeautifulSoup(page, "html.parser").select("article img"):
+            assert len(picture.get("alt", "")) > 10, f"{path.name}: {picture['src'][:60]}"
+
+
+def test_no_output_needs_a_kernel_and_no_exercise_shows_its_error(book):
+    page = (book / "notebooks" / "03_fsdp.html").read_text()
+    assert "widget-view" not in page and "Not yet:" not in page
+
+
+def test_bold_words_lead_to_the_glossary(book):
+    assert 'href="GLOSSARY.html#word-all-gather"' in (book / "notebooks" / "03_fsdp.html").read_text()
+    assert {"word-all-gather", "word-nccl", "word-zero-2"} <= anchors(
+        (book / "notebooks" / "GLOSSARY.html").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    "word, chapter", [("gather", "03_fsdp"), ("sigterm", "11_when_it_breaks"), ("peer", "11_when_it_breaks")]
+)
+def test_the_search_knows_the_words_of_a_chapter(book, word, chapter):
+    text = (book / "searchindex.js").read_text()
+    index = json.loads(re.match(r"Search\.setIndex\((.*)\)", text, re.DOTALL)[1])
+    found = index["terms"][word]
+    numbers = found if isinstance(found, list) else [found]
+    assert f"notebooks/{chapter}" in [index["docnames"][number] for number in numbers]
