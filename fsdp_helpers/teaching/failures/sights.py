@@ -106,7 +106,7 @@ SIGHTS: dict[str, tuple[Sight, ...]] = {
     # ---------------------------------------------------------------- it crashes
     "crash-connection-closed": (
         message("Connection closed by peer"),
-        message("This is typically caused by a remote worker crashing"),
+        message("This is typically caused by a remote worker"),
         quote("recvValue failed on SocketImpl", "torch's TCPStore"),
         behavior("a healthy rank fails, with a message about a connection"),
         message("Connection reset by peer"),
