@@ -8,7 +8,17 @@ from chapters import Chapter
 def chapter(tmp_path_factory):
     with Chapter("13", tmp_path_factory.mktemp("chapter")) as chapter:
         chapter.run_all(chapter.set_up_cells())
-        cells = ["start-imports", "start", "look", "by-means", "by-tokens", "errors-data", "errors", "chunked"]
+        cells = [
+            "start-imports",
+            "start",
+            "look",
+            "by-means",
+            "by-tokens",
+            "errors-pad",
+            "errors-data",
+            "errors",
+            "chunked",
+        ]
         chapter.run_all(cells)
         yield chapter
 

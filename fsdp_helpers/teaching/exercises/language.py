@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
 from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, first_of, in_words, run_on_ranks
 from fsdp_helpers.teaching.exercises.own_module import import_own, read_module
-from fsdp_helpers.teaching.lessons.language import ADAPTERS, add_adapters, whole_gradient
 
 SHAPE = LlamaShape(
     width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
@@ -39,6 +39,9 @@ LOGITS_BYTES = 4 * WORDS * NUM_TOKENS  # 4.1 MB
 CHUNKED_PEAK_BYTES = (
     LOGITS_BYTES + 4 * WORDS * SHAPE.width
 )  # four chunks of it, four times a fourth, and the head's gradient
+ADAPTED = ("q_proj", "v_proj")  # as in Hu et al. 2021, arXiv:2106.09685
+ADAPTERS = ("lora_a", "lora_b")
+SCALE = 2.0
 ADAPTER_RANK = 4
 SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is frozen
 
@@ -304,3 +307,30 @@ def logits_of(model: Llama, numbers: Tensor) -> Tensor:
     logits = model(numbers)
     model.reshard()
     return logits
+
+
+def whole_gradient(model: nn.Module) -> Tensor:
+    """Return the full gradient as one vector, on every rank."""
+    return torch.cat([getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)().flatten() for p in model.parameters()])
+
+
+def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
+    """Freeze the model, and add to some of its layers the product of two thin matrices, which are not drawn yet.
+
+    The names of what was there do not change, so its files still fit. An adapter that is there already, under other
+    names, is frozen and counts.
+    """
+    model.requires_grad_(False)
+    for name, layer in model.named_modules():
+        if name.endswith(ADAPTED):
+            like = {"device": layer.weight.device, "dtype": torch.float32}  # what is trained stays fp32
+            layer.register_parameter(names[0], nn.Parameter(torch.empty(rank, layer.in_features, **like)))
+            layer.register_parameter(names[1], nn.Parameter(torch.empty(layer.out_features, rank, **like)))
+            layer.register_forward_hook(partial(add_low_rank, names))
+    return model
+
+
+def add_low_rank(names: tuple[str, str], layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    first, second = (getattr(layer, name) for name in names)
+    thin = F.linear(inputs[0].to(first.dtype), first)
+    return output + (SCALE * F.linear(thin, second)).to(output.dtype)
