@@ -460,11 +460,21 @@ class WithLateHead(nn.Module):
         return sum(head(inputs).square().mean() for head in self.heads[: 1 + (step >= 2)])
 
 
-def go_on_with_a_late_head(rank, world_size, folder):
-    """By how much the losses after a save and a load differ from those of a run that goes on.
+def save_shards_of(folder, model, optimizer):
+    """As in the cells of 06."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+
+def go_on_with_a_late_head(rank, world_size, folder, way):
+    """By how much the losses after a save and a load, in `way`, differ from those of a run that goes on.
 
     And for how many parameters the optimizer had a state before and after: the second head has none yet.
     """
+    save_it, load_it = {
+        "package": (checkpoint.save, checkpoint.load),
+        "lesson": (save_shards_of, saving.load_shards),
+    }[way]
 
     def build(seed):
         torch.manual_seed(seed)
@@ -485,11 +495,11 @@ def go_on_with_a_late_head(rank, world_size, folder):
 
     model, optimizer = build(seed=0)
     steps(model, optimizer, 0, 2)
-    save(folder, model, optimizer)
+    save_it(folder, model, optimizer)
     before = len(optimizer.state)
     right = steps(model, optimizer, 2, 6)
     model, optimizer = build(seed=1)
-    load(folder, model, optimizer)
+    load_it(folder, model, optimizer)
     after = len(optimizer.state)
     found = steps(model, optimizer, 2, 6)
     return max(abs(one - other) for one, other in zip(found, right, strict=True)), before, after

@@ -30,9 +30,11 @@ def shared_folder() -> Iterator[Path]:
     """Make a folder that all ranks know, and remove it when the last one leaves."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
-    yield Path(found[0])
-    dist.barrier()
-    shutil.rmtree(found[0], ignore_errors=True)
+    try:
+        yield Path(found[0])
+        dist.barrier()
+    finally:  # of a load that fails, too
+        shutil.rmtree(found[0], ignore_errors=True)
 
 
 # ---------------------------------------------------------------- the optimizer's state

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
@@ -68,6 +70,21 @@ def timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: 
 def finish(writing: Future | None) -> None:
     if writing is not None:
         writing.result()
+
+
+def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Do what is at the heart of `load`: every rank reads what it keeps now, from whichever files have it."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    for name in list(optimizer_state["state"]):
+        if f"optimizer.state.{name}.step" not in saved:
+            del optimizer_state["state"][name]  # it had had no gradient yet: Adam starts with its first one
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)  # fills them
+    options = StateDictOptions(strict=False)  # not every parameter has moments
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
 
 
 def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:

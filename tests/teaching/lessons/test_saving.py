@@ -50,7 +50,8 @@ def found(config, tmp_path_factory) -> dict:
     }
     calls |= {lost: (lessons.resume_without, config, lost, str(folder / lost)) for lost in LOST}
     calls["undisturbed"] = (workers.train_with_schedule, config)
-    calls["late"] = (workers.go_on_with_a_late_head, str(folder / "late"))
+    for way in ("package", "lesson"):
+        calls[f"late, {way}"] = (workers.go_on_with_a_late_head, str(folder / f"late-{way}"), way)
     calls["planted"] = (workers.save_over_planted_files, str(folder / "planted"))
     return on_two_ranks(calls)
 
@@ -114,9 +115,10 @@ def test_fsdp1_on_the_cpu_gathers_one_moment_twice(config):
     assert answers == [False, True]
 
 
-def test_a_parameter_without_a_gradient_so_far_has_no_moments_after_the_load_either(found):
+@pytest.mark.parametrize("way", ["package", "lesson"])
+def test_a_parameter_without_a_gradient_so_far_has_no_moments_after_the_load_either(way, found):
     """Of four parameters two have moments. With zeros that count as steps, the losses would leave the right ones."""
-    for differs, before, after in found["late"]:
+    for differs, before, after in found[f"late, {way}"]:
         assert (differs, before, after) == (0.0, 2, 2)
 
 
