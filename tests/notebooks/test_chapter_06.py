@@ -63,3 +63,27 @@ def test_cells_run_twice_show_the_same(chapter):
     for cell_id in (*LIVE[1:], "live-full", "app-state"):
         first, second = chapter.run(cell_id), chapter.run(cell_id)
         assert first == second or cell_id == "live-save", cell_id  # it trains on: its text says the same of new losses
+
+
+def test_without_a_save_there_is_nothing_to_load(chapter):
+    everything = '{"model": model_state, "optimizer": optimizer_state}'
+    line = f'dcp.save({everything}, checkpoint_id=f"{{folder}}/first")\n'
+    chapter.run_all(["live-loop", "live-save"], {"live-save": (line, "")})  # it chooses a new folder
+    failure(chapter, "live-load", {})
+    chapter.run_all(["live-loop", "live-save", "live-load", "app-state"])
+    line = 'saving = dcp.async_save(app, checkpoint_id=f"{folder}/background", process_group=writers)\n'
+    source = chapter.source("live-async", {"live-async": (line, "")})
+    without = source.replace("saving.result()", "")
+    assert without != source
+    with pytest.raises(CellError):
+        chapter.execute(without)
+    chapter.run("live-async")
+    assert chapter.value("ranks['in_background']") == [True, True]
+
+
+def test_fsdp1s_cells_run_twice_show_the_same(chapter):
+    chapter.run_all(["live-load", "live-full"])
+    for cell_id in ("live-full-fsdp1", "live-sharded-fsdp1", "live-async", "accident-3"):
+        first, second = chapter.run(cell_id), chapter.run(cell_id)
+        assert second.endswith(first), cell_id  # before it, torch may warn that a checkpoint is overwritten
+    chapter.run("live-load")
