@@ -1,12 +1,13 @@
 """`save` and `load`: the whole state of any training loop, as one folder that is there whole or not at all.
 
 Every rank writes the shards it keeps into a file of its own, and rank 0 an index of all shards; where ranks keep whole
-copies (DDP), they share the writing. Everything else is JSON, in `state.json` beside them. So nothing that is
-loaded can run code.
+copies (DDP), they share the writing. Everything else is in `state.pt`, which `torch.load(weights_only=True)` reads. So
+nothing that is loaded can run code.
 """
 
-import json
+import io
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fsdp_helpers.checkpointing.folder import (
     CheckpointError,
@@ -30,7 +33,8 @@ from fsdp_helpers.checkpointing.folder import (
     whole_file,
 )
 from fsdp_helpers.checkpointing.index import SafeReader, TensorEntry, failures_named, read_index
-from fsdp_helpers.checkpointing.plain import put_together, take_apart, tensor_names
+from fsdp_helpers.checkpointing.older import STATE as OLDER_STATE
+from fsdp_helpers.checkpointing.older import read_state_json
 from fsdp_helpers.checkpointing.randomness import NAME, random_state, restore_random_state
 from fsdp_helpers.checkpointing.state import (
     IMPLEMENTATION,
@@ -43,7 +47,7 @@ from fsdp_helpers.checkpointing.state import (
 )
 from fsdp_helpers.ranks.group import gather_over_ranks
 
-STATE = "state.json"
+STATE = "state.pt"
 
 # ---------------------------------------------------------------- saving
 
@@ -97,10 +101,8 @@ def save(
     return future
 
 
-def _content(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Collect what this rank writes: tensors by name, everything else as JSON.
+def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> tuple[dict[str, Tensor], bytes]:
+    """Collect what this rank writes: tensors by name, and everything else as the content of `state.pt`.
 
     Under FSDP1, torch gathers the state to cut it by rows, so a save temporarily allocates more than the whole state.
     """
@@ -110,16 +112,35 @@ def _content(
         optimizer.state.clear()  # a checkpoint before the first step changes no step
     values = {name: value for name, value in state.values.items() if not (is_new and name.startswith("optimizer."))}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    extra_tensors = random_state(this_rank())
     plain = {
-        "optimizer": None if optimizer is None else take_apart(_settings(state), "settings", extra_tensors),
-        "values": {name: take_apart(value, name, {}) for name, value in values.items() if name not in tensors},
-        "extra": take_apart(extra, "extra", extra_tensors),
+        "optimizer": None if optimizer is None else _settings(state),
+        "values": {name: value for name, value in values.items() if name not in tensors},
+        "extra": extra,
     }
-    if this_rank() > 0:  # buffers and extra tensors that differ between ranks are rank 0's, all of them
+    if this_rank() > 0:  # buffers that differ between ranks are rank 0's, all of them
         tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix("model.") not in state.buffers}
-        extra_tensors = random_state(this_rank())
-    return tensors | extra_tensors, plain
+    return tensors | random_state(this_rank()), _packed(plain)
+
+
+def _packed(plain: dict[str, Any]) -> bytes:
+    """Return the bytes of `state.pt`, of this moment. Raises ValueError for what could not be loaded again."""
+    written = io.BytesIO()
+    try:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(plain)):
+            raise TypeError("it contains a DTensor")
+        torch.save(plain, written)
+        torch.load(io.BytesIO(written.getvalue()), weights_only=True)
+    except (pickle.UnpicklingError, pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            "a checkpoint keeps numbers, text, lists, dicts and whole tensors, no other objects "
+            f"({_first_line(error)}). In `extra`, pass an object's state_dict(), a number, or a tensor"
+        ) from error
+    return written.getvalue()
+
+
+def _first_line(error: Exception) -> str:
+    told = [line.strip() for line in str(error).splitlines() if "nsupported" in line or "Can't" in line]
+    return (told or str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _settings(state: TrainingState) -> list[dict[str, Any]]:
@@ -129,7 +150,7 @@ def _settings(state: TrainingState) -> list[dict[str, Any]]:
 def _finish(
     write: Callable[[], object],
     unfinished: Path,
-    plain: dict[str, Any],
+    plain: bytes,
     description: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -139,8 +160,8 @@ def _finish(
         with failures_named(unfinished, "write its part"):
             write()
         if this_rank() == 0:
-            with whole_file(unfinished / STATE, "w") as file:
-                json.dump(plain, file)
+            with whole_file(unfinished / STATE) as file:
+                file.write(plain)
             commit(unfinished, **description)
     except (OSError, CheckpointError) as error:
         failure = str(error)
@@ -170,7 +191,7 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     path = find_newest(Path(folder)) or Path(folder)
     checkpoint = read_checkpoint(path)
     stored = {entry.name: entry for entry in read_index(path)}
-    plain = _read_plain(path, stored)
+    plain = _read_plain(path, dict.fromkeys(stored))
     state = read_state(model, optimizer)
     check_model(path, stored.values(), {name: tuple(tensor.size()) for name, tensor in state.model.items()})
     if optimizer is not None:
@@ -179,17 +200,18 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     own = {name: value for name, value in state.values.items() if name in stored and isinstance(value, Tensor)}
     as_many = checkpoint.world_size == num_ranks()
     random = _empty(stored, [NAME.format(0), *(random_state(this_rank()) if as_many else ())])
-    extra = _empty(stored, tensor_names([plain["extra"], plain["optimizer"]]))
+    older = _empty(stored, [name for name in stored if name.startswith(("extra.", "settings.")) and name not in random])
     with failures_named(path, "read its part"), ignore_single_process_warnings():
-        dcp.load({**own, **random, **extra}, storage_reader=SafeReader(path))
+        dcp.load({**own, **random, **older}, storage_reader=SafeReader(path))
 
-    found = own | {name: put_together(value, {}) for name, value in plain["values"].items()}
+    plain = _read_plain(path, older)  # with its tensors, if they lie among the others
+    found = own | plain["values"]
     put_back(model, optimizer, replace(state, optimizer=_found_again(state.optimizer, found, "optimizer")))
     if optimizer is not None and plain["optimizer"] is not None:
-        for group, saved in zip(optimizer.param_groups, put_together(plain["optimizer"], extra), strict=True):
+        for group, saved in zip(optimizer.param_groups, plain["optimizer"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
     restore_random_state(random, this_rank(), num_ranks())
-    return put_together(plain["extra"], extra)
+    return plain["extra"]
 
 
 def check_model(
@@ -225,18 +247,22 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
             )
 
 
-def _read_plain(path: Path, stored: Iterable[str]) -> dict[str, Any]:
-    """Return the content of `state.json`; nothing for a checkpoint of an earlier version, which wrote none."""
+def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Return the content of `state.pt`; for a checkpoint of an earlier version, of `state.json`, or nothing.
+
+    `older` are the tensors that an earlier version put next to the model's.
+    """
+    if (path / OLDER_STATE).exists():
+        return read_state_json(path, older)
     nothing = {"optimizer": None, "values": {}, "extra": None}
     if not (path / STATE).exists():
         return nothing
     try:
-        content = json.loads((path / STATE).read_text())
+        content = torch.load(path / STATE, map_location="cpu", weights_only=True)
         if content.keys() != nothing.keys():
             raise ValueError(f"it holds {', '.join(content)}")
-        put_together(content, dict.fromkeys(stored))  # raises where it contradicts itself or the index
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / STATE} is damaged: {error!r}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path / STATE} is damaged: {_first_line(error)}") from error
     return content
 
 

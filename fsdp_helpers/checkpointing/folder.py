@@ -18,7 +18,7 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
-FORMAT = 1  # goes up when an older version of this package could not read what a newer one writes
+FORMAT = 2  # goes up when an older version of this package could not read what a newer one writes
 DESCRIPTION = "checkpoint.json"
 UNFINISHED, REMOVED = ".writing-", ".removing-"  # what a killed process may leave behind; never read
 

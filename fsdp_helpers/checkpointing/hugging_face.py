@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.state import ignore_single_process_warnings, this_rank
+from fsdp_helpers.checkpointing.state import ignore_single_process_warnings, name_in_plain, this_rank
 from fsdp_helpers.ranks.group import gather_over_ranks
 
 CONFIG, SHARDED = "config.json", "sharded"  # the second is the folder in which torch's writer begins
@@ -33,13 +33,8 @@ def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's tensors as its files name them: of two names for one tensor only the first."""
     firsts = {name for name, _ in model.named_parameters()}
     repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - firsts
-    hidden = {plain_name(name) for name in repeated}
+    hidden = {name_in_plain(model, name) for name in repeated}
     return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in hidden}
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the model that is not wrapped by DDP or FSDP1."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_fsdp_wrapped_module"))
 
 
 def load_hugging_face(model: nn.Module, folder: str | os.PathLike, *, without: tuple[str, ...] = ()) -> None:

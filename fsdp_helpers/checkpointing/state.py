@@ -4,7 +4,6 @@ Tensors have their names in the plain model. So what one strategy saved, a diffe
 """
 
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from fsdp_helpers.checkpointing.folder import whole_file
+from fsdp_helpers.models.names import plain_name
 
-# What wrappers add to the names of a model.
-WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 # How an optimizer computes is not part of a training state: it depends on the device.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
@@ -60,7 +58,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
             model_state, optimizer_state = get_model_state_dict(model), {"state": {}, "param_groups": []}
         else:
             model_state, optimizer_state = get_state_dict(model, optimizer)
-    buffers = {plain_name(model, name) for name, _ in model.named_buffers()}
+    buffers = {name_in_plain(model, name) for name, _ in model.named_buffers()}
     return TrainingState(
         model=model_state,
         optimizer=optimizer_state["state"],
@@ -86,11 +84,11 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: T
         optimizer.state.clear()
 
 
-def plain_name(model: nn.Module, name: str) -> str:
+def name_in_plain(model: nn.Module, name: str) -> str:
     """Return the name that a parameter or buffer of the wrapped `model` has in the plain one."""
     if isinstance(model, DistributedDataParallel):
         name = name.removeprefix("module.")
-    return WRAPPERS.sub("", name)
+    return plain_name(name)
 
 
 def _leaves(tree: Any, name: str = "") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models.names import plain_name
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
@@ -97,7 +98,7 @@ def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]
     handles = [
         module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         for name, module in model.named_modules()
-        if not name or _plain(name) in units and not name.endswith(WRAPPED)
+        if not name or plain_name(name) in units and not name.endswith(WRAPPED)
     ]
     try:
         yield
@@ -125,7 +126,7 @@ def profile_from(
     if not thawed:
         return profile
     named = model.named_parameters()
-    chosen = [parameter for name, parameter in named if _plain(name) in thawed and parameter.is_floating_point()]
+    chosen = [parameter for name, parameter in named if plain_name(name) in thawed and parameter.is_floating_point()]
     try:
         for parameter in chosen:
             parameter.requires_grad_(True)
@@ -139,10 +140,10 @@ def _record(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = list(model.named_parameters(remove_duplicate=False))
     return StepProfile(
-        shapes={_plain(name): tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        shapes={plain_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()},
         moments=moments,
-        frozen=frozenset(_plain(name) for name, parameter in every if not parameter.requires_grad),
-        tied={_plain(name): _plain(first[id(p)]) for name, p in every if first[id(p)] != name},
+        frozen=frozenset(plain_name(name) for name, parameter in every if not parameter.requires_grad),
+        tied={plain_name(name): plain_name(first[id(p)]) for name, p in every if first[id(p)] != name},
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
 
@@ -197,11 +198,11 @@ class StepMarks:
         handles = []
         for name, module in model.named_modules():
             if any(True for _ in module.parameters()) and not name.endswith(WRAPPED):
-                handles.append(module.register_forward_pre_hook(self._before(_plain(name)), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._after(_plain(name))))
+                handles.append(module.register_forward_pre_hook(self._before(plain_name(name)), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._after(plain_name(name))))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(self._finished(_plain(name))))
+                handles.append(parameter.register_post_accumulate_grad_hook(self._finished(plain_name(name))))
         try:
             yield
         finally:
@@ -318,7 +319,3 @@ def _left_first(moments: list[Moment]) -> list[Moment]:
 
 def _with_gradient(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != WRAPPED)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.models.names import plain_name
 from fsdp_helpers.ranks.group import limit_waiting, waits_in_the_open
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, holders_of_ties, size_policy
@@ -37,8 +38,6 @@ SHARDING_STRATEGIES = {
     "none": ShardingStrategy.NO_SHARD,  # whole copies, as DDP
 }
 BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
-
-WRAPPER_NAMES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # what FSDP1 and checkpointing add to a name
 
 
 def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
@@ -188,7 +187,7 @@ def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
 def unit_names(model: nn.Module) -> list[str]:
     """Return the FSDP units of `model`, by their names in the unwrapped model; the root is called "root"."""
     return [
-        ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES) or "root"
+        plain_name(name) or "root"
         for name, module in model.named_modules()
         if isinstance(module, FullyShardedDataParallel | FSDPModule)
     ]

@@ -43,7 +43,7 @@ def test_a_checkpoint_is_described_by_what_is_in_it(tmp_path):
     path = save(tmp_path, 20)
     assert path == tmp_path / "step-00000020"
     assert names(path) == [".metadata", "__0_0.distcp", "checkpoint.json"]
-    expected = Checkpoint(format=1, step=20, files={".metadata": 3, "__0_0.distcp": 5}, **DESCRIPTION)
+    expected = Checkpoint(format=2, step=20, files={".metadata": 3, "__0_0.distcp": 5}, **DESCRIPTION)
     assert read_checkpoint(path) == expected
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
         (lambda path: (path / "checkpoint.json").unlink(), "is not a checkpoint: there is no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "there is no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_bytes(b"\xff"), "there is no readable checkpoint.json"),
-        (lambda path: (path / "checkpoint.json").write_text('{"format": 2}'), "has format 2, .* reads up to format 1"),
+        (lambda path: (path / "checkpoint.json").write_text('{"format": 3}'), "has format 3, .* reads up to format 2"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": "1"}'), "has format 1, .* update fsdp_helpers"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
     ],

@@ -521,7 +521,7 @@ DAMAGES = {
     "a list": (lambda path: (path / "checkpoint.json").write_text("[1]"), "no readable checkpoint.json"),
     "more than known": (lambda path: rewrite(path, color="red"), "checkpoint.json is damaged"),
     "files unnamed": (lambda path: rewrite(path, files=[]), "checkpoint.json is damaged"),
-    "a newer format": (lambda path: rewrite(path, format=2), "reads up to format 1; update fsdp_helpers"),
+    "a newer format": (lambda path: rewrite(path, format=3), "reads up to format 2; update fsdp_helpers"),
     "no step": (lambda path: rewrite(path, step=None), "checkpoint.json is damaged"),
     "settings unnamed": (lambda path: rewrite(path, settings=[]), "checkpoint.json is damaged"),
 }

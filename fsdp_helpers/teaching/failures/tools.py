@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import os
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -19,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, set_timeout, small_model
+from fsdp_helpers.teaching.lessons.environments import free_port
 
 POLL_S = 0.1
 ANSWER_S = 30.0  # the server asks every rank for its stacks before it answers
@@ -87,12 +87,6 @@ def read_until(address: str, word: str) -> str:
         with suppress(OSError, HTTPException):  # no answer yet, or half of one
             page = urlopen(address, timeout=ANSWER_S).read().decode()
     return page
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on at this moment."""
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 def check_each_collective(rank: int, world_size: int) -> None:

@@ -74,8 +74,8 @@ def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes:
     """Draw the two bars of a row, and a line at the measured peak; returns the kinds that were drawn."""
     held, parts = held_parts(record), peak_parts(peak)
     above, below = row - THIN / 2 - 0.02, row + THIN / 2 + 0.02
-    _draw_parts(ax, above, held, highest_bytes)
-    _draw_parts(ax, below, parts, highest_bytes)
+    _draw_parts(ax, above, "held", held, highest_bytes)
+    _draw_parts(ax, below, "at the peak", parts, highest_bytes)
     peak_mb = record.peak_bytes / MB
     ax.plot([peak_mb] * 2, [below - 0.24, below + 0.24], color=PEAK_COLOR, linewidth=2)
     right_mb = max(record.peak_bytes, peak.bytes) / MB
@@ -84,11 +84,11 @@ def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes:
     return {kind for kind in PEAK_COLORS if held.get(kind) or parts[kind]}
 
 
-def _draw_parts(ax: Axes, middle: float, parts: Mapping[str, int], highest_bytes: int) -> None:
+def _draw_parts(ax: Axes, middle: float, when: str, parts: Mapping[str, int], highest_bytes: int) -> None:
     left = 0
     for kind, size in parts.items():
         if size:
-            ax.barh(middle, size / MB, left=left / MB, height=THIN, **_look(kind))
+            ax.barh(middle, size / MB, left=left / MB, height=THIN, label=f"{when}, {kind}", **_look(kind))
         if size > ROOM * highest_bytes:
             behind = {"facecolor": PEAK_COLORS[kind], "edgecolor": "none", "pad": 1}
             place = {"ha": "center", "va": "center", "fontsize": 8, "bbox": behind}
@@ -110,8 +110,8 @@ def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
     """Draw for each row the bytes at the peak (light), and in front of them those held (solid), with their number."""
     places, colors = range(len(rows)), [STRATEGY_COLORS[row.strategy] for row in rows]
     highest_bytes = max(row.peak_bytes for row in rows)
-    ax.barh(places, [row.peak_bytes / MB for row in rows], color=colors, alpha=0.35, height=0.7)
-    ax.barh(places, [row.held_bytes / MB for row in rows], color=colors, height=0.7)
+    ax.barh(places, [row.peak_bytes / MB for row in rows], color=colors, alpha=0.35, height=0.7, label="peak")
+    ax.barh(places, [row.held_bytes / MB for row in rows], color=colors, height=0.7, label="held")
     for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
         if row.held_bytes > ROOM * highest_bytes:
             text = f"{in_mb(row.held_bytes)} "
