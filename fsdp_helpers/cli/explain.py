@@ -10,6 +10,7 @@ from functools import cache
 
 MOST_CARDS = 3
 LEAST_SCORE = 0.35  # of a line's words, weighted by how rare they are; below it, nothing is known
+FEWEST_WORDS = 3  # that a description and a card must share; fewer are chance
 QUOTED = 10.0  # what a whole quoted message counts more than likeness
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
 IN_EVERY_OUTPUT = "crash-no-traceback"  # torchrun's report comes with each failure; what else is known says more
@@ -60,10 +61,11 @@ def find_cards(text: str) -> list[Match]:
     lines = [line for line in text.splitlines() if line.strip()] or [text]
     bags = [bag for line in lines if (bag := words_of(line))]
     whole = " ".join(normalized(text).split())
+    described = words_of(text)
     found = []
     for name, phrases in phrases_of_cards().items():
-        scores = [(score_of(phrase, whole, bags), phrase) for phrase in phrases]
-        score, phrase = max(scores)
+        score, phrase = max((score_of(phrase, whole, bags), phrase) for phrase in phrases)
+        score += covered(described, name)
         if name == IN_EVERY_OUTPUT:
             score = min(score, QUOTED)
         if score >= LEAST_SCORE:
@@ -79,10 +81,17 @@ def score_of(phrase: str, whole: str, bags: Iterable[frozenset[str]]) -> float:
     return max((likeness(words_of(phrase), bag) for bag in bags), default=0.0)
 
 
+def covered(described: frozenset[str], name: str) -> float:
+    """Return how much of a description a card's own text covers, from 0 to 1: the weight of the words that both have."""
+    both = described & words_of_card(name)
+    return weight(both) / weight(described) if len(both) >= FEWEST_WORDS else 0.0
+
+
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
-    """Return the weight of the words in common, relative to both, from 0 to 1."""
+    """Return the weight of the words in common, relative to both, from 0 to 1; a single one of several is chance."""
     both = weight(one) * weight(other)
-    return weight(one & other) / math.sqrt(both) if both else 0.0
+    is_chance = len(one & other) < min(2, len(one), len(other))
+    return 0.0 if is_chance or not both else weight(one & other) / math.sqrt(both)
 
 
 def weight(words: Iterable[str]) -> float:
@@ -106,6 +115,15 @@ def phrases_of_cards() -> dict[str, tuple[str, ...]]:
     from fsdp_helpers.teaching.failures.sights import SIGHTS
 
     return {name: (*(sight.text for sight in SIGHTS[name]), card.title) for name, card in GALLERY.items()}
+
+
+@cache
+def words_of_card(name: str) -> frozenset[str]:
+    """Return the words of all that a card says, its rows in the index among them."""
+    from fsdp_helpers.teaching.failures.gallery import GALLERY
+
+    card = GALLERY[name]
+    return words_of(" ".join([*phrases_of_cards()[name], card.why, card.tell, card.fix]))
 
 
 @cache

@@ -352,7 +352,8 @@ def llama_head_bytes(
     When backward goes through the loss their gradient and that of the logits are there too, in fp32; when it enters the
     head, only that of the logits is, in the head's precision. In chunks no log-probabilities are kept. A chunk's are
     computed in forward, and again in backward. Backward has the gradient of the norm's output beside them, and that of
-    the head's weight twice: the sum so far, and the chunk's. A frozen head has none. Logits that go through a tanh are
+    the head's weight twice: the sum so far, and the chunk's. A frozen head has none. That of a tied head waits until
+    backward has come to the embedding. Logits that go through a tanh are
     kept behind it.
     """
     words = -(-tokens // loss_chunks) * shape.vocabulary
@@ -360,20 +361,23 @@ def llama_head_bytes(
     statistics = FP32_BYTES * tokens
     capped = value_bytes * words if shape.softcap else 0
     parameters = ("norm.weight",) if shape.tied else ("head.weight", "norm.weight")
+    table = 0 if is_frozen else value_bytes * shape.vocabulary * shape.width
+    waiting_bytes = table if shape.tied else 0
     if loss_chunks == 1:
         return HeadBytes(
             kept_bytes=2 * hidden + statistics + FP32_BYTES * words + capped,
             working_bytes=2 * FP32_BYTES * words,
             entering_bytes=2 * hidden + statistics + value_bytes * words + capped,
             parameters=parameters,
+            waiting_bytes=waiting_bytes,
         )
-    table = 0 if is_frozen else value_bytes * shape.vocabulary * shape.width
     return HeadBytes(
         kept_bytes=2 * hidden + statistics,
         forward_bytes=(value_bytes + 2 * FP32_BYTES) * words + capped,
         entering_bytes=2 * hidden + statistics,
         inside_bytes=3 * FP32_BYTES * words + capped + hidden + table,
         parameters=parameters,
+        waiting_bytes=waiting_bytes,
     )
 
 

@@ -70,6 +70,7 @@ class HeadBytes:
     entering_bytes: int | None = None  # what is there when backward enters the head; what is kept, if left out
     inside_bytes: int = 0  # in flight in the head's backward, on top of that
     parameters: tuple[str, ...] = ()  # whose gradients are finished before backward enters a block
+    waiting_bytes: int = 0  # of a tied head's gradient, until backward has come to the embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +123,9 @@ def layers_profile(
         *_forward_of(first, 0),
         *_forward(layers, before),
         *_around_the_loss(last, before[-1], head),
-        *_backward(layers, before),
+        *_backward(layers, [size + head.waiting_bytes for size in before]),
         *((_moment("enter_backward", first, 0),) if first else ()),
-        *(_moment("gradient", name, 0) for name in late),
+        *(_moment("gradient", name, 0, head.waiting_bytes) for name in late),
     )
     return StepProfile(
         shapes=root_shapes | shapes,
@@ -143,7 +144,7 @@ def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> It
     yield _moment("enter_backward", ROOT, entering)
     yield _moment("enter_backward", name or ROOT, entering, entering + head.inside_bytes)
     for parameter in head.parameters:
-        yield _moment("gradient", parameter, blocks_bytes)
+        yield _moment("gradient", parameter, blocks_bytes + head.waiting_bytes)
         if name and parameter.startswith(f"{name}."):
             yield _moment("leave_backward", name, blocks_bytes)
 

@@ -16,6 +16,8 @@ LOCK = Path(__file__).resolve().parents[3] / "requirements.lock"
 OURS = "fsdp-helpers"
 LOADED = ("torch", "torchvision")  # compiled parts that have to fit each other
 KERNEL = "python3"
+JUPYTER = ("jupyterlab", "ipykernel")
+WITH_NOTEBOOKS = "`pip install '.[notebooks]'`"
 PINNED = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^ ;]+)(?P<marker> *;.*)?$", re.MULTILINE)
 INSTALL = "install again with `make lab`, or `pip install -r requirements.lock` and `pip install --no-deps -e .`"
 
@@ -104,7 +106,9 @@ def differs(installed: str | None, locked: str) -> bool:
 
 def jupyter_finds_this_environment() -> Outcome:
     """Ask Jupyter which interpreter the notebooks' kernel starts."""
-    missing = [name for name in ("jupyterlab", "ipykernel") if importlib.util.find_spec(name) is None]
+    missing = [name for name in JUPYTER if importlib.util.find_spec(name) is None]
+    if missing == [*JUPYTER]:  # as after `pip install .`
+        return note(f"not installed: commands and scripts work, notebooks don't; {WITH_NOTEBOOKS} brings it")
     if missing:
         return Outcome(False, f"{' and '.join(missing)} cannot be imported; {INSTALL}")
     from jupyter_client.kernelspec import KernelSpecManager

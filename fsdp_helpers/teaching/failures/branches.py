@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, gradient_norm, images, whole
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, gradient_norm, images, whole
 
 # ---------------------------------------------------------------- ranks use different parameters
 

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, images, in_units, small_model
 
 CPU = torch.device("cpu")
 

@@ -23,6 +23,7 @@ from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers, Ran
 from fsdp_helpers.teaching.failures.hangs import HANGS
 from fsdp_helpers.teaching.failures.loading import LOADING
 from fsdp_helpers.teaching.failures.memory import MEMORY
+from fsdp_helpers.teaching.failures.outside import OUTSIDE
 from fsdp_helpers.teaching.failures.precision import PRECISION
 from fsdp_helpers.teaching.failures.saving import SAVING
 from fsdp_helpers.teaching.failures.slow import SLOW
@@ -38,6 +39,7 @@ RUN = (
     *CRASHES,
     *PRECISION,
     *BRANCHES,
+    *OUTSIDE,
     *MEMORY,
     *LOADING,
     *WRONG_START,
@@ -75,11 +77,16 @@ def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: flo
         try:
             found = launch(run_overheard, worker, paths, world_size=NUM_RANKS, device="cpu", progress=False, **limits)
         except RankError as error:
-            summary = f"rank {error.rank} of {NUM_RANKS} failed: {error.summary}"
+            summary = f"rank {error.rank} of {NUM_RANKS} failed: {without_frames(error.summary)}"
             return Seen(error=summary, last_words=last_words(paths[error.rank]))
         except RankTimeout as error:
             return Seen(error=str(error))
     return Seen(numbers=tuple(found))
+
+
+def without_frames(text: str) -> str:
+    """Return an error without the frames of a traceback that it quotes, as those of `dcp` do."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("  "))
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:

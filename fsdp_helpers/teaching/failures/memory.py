@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, images, in_units, small_model
 
 CPU = torch.device("cpu")
 FP32_BYTES = 4

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, small_model
 
 NUM_UNITS = 3  # of the small model: three layers, each a unit
 

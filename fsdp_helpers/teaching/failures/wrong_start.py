@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model, whole
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, images, in_units, small_model, whole
 
 # ---------------------------------------------------------------- the start
 

@@ -256,7 +256,7 @@ SYMPTOMS = [
         "gradients are wrong, without an error",
         "ranks use different heads",
         "every rank calls every unit; `set_reduce_scatter_unused_params(True)`",
-        (),
+        ("wrong-unused-parameters", "wrong-unused-units"),
     ),
     (
         "the loss stands still",

@@ -2,15 +2,11 @@
 
 import json
 import re
-import time
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from IPython.display import Markdown, display
 
-from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.teaching.failures import gallery, plain, tools
+from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
 from fsdp_helpers.teaching.failures.gallery import Seen
 from fsdp_helpers.teaching.failures.sights import BEHAVIOR, MESSAGE, NUMBER, SIGHTS
@@ -108,45 +104,6 @@ def proof(fixed: Seen, right: Numbers) -> str:
     rows = [(f"fixed, rank {rank}", numbers) for rank, numbers in enumerate(fixed.numbers)] + [("right", right)]
     lines += [f"| {what} | " + " | ".join(f"{numbers[name]:.6g}" for name in right) + " |" for what, numbers in rows]
     return "\n".join(lines)
-
-
-def keep(names: Iterable[str], path: Path = KEPT) -> None:
-    """Run failures and add the results to the saved runs, for `kept_card`."""
-    kept = json.loads(path.read_text())
-    for failure in map(gallery.find, names):
-        kept[failure.name] = {
-            "broken": asdict(gallery.run_broken(failure)),
-            "fixed": asdict(gallery.run_fixed(failure)),
-        }
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-def keep_seconds(names: Iterable[str], path: Path = KEPT) -> None:
-    """Run failures and add the seconds from launch to symptom to the saved runs; the first one also loads PyTorch."""
-    kept = json.loads(path.read_text())
-    for failure in map(gallery.find, names):
-        start_s = time.monotonic()
-        gallery.run_broken(failure)
-        kept.setdefault("seconds", {})[failure.name] = round(time.monotonic() - start_s, 1)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-def keep_torchrun(names: Iterable[str], path: Path = KEPT) -> None:
-    """Run failures under plain torchrun and add the output to the saved runs."""
-    for name in names:
-        kept = json.loads(path.read_text())
-        kept.setdefault("torchrun", {})[name] = plain.run_plainly(name)
-        path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-def keep_tools(path: Path = KEPT) -> None:
-    """Run the tools that need extra packages, py-spy and tabulate, and add their output to the saved runs."""
-    kept = json.loads(path.read_text())
-    two_ranks = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": gallery.LIMIT_S}
-    dump = launch(tools.dump_with_py_spy, **two_ranks)[1]
-    kept["py-spy"] = dump[dump.index("Thread ") :].splitlines()[:5]
-    kept["debug server"] = stacks_of_page(launch(tools.read_debug_server, **two_ranks)[1])
-    path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def stacks_of_page(page: str) -> dict[str, str]:

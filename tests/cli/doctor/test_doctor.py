@@ -274,6 +274,16 @@ def be_in_a_job_s_container(patch, folder):
     return "this container's job has them; start ranks with torchrun"
 
 
+def install_without_notebooks(patch, folder):
+    real = doctor_environment.importlib.util.find_spec
+    patch.setattr(
+        doctor_environment.importlib.util,
+        "find_spec",
+        lambda name: name not in ("jupyterlab", "ipykernel") and real(name) or None,
+    )
+    return "not installed: commands and scripts work, notebooks don't; `pip install '.[notebooks]'` brings it"
+
+
 def choose_a_missing_interface_of_nccl(patch, folder):
     patch.setenv("NCCL_SOCKET_IFNAME", "ib")
     return "NCCL_SOCKET_IFNAME=ib matches none of lo"
@@ -293,6 +303,7 @@ DOUBTS = {
     choose_a_missing_temporary_folder: "temporary",
     leave_an_address: "rank variables",
     be_in_a_job_s_container: "rank variables",
+    install_without_notebooks: "Jupyter",
     choose_a_missing_interface_of_nccl: "interfaces",
     have_a_proxy: "proxies",
 }

@@ -1,4 +1,4 @@
-"""The common parts of the failures: a small model, its units, and a few images."""
+"""The small job that the failures break: a model, its units, and a few images."""
 
 import torch
 import torch.distributed as dist
