@@ -45,7 +45,7 @@ PLAIN := not xla and not browser and not cluster and not imagined
 WORKERS ?= 2
 FAST_WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
-FAST_TESTS = $(PYTEST) --numprocesses $(FAST_WORKERS) -m "not long and $(PLAIN)" tests
+FAST_TESTS = $(PYTEST) --durations=25 --numprocesses $(FAST_WORKERS) -m "not long and $(PLAIN)" tests
 NOTEBOOKS_TOO = $(PYTEST) --nbmake --timeout=1200 notebooks
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Everything comes from the lock, and so does what builds the project itself.

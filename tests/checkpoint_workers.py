@@ -257,6 +257,10 @@ def save_and_go_on(rank, world_size, folder, names):
         save(folder / "none", model, optimizer, wait=False)
     except ValueError as error:
         found["without a group"] = str(error)
+    try:
+        save(folder / "none", model, optimizer, extra={"shard": next(model.parameters())})  # of FSDP2, the last one
+    except ValueError as error:
+        found["a shard as extra"] = str(error)
     return found
 
 

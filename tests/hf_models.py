@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
@@ -31,17 +32,29 @@ SMALL = {
 }
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LAST_WORDS = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": None}
-CONFIGS = {
-    "llama": lambda **own: LlamaConfig(**SMALL, **LAST_WORDS, **own),
-    "qwen3": lambda **own: Qwen3Config(**SMALL, **LAST_WORDS, head_dim=16, **own),
-    "gemma3": lambda **own: Gemma3TextConfig(**SMALL, **LAST_WORDS, head_dim=8, sliding_window=8, **own),
-    "gemma2": lambda **own: Gemma2Config(**SMALL, **LAST_WORDS, head_dim=8, sliding_window=8, **own),  # caps its logits
-    "phi3": lambda **own: Phi3Config(**SMALL, **LAST_WORDS, **own),
-    "mixtral": lambda **own: MixtralConfig(**SMALL, **LAST_WORDS, num_local_experts=4, **own),
-    "gpt2": lambda **own: GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=CONTEXT, **LAST_WORDS, **NO_DROPOUT, **own
-    ),
+OWN = {
+    "qwen3": {"head_dim": 16},
+    "gemma3": {"head_dim": 8, "sliding_window": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 8},  # caps its logits
+    "mixtral": {"num_local_experts": 4},
 }
+CLASSES = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "gemma3": Gemma3TextConfig,
+    "gemma2": Gemma2Config,
+    "phi3": Phi3Config,
+    "mixtral": MixtralConfig,
+}
+SMALL_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}
+
+
+def config_of(kind: str, **own) -> PretrainedConfig:
+    if kind == "gpt2":
+        return GPT2Config(**{**SMALL_GPT2, **LAST_WORDS, **NO_DROPOUT, **own})
+    return CLASSES[kind](**{**SMALL, **LAST_WORDS, **OWN.get(kind, {}), **own})
+
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% if m.role == 'assistant' %}<eos> {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -51,7 +64,7 @@ TEMPLATE = (
 def make_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **own) -> Path:
     """The model with random values that matter: a larger spread than a new model's, so that a wrong one shows."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**own), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(kind, **own), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

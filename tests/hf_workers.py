@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -12,6 +13,11 @@ import torch
 import torch.distributed as dist
 from take_home_workers import load_script
 from torch import nn
+
+from fsdp_helpers.measuring.memory import trace_memory
+
+STOP = 5  # the step in which a run is asked to end
+CHUNK = 32  # tokens whose logits exist at a time: a row of 64 has two chunks
 
 
 @dataclass
@@ -26,31 +32,39 @@ class Seen:
     own_bytes: int = 0  # of parameters and moments at the end
     frozen_kept: bool = True
     refused: str | None = None
+    peak_bytes: int = 0  # of the last step, where it is traced
 
 
 def run_each(
-    rank: int, world_size: int, ports: list[int], runs: list[list[str]], stops: list[int | None]
+    rank: int, world_size: int, ports: list[int], runs: list[list[str]], changes: list[dict[str, bool]]
 ) -> list[Seen]:
     """Each run with its command line, one after the other, in a group that it makes and ends itself.
 
-    The last rank of a run receives SIGTERM in the step of `stops`.
+    Of a run that is to `stop`, the last rank receives SIGTERM in the step STOP; one that is `padded` has no packed
+    rows; one that is `traced` is asked for its peak.
     """
     dist.destroy_process_group()
     found = []
-    for port, words, stop in zip(ports, runs, stops, strict=True):
+    for port, words, change in zip(ports, runs, changes, strict=True):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
         script = load_script("finetune_hf.py")
-        if stop is not None and rank == world_size - 1:
-            interrupt(script, stop)
-        found.append(run_seen(script, words))
+        script.CHUNK = CHUNK
+        if change["padded"]:
+            script.documents_are_apart = lambda *_: False
+        if change["stop"] and rank == world_size - 1:
+            interrupt(script)
+        with trace_memory("cpu") if change["traced"] else nullcontext() as trace:
+            found.append(run_seen(script, words))
+        if trace:
+            found[-1].peak_bytes = trace.last_step().curve.peak_bytes
     return found
 
 
-def interrupt(script: ModuleType, stop: int) -> None:
+def interrupt(script: ModuleType) -> None:
     learning_rate = script.learning_rate
 
     def interrupted(step: int, *rest) -> float:
-        if step + 1 == stop:
+        if step + 1 == STOP:
             os.kill(os.getpid(), signal.SIGTERM)
         return learning_rate(step, *rest)
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -84,12 +83,6 @@ def agents(num_nodes: str, port: int, *options: str) -> list[str]:
     """What each of several torchruns on this host is told; the first to come holds the meeting point."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"localhost:{port}"]
     return ["--nnodes", num_nodes, "--nproc-per-node", "1", "--monitor-interval", "0.1", *meeting, *options]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_for_step(checkpoints: Path, step: int, job: Job) -> None:

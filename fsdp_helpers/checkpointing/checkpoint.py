@@ -1,12 +1,13 @@
-"""`save` and `load`: the whole state of any training loop, as one folder that is there whole or not at all.
+"""`save` and `load`: the full state of any training loop, atomically, as one folder.
 
 Every rank writes the shards it keeps into a file of its own, and rank 0 an index of all shards; where ranks keep whole
-copies (DDP), they share the writing. Everything else is JSON, in `state.json` beside them. So nothing that is
-loaded can run code.
+copies (DDP), they share the writing. Everything else is in `state.pt`, which `torch.load(weights_only=True)` reads. So
+nothing that is loaded can run code.
 """
 
-import json
+import io
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fsdp_helpers.checkpointing.folder import (
     CheckpointError,
@@ -30,7 +33,8 @@ from fsdp_helpers.checkpointing.folder import (
     whole_file,
 )
 from fsdp_helpers.checkpointing.index import SafeReader, TensorEntry, failures_named, read_index
-from fsdp_helpers.checkpointing.plain import put_together, take_apart, tensor_names
+from fsdp_helpers.checkpointing.older import STATE as OLDER_STATE
+from fsdp_helpers.checkpointing.older import read_state_json
 from fsdp_helpers.checkpointing.randomness import NAME, random_state, restore_random_state
 from fsdp_helpers.checkpointing.state import (
     IMPLEMENTATION,
@@ -43,7 +47,7 @@ from fsdp_helpers.checkpointing.state import (
 )
 from fsdp_helpers.ranks.group import gather_over_ranks
 
-STATE = "state.json"
+STATE = "state.pt"
 
 # ---------------------------------------------------------------- saving
 
@@ -58,27 +62,24 @@ def save(
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Future | None:
-    """Save a training state as `folder`, new or empty. Every rank has to call this, and writes what it keeps.
+    """Save a training state as `folder`, which must be new or empty. Every rank has to call this, and writes what it keeps.
 
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, and its buffers as rank 0 has them.
         optimizer: its state, and its settings of this moment, such as the learning rate.
-        extra: what else the loop needs to go on, as rank 0 has it: counters, `schedule.state_dict()`. Numbers, text,
-            lists, dicts and whole tensors. (Each rank's random state is saved without asking.)
-        settings: JSON for `checkpoint.json`, where people look; `load` does not read it.
-        wait: False returns a Future as soon as the state is copied, and a thread writes the copy. The checkpoint is
-            whole when `result()` has come back, on any rank, and not before.
-        group: for that thread alone, where there are several ranks: `dist.new_group(backend="gloo")`. In the group
-            of the training, its messages could be taken for those of a step.
+        extra: whatever else the loop needs to continue, as rank 0 has it: counters, `schedule.state_dict()`. Numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
+        settings: JSON for `checkpoint.json`, for people to read; `load` ignores it.
+        wait: False returns a Future as soon as the state is copied, and a thread writes the copy. The checkpoint is complete once `result()` has returned on any rank, and not before.
+        group: for that thread only, if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, its collectives could get mixed up with the step's.
 
-    Raises CheckpointError, on every rank, if one of them cannot write; then there is no `folder`. Raises
-    ValueError for an `extra` that is not plain.
+    Raises CheckpointError on every rank if one of them can't write; then there's no `folder`. Raises ValueError if
+    `extra` isn't plain data.
     """
     path = Path(folder).absolute()
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise CheckpointError(f"{path} is there already; choose a different name, such as {checkpoint_name(20)}")
+        raise CheckpointError(f"{path} already exists; choose a different name, such as {checkpoint_name(20)}")
     if not wait and group is None and num_ranks() > 1:
-        raise ValueError('saving in the background needs a group of its own: group=dist.new_group(backend="gloo")')
+        raise ValueError('saving in the background needs its own process group: group=dist.new_group(backend="gloo")')
     tensors, plain = _content(model, optimizer, extra)
     unfinished = begin(path)
     if this_rank() == 0:
@@ -97,12 +98,11 @@ def save(
     return future
 
 
-def _content(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Collect what this rank writes: tensors by name, everything else as JSON.
+def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> tuple[dict[str, Tensor], bytes]:
+    """Collect what this rank writes: tensors by name, and everything else as the content of `state.pt`.
 
-    Under FSDP1, torch gathers the state to cut it by rows, so a save temporarily allocates more than the whole state.
+    Under FSDP1, torch unshards the state to shard it by rows instead, so a save temporarily allocates more than the
+    full state.
     """
     is_new = optimizer is not None and all(gather_over_ranks(not optimizer.state))
     state = read_state(model, optimizer)
@@ -110,16 +110,35 @@ def _content(
         optimizer.state.clear()  # a checkpoint before the first step changes no step
     values = {name: value for name, value in state.values.items() if not (is_new and name.startswith("optimizer."))}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    extra_tensors = random_state(this_rank())
     plain = {
-        "optimizer": None if optimizer is None else take_apart(_settings(state), "settings", extra_tensors),
-        "values": {name: take_apart(value, name, {}) for name, value in values.items() if name not in tensors},
-        "extra": take_apart(extra, "extra", extra_tensors),
+        "optimizer": None if optimizer is None else _settings(state),
+        "values": {name: value for name, value in values.items() if name not in tensors},
+        "extra": extra,
     }
-    if this_rank() > 0:  # buffers and extra tensors that differ between ranks are rank 0's, all of them
+    if this_rank() > 0:  # buffers that differ between ranks are rank 0's, all of them
         tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix("model.") not in state.buffers}
-        extra_tensors = random_state(this_rank())
-    return tensors | extra_tensors, plain
+    return tensors | random_state(this_rank()), _packed(plain)
+
+
+def _packed(plain: dict[str, Any]) -> bytes:
+    """Return the bytes of `state.pt`, of this moment. Raises ValueError for what could not be loaded again."""
+    written = io.BytesIO()
+    try:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(plain)):
+            raise TypeError("it contains a DTensor")
+        torch.save(plain, written)
+        torch.load(io.BytesIO(written.getvalue()), weights_only=True)
+    except (pickle.UnpicklingError, pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            "a checkpoint keeps numbers, text, lists, dicts and whole tensors, no other objects "
+            f"({_first_line(error)}). In `extra`, pass an object's state_dict(), a number, or a tensor"
+        ) from error
+    return written.getvalue()
+
+
+def _first_line(error: Exception) -> str:
+    told = [line.strip() for line in str(error).splitlines() if "nsupported" in line or "Can't" in line]
+    return (told or str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _settings(state: TrainingState) -> list[dict[str, Any]]:
@@ -129,18 +148,18 @@ def _settings(state: TrainingState) -> list[dict[str, Any]]:
 def _finish(
     write: Callable[[], object],
     unfinished: Path,
-    plain: dict[str, Any],
+    plain: bytes,
     description: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait until every rank has written; rank 0 renames the folder, and every rank learns whether that worked."""
+    """Wait until every rank has written; rank 0 then renames the folder, and every rank learns whether that worked."""
     failure = None
     try:
         with failures_named(unfinished, "write its part"):
             write()
         if this_rank() == 0:
-            with whole_file(unfinished / STATE, "w") as file:
-                json.dump(plain, file)
+            with whole_file(unfinished / STATE) as file:
+                file.write(plain)
             commit(unfinished, **description)
     except (OSError, CheckpointError) as error:
         failure = str(error)
@@ -159,18 +178,18 @@ def _finish(
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `save` saved, under any strategy and on any number of ranks; return its `extra`.
 
-    Every rank has to call this, with the model and the optimizer as they are before the first step, and reads what
-    it keeps. `folder` is a checkpoint, or holds several that are called step-00000020 and so on: then the newest.
-    The optimizer gets its settings too, the learning rate among them, but computes as it is set up now (`fused`,
-    `foreach`). As many ranks as saved get their random state back; other ranks get streams that none has drawn from
-    yet. Tensors in `extra` come back in host memory.
+    Every rank has to call this, with the model and optimizer as they are before the first step, and reads only what it
+    keeps. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, of which the newest is
+    loaded. The optimizer gets its settings too, the learning rate among them, but keeps its current implementation
+    (`fused`, `foreach`). Ranks that saved a random state get it back; additional ranks get streams that no rank has
+    drawn from yet. Tensors in `extra` come back in host memory.
 
     Raises CheckpointError if there is no complete checkpoint, or if it holds a different model.
     """
     path = find_newest(Path(folder)) or Path(folder)
     checkpoint = read_checkpoint(path)
     stored = {entry.name: entry for entry in read_index(path)}
-    plain = _read_plain(path, stored)
+    plain = _read_plain(path, dict.fromkeys(stored))
     state = read_state(model, optimizer)
     check_model(path, stored.values(), {name: tuple(tensor.size()) for name, tensor in state.model.items()})
     if optimizer is not None:
@@ -179,17 +198,18 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     own = {name: value for name, value in state.values.items() if name in stored and isinstance(value, Tensor)}
     as_many = checkpoint.world_size == num_ranks()
     random = _empty(stored, [NAME.format(0), *(random_state(this_rank()) if as_many else ())])
-    extra = _empty(stored, tensor_names([plain["extra"], plain["optimizer"]]))
+    older = _empty(stored, [name for name in stored if name.startswith(("extra.", "settings.")) and name not in random])
     with failures_named(path, "read its part"), ignore_single_process_warnings():
-        dcp.load({**own, **random, **extra}, storage_reader=SafeReader(path))
+        dcp.load({**own, **random, **older}, storage_reader=SafeReader(path))
 
-    found = own | {name: put_together(value, {}) for name, value in plain["values"].items()}
+    plain = _read_plain(path, older)  # with its tensors, if they lie among the others
+    found = own | plain["values"]
     put_back(model, optimizer, replace(state, optimizer=_found_again(state.optimizer, found, "optimizer")))
     if optimizer is not None and plain["optimizer"] is not None:
-        for group, saved in zip(optimizer.param_groups, put_together(plain["optimizer"], extra), strict=True):
+        for group, saved in zip(optimizer.param_groups, plain["optimizer"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
     restore_random_state(random, this_rank(), num_ranks())
-    return put_together(plain["extra"], extra)
+    return plain["extra"]
 
 
 def check_model(
@@ -208,35 +228,39 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     saved = plain["optimizer"]
     if saved is None:
         if not any(name.startswith("optimizer.") for name in stored):
-            raise CheckpointError(f"{path} was saved without an optimizer; load it without one")
+            raise CheckpointError(f"{path} was saved without an optimizer; load it without an optimizer")
         return  # of a version that left the settings to the configuration
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
             f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters, the optimizer "
-            f"here has {len(here)} of {[*map(len, here)]}, or others; build it as the one that was saved"
+            f"here has {len(here)} of {[*map(len, here)]}, or different ones; build it like the one that was saved"
         )
     kinds = {kind for kept in state.optimizer.values() for kind in kept}
     for name in [*stored, *plain["values"]]:
         if name.startswith("optimizer.") and name not in state.values:
             raise CheckpointError(
-                f"{path} holds {name}, which the optimizer here does not keep; "
-                f"of each parameter it keeps {', '.join(sorted(kinds)) or 'nothing'}"
+                f"{path} holds {name}, which this optimizer doesn't have; per parameter, it has "
+                f"{', '.join(sorted(kinds)) or 'nothing'}"
             )
 
 
-def _read_plain(path: Path, stored: Iterable[str]) -> dict[str, Any]:
-    """Return the content of `state.json`; nothing for a checkpoint of an earlier version, which wrote none."""
+def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Return the content of `state.pt`; for a checkpoint of an earlier version, of `state.json`, or nothing.
+
+    `older` are the tensors that an earlier version put next to the model's.
+    """
+    if (path / OLDER_STATE).exists():
+        return read_state_json(path, older)
     nothing = {"optimizer": None, "values": {}, "extra": None}
     if not (path / STATE).exists():
         return nothing
     try:
-        content = json.loads((path / STATE).read_text())
+        content = torch.load(path / STATE, map_location="cpu", weights_only=True)
         if content.keys() != nothing.keys():
             raise ValueError(f"it holds {', '.join(content)}")
-        put_together(content, dict.fromkeys(stored))  # raises where it contradicts itself or the index
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / STATE} is damaged: {error!r}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path / STATE} is damaged: {_first_line(error)}") from error
     return content
 
 
@@ -247,7 +271,7 @@ def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str,
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return `tree`, nested dicts, with each leaf replaced by what was found under its path; drop the others."""
+    """Return `tree`, nested dicts, with each leaf replaced by the value found under its path; leaves not found are left out."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

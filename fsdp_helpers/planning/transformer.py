@@ -25,7 +25,7 @@ class BlockBytes:
     leaving_bytes: int = 0  # kept and in flight at the block's first product, when all later gradients are there
 
     def waiting_bytes(self, activation_checkpointing: str) -> int:
-        """Return the bytes kept of the block until backward reaches it."""
+        """Return the block's bytes that wait until backward reaches it."""
         if activation_checkpointing == "units":
             return self.input_bytes
         return self.kept_bytes if activation_checkpointing == "none" else self.input_bytes + self.products_bytes
@@ -172,6 +172,7 @@ class HeadBytes:
     entering_bytes: int | None = None  # what is there when backward enters the head; what is kept, if left out
     inside_bytes: int = 0  # in flight in the head's backward, on top of that
     parameters: tuple[str, ...] = ()  # whose gradients are finished before backward enters a block
+    waiting_bytes: int = 0  # of a tied head's gradient, until backward has come to the embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +192,7 @@ def stack_profile(
     head: HeadBytes | None = None,
     **others,
 ) -> StepProfile:
-    """One step of a model of equal blocks, called `blocks`; everything else is as in `layers_profile`."""
+    """Return one step of a model of equal blocks, called `blocks`; the rest is as in `layers_profile`."""
     layer = Layer(shapes=block_shapes, bytes=block)
     return layers_profile(dict.fromkeys(blocks, layer), root_shapes, activation_checkpointing, head, **others)
 
@@ -206,10 +207,10 @@ def layers_profile(
     tied: dict[str, str] | None = None,
     frozen: Collection[str] = (),
 ) -> StepProfile:
-    """One step of a model of blocks, for one rank's images or tokens; without a `head` all else is small.
+    """Return one step of a model of blocks, for one rank's images or tokens; without a `head`, the rest is small.
 
     Backward walks from the last block to the first. At each it holds what the earlier blocks keep and all of this one,
-    because what was not kept has been recomputed. Its gradients are finished one after the other; a wide block with few
+    because the rest has been recomputed. Gradients are finished one after the other; a wide block with few
     tokens peaks with the last of them. The modules `outer_units`, if there are two, are in front of the blocks and
     behind them. Parameters in `frozen` get no gradient.
     """
@@ -224,9 +225,9 @@ def layers_profile(
         *_forward_of(first, 0),
         *_forward(layers, before),
         *_around_the_loss(last, before[-1], head),
-        *_backward(layers, before),
+        *_backward(layers, [size + head.waiting_bytes for size in before]),
         *((_moment("enter_backward", first, 0),) if first else ()),
-        *(_moment("gradient", name, 0) for name in late),
+        *(_moment("gradient", name, 0, head.waiting_bytes) for name in late),
     )
     return StepProfile(
         shapes=root_shapes | shapes,
@@ -245,7 +246,7 @@ def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> It
     yield _moment("enter_backward", ROOT, entering)
     yield _moment("enter_backward", name or ROOT, entering, entering + head.inside_bytes)
     for parameter in head.parameters:
-        yield _moment("gradient", parameter, blocks_bytes)
+        yield _moment("gradient", parameter, blocks_bytes + head.waiting_bytes)
         if name and parameter.startswith(f"{name}."):
             yield _moment("leave_backward", name, blocks_bytes)
 

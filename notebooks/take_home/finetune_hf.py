@@ -6,7 +6,7 @@ MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoMode
 (Without a tokenizer, a vocabulary of 256 means bytes.) DATA is a text, whose documents are separated by blank
 lines, or JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}, of
 which completions and the assistant's turns are learned. Texts longer than --length are split, conversations
-are cut. RUN receives the checkpoints, log.jsonl and, in the end, the model (or the adapter) in its own folder.
+are cut. As many documents as fit share a row, unless the model's attention would mix them. RUN receives the checkpoints, log.jsonl and, in the end, the model (or the adapter) in its own folder.
 
 The same command goes on from the newest checkpoint, on any number of ranks. Changed on the way, --lr, --warmup,
 --steps, --epochs and whatever does not change the result are obeyed; --batch, --length, --seed, --held-out, the
@@ -27,17 +27,22 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 
 def end_with_torchrun() -> None:
     """Have Linux kill this rank if torchrun is killed: without it, the rank would train on beside the next start."""
     if sys.platform == "linux":
+        torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+        if os.getppid() != torchrun:
+            sys.exit("torchrun was killed")  # before the call above
 
 
 if __name__ == "__main__":
@@ -46,7 +51,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -61,13 +66,16 @@ except ImportError:
     sys.exit("finetune_hf.py needs transformers: pip install transformers")
 
 IGNORED = -100  # a target without a loss: padding, and the prompt
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHUNK = 1024  # tokens whose logits exist at a time
+MAX_NORM = 1.0  # a longer gradient is shortened to this
+SCALE = 2.0  # of an adapter's output
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DIGEST = "digest"
+TOKENS = "tokens.safetensors"
 # What a run may not change on the way, and what it may; the other settings change no result.
-FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "lora_alpha", "packed", DIGEST)
-OBEYED = ("lr", "warmup", "steps", "decay", "max_norm")
+FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "packed", DIGEST)
+OBEYED = ("lr", "warmup", "steps", "decay")
 TOKENS_BY = ("config", "token", "vocab", "merges", "chat", "special", "added", "spiece")  # files that decide the tokens
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
@@ -99,25 +107,18 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, help="the highest learning rate (1e-5; 2e-4 for adapters)")
     add("--warmup", type=int, default=20, help="steps in which the learning rate rises (20)")
     add("--decay", type=float, default=0.0, help="weight decay of matrices; norms and biases have none (0)")
-    add("--max-norm", type=float, default=1.0, help="a longer gradient is shortened to this (1)")
     add("--save-every", type=read_interval, default="500", metavar="N|Nm", help="steps, or minutes as in 20m (500)")
     add("--keep", type=int, default=2, help="checkpoints (2)")
     add("--held-out", type=float, default=0.02, help="share of the documents that is kept for testing (0.02)")
     add("--test-every", type=int, default=100, help="steps between two looks at the held-out loss (100)")
     add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
-    add("--lora-alpha", type=float, help="adapters are scaled by alpha / R (2 R)")
-    add("--base-dtype", choices=("fp32", "bf16"), help="how the frozen model is kept (as in its files)")
-    add("--dtype", choices=("fp32", "bf16"), help="of the computation (bf16 on GPUs, fp32 on the CPU)")
     add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks it)")
-    add("--chunk", type=int, default=1024, help="tokens whose logits exist at a time (1024)")
     add("--compile", action="store_true", help="torch.compile each layer")
     add("--offload", action="store_true", help="keep shards and optimizer in host memory")
     add("--unit", metavar="CLASS", help="the class that becomes a unit (the model's decoder layers)")
-    add("--end", metavar="TOKEN", help="ends each document (the tokenizer's end-of-text token)")
-    add("--padded", action="store_true", help="one document per row, instead of as many as fit")
     add("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
-    for name in ("batch", "micro_batch", "length", "chunk", "keep", "test_every", "steps", "epochs"):
+    for name in ("batch", "micro_batch", "length", "keep", "test_every", "steps", "epochs"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; it has to be above 0")
@@ -127,8 +128,6 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error("--lora-rank and --warmup are 0 or more")
     if arguments.lr is None:
         arguments.lr = 2e-4 if arguments.lora_rank else 1e-5
-    if arguments.lora_alpha is None:
-        arguments.lora_alpha = 2.0 * arguments.lora_rank
     return arguments
 
 
@@ -139,9 +138,11 @@ def read_interval(text: str) -> tuple[int | None, float | None]:
     return (None, 60.0 * int(found[1])) if found[2] else (int(found[1]), None)
 
 
-def check_resumed(settings: dict, run: Path) -> None:
+def check_resumed(arguments: argparse.Namespace) -> None:
     """Compare with the settings of the run's checkpoints: what may change is said, what may not ends the run."""
+    run = arguments.out
     path = run / "settings.json"
+    settings = {name: getattr(arguments, name) for name in (*FIXED, *OBEYED)}
     if path.exists() and newest_checkpoint(run):
         before = json.loads(path.read_text())
         changed = {name: (before[name], value) for name, value in settings.items() if before.get(name) != value}
@@ -188,8 +189,8 @@ class Bytes:
         return argparse.Namespace(input_ids=list(text.encode()))
 
 
-def read_tokenizer(folder: Path, vocabulary: int, end: str | None):
-    """Return the folder's tokenizer, with the token that ends a document as its `eos_token_id`."""
+def read_tokenizer(folder: Path, vocabulary: int):
+    """Return the folder's tokenizer; its `eos_token_id` ends a document."""
     if not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").exists():
         if vocabulary != 256:
             refuse(
@@ -197,71 +198,79 @@ def read_tokenizer(folder: Path, vocabulary: int, end: str | None):
             )
         return Bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if end is not None:
-        tokenizer.eos_token = end
-        if tokenizer.convert_tokens_to_ids(end) in (None, tokenizer.unk_token_id):
-            refuse(f"--end {end}: the tokenizer of {folder} has no such token")
     if tokenizer.eos_token_id is None:
-        refuse(f"the tokenizer of {folder} has no end-of-text token; name the token that ends a document with --end")
+        refuse(f"the tokenizer of {folder} has no end-of-text token; name one as eos_token in tokenizer_config.json")
     return tokenizer
 
 
-def read_documents(path: Path, tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """Yield each document as segments of text: (text, whether it is learned). A single segment is plain text."""
+@dataclass(frozen=True)
+class Document:
+    """A text in segments, and which of them are learned."""
+
+    kind: str  # text, prompt or messages
+    segments: list[tuple[str, bool]]
+    num_rewritten: int = 0  # turns of the assistant that the chat template rewrites later
+
+
+def read_documents(path: Path, tokenizer) -> Iterator[Document]:
     if path.suffix not in (".json", ".jsonl"):
         for text in path.read_text().split("\n\n"):
-            yield [(text, True)]
+            yield Document("text", [(text, True)])
         return
     with path.open() as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield segments_of(json.loads(line), tokenizer)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    yield document_of(json.loads(line), tokenizer)
+                except Exception as error:  # a chat template may raise any
                     refuse(f"{path}, line {number}: {error}")
 
 
-def segments_of(document: dict, tokenizer) -> list[tuple[str, bool]]:
-    if "messages" in document:
-        return segments_of_messages(document["messages"], tokenizer)
-    if "completion" in document:
-        return [(document["prompt"], False), (document["completion"], True)]
-    if "text" in document:
-        return [(document["text"], True)]
-    raise ValueError(f'it has {sorted(document)}, and neither "text" nor "messages" nor "prompt" and "completion"')
+def document_of(entry: dict, tokenizer) -> Document:
+    if "messages" in entry:
+        return document_of_messages(entry["messages"], tokenizer)
+    if "completion" in entry:
+        return Document("prompt", [(entry["prompt"], False), (entry["completion"], True)])
+    if "text" in entry:
+        return Document("text", [(entry["text"], True)])
+    raise ValueError(f'it has {sorted(entry)}, and neither "text" nor "messages" nor "prompt" and "completion"')
 
 
-def segments_of_messages(messages: list[dict], tokenizer) -> list[tuple[str, bool]]:
+def document_of_messages(messages: list[dict], tokenizer) -> Document:
     """Cut a rendered conversation where the assistant's turns begin and end; these are learned.
 
-    Some templates rewrite earlier turns (they drop their thoughts): those turns are then not learned.
+    Some templates rewrite earlier turns (they drop their thoughts): those are not learned, and are counted.
     """
     if not tokenizer.chat_template:
         raise ValueError('"messages" need a chat template, and the tokenizer has none; give "prompt" and "completion"')
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     full = render(messages)
-    segments, done = [], 0
+    segments, done, num_rewritten = [], 0, 0
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = render(messages[:index], add_generation_prompt=True), render(messages[: index + 1])
-            if full.startswith(before) and full.startswith(after) and done <= len(before) <= len(after):
-                segments += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
-                done = len(after)
-    return [*segments, (full[done:], False)]
+        if message["role"] != "assistant":
+            continue
+        before = render(messages[:index], add_generation_prompt=True)
+        after = render(messages[: index + 1])
+        if full.startswith(before) and full.startswith(after) and done <= len(before) <= len(after):
+            segments += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
+            done = len(after)
+        else:
+            num_rewritten += 1
+    return Document("messages", [*segments, (full[done:], False)], num_rewritten)
 
 
-def encode(segments: list[tuple[str, bool]], tokenizer) -> tuple[list[int], list[bool]]:
+def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
     """Return a document's tokens, and which of them are learned.
 
     Each segment is encoded alone: at use, too, the prompt is encoded before the answer is known.
     """
-    if not any(text for text, is_learned in segments if is_learned):
+    if not any(text for text, is_learned in document.segments if is_learned):
         return [], []
-    is_chat = len(segments) > 2
+    is_chat = document.kind == "messages"
     tokens, learned = [], []
     if not is_chat and tokenizer.bos_token_id in tokenizer("").input_ids:  # a chat template writes it itself
         tokens, learned = [tokenizer.bos_token_id], [False]
-    for text, is_learned in segments:
+    for text, is_learned in document.segments:
         found = tokenizer(text, add_special_tokens=False).input_ids if text else []
         tokens += found
         learned += [is_learned] * len(found)
@@ -272,32 +281,38 @@ def encode(segments: list[tuple[str, bool]], tokenizer) -> tuple[list[int], list
     return tokens, learned
 
 
-def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int, path: Path, digest: str) -> None:
+def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> None:
     """Write the documents' tokens to a file, unless it is there. Rank 0 calls this; everyone reads the file."""
+    path = arguments.out / TOKENS
     if path.exists():
         with safe_open(path, "pt") as file:
-            if file.metadata()[DIGEST] == digest:
+            if file.metadata()[DIGEST] == arguments.digest:
                 return
     tokens, learned, ends = [], [], [0]
-    num_documents = num_empty = num_split = num_cut = 0
-    for segments in read_documents(arguments.data, tokenizer):
-        found, own = encode(segments, tokenizer)
-        num_documents += 1
+    counts = Counter()
+    for document in read_documents(arguments.data, tokenizer):
+        found, own = encode(document, tokenizer)
         pieces = range(0, max(1, len(found) - 1), arguments.length)  # n + 1 tokens make n pairs of token and next token
-        if len(pieces) > 1:
-            num_split += len(segments) == 1
-            num_cut += len(segments) > 1
-        for first in pieces if len(segments) == 1 else [0]:
-            if any(own[first + 1 : first + arguments.length + 1]):
-                tokens += found[first : first + arguments.length + 1]
-                learned += own[first : first + arguments.length + 1]
+        counts["documents"] += 1
+        counts["rewritten"] += document.num_rewritten
+        counts["split" if document.kind == "text" else "cut"] += len(pieces) > 1
+        for first in pieces if document.kind == "text" else [0]:
+            piece = slice(first, first + arguments.length + 1)
+            if any(own[piece][1:]):
+                tokens += found[piece]
+                learned += own[piece]
                 ends.append(len(tokens))
             else:
-                num_empty += 1
-    print(f"{num_documents:,} documents, {len(tokens):,} tokens, {sum(learned):,} of them learned", flush=True)
-    if num_empty or num_split or num_cut:
-        longer = f"longer than {arguments.length} tokens, {num_split} texts are split and {num_cut} conversations cut"
-        print(f"{num_empty} with nothing to learn are left out; {longer}", flush=True)
+                counts["empty"] += 1
+    print(f"{counts['documents']:,} documents, {len(tokens):,} tokens, {sum(learned):,} of them learned", flush=True)
+    if counts["empty"]:
+        print(f"{counts['empty']:,} with nothing to learn are left out", flush=True)
+    if counts["split"] or counts["cut"]:
+        both = f"{counts['split']:,} texts are split and {counts['cut']:,} conversations cut"
+        print(f"longer than {arguments.length:,} tokens: {both}", flush=True)
+    if counts["rewritten"]:
+        turns = f"{counts['rewritten']:,} of the assistant's earlier turns"
+        print(f"the chat template rewrites {turns}; these are not learned", flush=True)
     if not tokens:
         refuse(f"{arguments.data} has nothing to learn in it")
     if max(tokens) >= vocabulary:
@@ -306,14 +321,14 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int, pat
         )
     content = {"tokens": torch.tensor(tokens, dtype=torch.int32), "learned": torch.tensor(learned)}
     unfinished = path.with_name(f"unfinished-{path.name}")
-    save_file(content | {"ends": torch.tensor(ends)}, unfinished, metadata={DIGEST: digest})
+    save_file(content | {"ends": torch.tensor(ends)}, unfinished, metadata={DIGEST: arguments.digest})
     unfinished.rename(path)
 
 
 def digest_of(arguments: argparse.Namespace) -> str:
     """Return what model, tokenizer and data are, in 16 letters. Weights are left out: they have many bytes."""
     paths = [path for path in side_files(arguments.model) if path.name.startswith(TOKENS_BY)]
-    found = hashlib.sha256(f"{arguments.length} {arguments.end}".encode())
+    found = hashlib.sha256(f"{arguments.length}".encode())
     for path in [*paths, arguments.data]:
         with path.open("rb") as file:
             found.update(hashlib.file_digest(file, "sha256").digest())
@@ -340,8 +355,8 @@ def pack(sizes: list[int], length: int) -> list[list[int]]:
 class Rows:
     """The documents in rows, from the file of tokens: some to learn from, some held out."""
 
-    def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
-        self.file = safe_open(path, "pt")
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.file = safe_open(arguments.out / TOKENS, "pt")
         self.ends = self.file.get_tensor("ends").tolist()
         self.seed = arguments.seed
         num_documents = len(self.ends) - 1
@@ -410,10 +425,9 @@ class Rows:
 class TokenLoss(nn.Module):
     """A language model whose forward returns the sum of its tokens' losses. The logits exist a chunk at a time."""
 
-    def __init__(self, model: nn.Module, chunk: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.chunk = chunk
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
         """All are (rows, length); a position of 0 begins a new document. Without targets: the last hidden states."""
@@ -422,7 +436,7 @@ class TokenLoss(nn.Module):
         if targets is None:
             return hidden
         total = torch.zeros((), device=hidden.device)
-        chunks = zip(hidden.flatten(0, 1).split(self.chunk), targets.flatten().split(self.chunk), strict=True)
+        chunks = zip(hidden.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK), strict=True)
         for part, wanted in chunks:
             total = total + checkpoint(self.loss_of, type(output), part, wanted, use_reentrant=False)
         return total
@@ -441,7 +455,10 @@ class TokenLoss(nn.Module):
 def read_config(folder: Path) -> transformers.PretrainedConfig:
     if not (folder / "config.json").exists():
         refuse(f"{folder} has no config.json; give the folder of a model in Hugging Face's layout")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except ValueError as error:  # a model that this version does not know, or whose code is in its folder
+        refuse(f"{folder}: {str(error).splitlines()[0]}")
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERTS):
         refuse(f"{folder} is a mixture of experts, whose routers need a loss of their own; this script has none")
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -544,7 +561,7 @@ def shard(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device, ar
     """
     settings = {
         "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[arguments.dtype], reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy() if arguments.offload else OffloadPolicy(),
     }
     for unit in units.values():
@@ -553,6 +570,10 @@ def shard(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device, ar
             unit.forward = torch.compile(unit.forward)
         fully_shard(unit, **settings)
     fully_shard(loss, **settings)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16  # CPU ranks emulate bf16, slowly
 
 
 def load(loss: TokenLoss, folder: Path, names: dict[str, str], device: torch.device, offload: bool) -> None:
@@ -587,13 +608,11 @@ def documents_are_apart(loss: TokenLoss, device: torch.device) -> bool:
 # ---------------------------------------------------------------- adapters
 
 
-def add_adapters(
-    model: nn.Module, units: dict[str, nn.Module], rank: int, alpha: float, dtype: torch.dtype
-) -> list[str]:
+def add_adapters(model: nn.Module, units: dict[str, nn.Module], rank: int, dtype: torch.dtype) -> list[str]:
     """Freeze the model in `dtype`, and give each projection in its layers two thin fp32 matrices. Return their names.
 
-    Hu et al. 2021, arXiv:2106.09685. A projection's output grows by alpha / rank * B A input. The names of what
-    was there do not change, so its files still fit.
+    Hu et al. 2021, arXiv:2106.09685. A projection's output grows by SCALE * B A input. The names of what was there
+    do not change, so its files still fit.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -605,7 +624,7 @@ def add_adapters(
                 num_inputs, num_outputs = inputs_and_outputs(module)
                 module.lora_A = nn.Parameter(torch.empty(rank, num_inputs, device="meta"))
                 module.lora_B = nn.Parameter(torch.empty(num_outputs, rank, device="meta"))
-                module.register_forward_hook(partial(add_low_rank, alpha / rank))
+                module.register_forward_hook(add_low_rank)
                 adapted.append(f"{unit_name}.{name}")
     if not adapted:
         refuse("--lora-rank: the model's layers have no linear projections")
@@ -618,8 +637,8 @@ def inputs_and_outputs(projection: nn.Module) -> tuple[int, int]:
     return (second, first) if isinstance(projection, nn.Linear) else (first, second)
 
 
-def add_low_rank(scale: float, projection: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    return output + scale * F.linear(F.linear(inputs[0], projection.lora_A), projection.lora_B)
+def add_low_rank(projection: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output + SCALE * F.linear(F.linear(inputs[0], projection.lora_A), projection.lora_B)
 
 
 @torch.no_grad()
@@ -649,7 +668,7 @@ def export_adapters(model: nn.Module, adapted: list[str], arguments: argparse.Na
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(arguments.model),
         "r": arguments.lora_rank,
-        "lora_alpha": arguments.lora_alpha,
+        "lora_alpha": SCALE * arguments.lora_rank,
         "lora_dropout": 0.0,
         "target_modules": sorted(adapted),
         "fan_in_fan_out": not isinstance(model.get_submodule(adapted[0]), nn.Linear),
@@ -699,12 +718,20 @@ def remove(path: Path) -> None:
 class Checkpoints:
     """The run's checkpoints: written in the background, one at a time; the newest `keep` of them stay."""
 
-    def __init__(self, run: Path, keep: int, group: dist.ProcessGroup) -> None:
-        self.run = run
-        self.keep = keep
+    def __init__(self, arguments: argparse.Namespace, group: dist.ProcessGroup) -> None:
+        self.run = arguments.out
+        self.keep = arguments.keep
+        self.every_steps, self.every_s = arguments.save_every
         self.group = group  # of the background alone: its messages must not be taken for a step's
         self.writing = None
         self.step = 0
+        self.begun_s = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after `step`; if minutes decide, rank 0 has the clock."""
+        if self.every_steps:
+            return step % self.every_steps == 0
+        return dist.get_rank() == 0 and time.monotonic() - self.begun_s >= self.every_s
 
     def begin(self, loss: TokenLoss, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Copy the state, and write the copy while training goes on. All ranks call this."""
@@ -714,6 +741,7 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier(group=self.group)  # every rank makes the folder, but not while rank 0 removes it
         self.step = step
+        self.begun_s = time.monotonic()
         self.writing = dcp.async_save(state_of(loss, optimizer)[0], checkpoint_id=unfinished, process_group=self.group)
 
     @property
@@ -810,40 +838,36 @@ def choose_device() -> torch.device:
     return device
 
 
-class RunLock:
-    """Keeps other runs from writing to the folder until the last rank of this one has ended, however it ends.
-
-    Rank 0 asks for the lock alone. Then every rank shares it, so that it is free when none is left.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self.file = (run / ".lock").open("a")
-
-    def take_alone(self, patience_s: float = 5.0) -> None:
-        deadline_s = time.monotonic() + patience_s  # ranks of a killed run may need a moment to end
-        while not self.take(fcntl.LOCK_EX):
-            if time.monotonic() > deadline_s:
-                refuse(f"another run is writing to {self.run}; wait for its end, or take a new --out")
-            time.sleep(0.1)
-
-    def share(self) -> None:
-        if not self.take(fcntl.LOCK_SH):
-            refuse(f"another run is writing to {self.run}; wait for its end, or take a new --out")
-
-    def take(self, kind: int) -> bool:
+def take(lock: TextIO, run: Path, kind: int, patience_s: float = 0.0) -> None:
+    """Keep other runs from writing to `run`: rank 0 takes the lock, then all share it until the last ends."""
+    deadline_s = time.monotonic() + patience_s  # the ranks of a killed run may need a moment to end
+    while True:
         try:
-            fcntl.flock(self.file, kind | fcntl.LOCK_NB)
+            return fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-        return True
+            if time.monotonic() > deadline_s:
+                refuse(f"another run is writing to {run}; wait for its end, or take a new --out")
+        time.sleep(0.1)
 
 
-def learning_rate(step: int, last: int, arguments: argparse.Namespace) -> float:
+def join(run: Path, device: torch.device) -> TextIO:
+    """Form the group of ranks, if no other run has the folder; return the lock, which all of them hold."""
+    lock = (run / ".lock").open("a")
+    if os.environ["RANK"] == "0":
+        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, in which the others wait for rank 0
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    if dist.get_rank() == 0:
+        take(lock, run, fcntl.LOCK_SH)
+    dist.barrier()
+    take(lock, run, fcntl.LOCK_SH)
+    return lock
+
+
+def learning_rate(step: int, arguments: argparse.Namespace) -> float:
     """Return a step's learning rate: a line up, then half a cosine down to a tenth."""
     if step < arguments.warmup:
         return arguments.lr * (step + 1) / arguments.warmup
-    done = (step - arguments.warmup) / max(1, last - arguments.warmup)
+    done = (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup)
     return arguments.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
 
 
@@ -857,7 +881,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=arguments.lr, fused=True)
 
 
-def backward(loss: TokenLoss, rows: "Rows", batch: list[list[int]], size: int, device: torch.device) -> Tensor:
+def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
     """Add up the gradient of the mean over the batch's learned tokens, and return this rank's part of that mean.
 
     Each micro-batch is reduced at once: gradients of full size would have to wait for the last one otherwise.
@@ -872,7 +896,7 @@ def backward(loss: TokenLoss, rows: "Rows", batch: list[list[int]], size: int, d
 
 
 @torch.no_grad()
-def held_out_loss(loss: TokenLoss, rows: "Rows", size: int, device: torch.device) -> float:
+def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) -> float:
     """Return the mean over the learned tokens of the held-out documents."""
     loss.eval()
     total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
@@ -885,58 +909,49 @@ def held_out_loss(loss: TokenLoss, rows: "Rows", size: int, device: torch.device
 def train(
     loss: TokenLoss,
     optimizer: torch.optim.Optimizer,
-    rows: "Rows",
+    rows: Rows,
     checkpoints: Checkpoints,
     arguments: argparse.Namespace,
     device: torch.device,
     first: int,
-    last: int,
 ) -> bool:
-    """Take the steps from `first` to `last`; return False if a signal ended the run before."""
+    """Take the steps that are left, from `first`; return False if a signal ended the run before the last."""
     signals = []  # Slurm sends SIGTERM before the time limit: it is noted here, and the step is completed
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    every_steps, every_s = arguments.save_every
-    saved_s = time.monotonic()
-    for step in range(first, last):
+    is_asked = False
+    for step in range(first, arguments.steps):
         began_s = time.monotonic()
         torch.manual_seed((arguments.seed * 1_000_003 + step) * 10_007 + dist.get_rank())  # of dropout
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, last, arguments)
+            group["lr"] = learning_rate(step, arguments)
         batch = rows.of_step(step, arguments.batch)
         mean = backward(loss, rows, batch, arguments.micro_batch, device)
-        norm = nn.utils.clip_grad_norm_(loss.parameters(), arguments.max_norm).full_tensor().item()
+        norm = nn.utils.clip_grad_norm_(loss.parameters(), MAX_NORM).full_tensor().item()
         optimizer.step()
         optimizer.zero_grad()
 
-        is_time = every_s is not None and dist.get_rank() == 0 and time.monotonic() - saved_s >= every_s
-        sums = torch.tensor([mean.item(), len(signals), is_time, not checkpoints.is_written], dtype=torch.float64)
-        dist.all_reduce(sums)  # if one rank was asked to end, all end after the same step
-        if not math.isfinite(sums[0]):
-            refuse(f"the loss of step {step + 1} is {sums[0].item()}; {newest_checkpoint(arguments.out)} is kept", 1)
-        note = {"step": step + 1, "loss": sums[0].item(), "lr": optimizer.param_groups[0]["lr"], "gradient_norm": norm}
-        is_last = step + 1 == last or sums[1] > 0
-        if rows.held_out and ((step + 1) % arguments.test_every == 0 or step + 1 == last):
+        flags = [len(signals), checkpoints.is_due(step + 1), not checkpoints.is_written]
+        sums = torch.tensor([mean.item(), *flags], dtype=torch.float64)
+        dist.all_reduce(sums)  # whatever one rank finds, all do after the same step
+        mean, num_asked, num_due, num_writing = sums.tolist()
+        if not math.isfinite(mean):
+            refuse(f"the loss of step {step + 1} is {mean}; {newest_checkpoint(arguments.out)} is kept", 1)
+        is_asked = num_asked > 0
+        is_last = step + 1 == arguments.steps
+        note = {"step": step + 1, "loss": mean, "lr": optimizer.param_groups[0]["lr"], "gradient_norm": norm}
+        note["tokens_per_s"] = sum(map(rows.num_tokens, batch)) / (time.monotonic() - began_s)
+        if rows.held_out and ((step + 1) % arguments.test_every == 0 or is_last):
             note["held_out_loss"] = held_out_loss(loss, rows, arguments.micro_batch, device)
-        num_tokens = sum(rows.num_tokens(row) for row in batch)
-        note["tokens_per_s"] = num_tokens / (time.monotonic() - began_s)
         write_note(note | {"peak_bytes": peak_bytes(device)}, arguments.out)
-        if sums[3] == 0:
+        if num_writing == 0:
             checkpoints.finish()
-        if is_last or sums[2] > 0 or (every_steps and (step + 1) % every_steps == 0):
+        if is_last or is_asked or num_due > 0:
             checkpoints.begin(loss, optimizer, step + 1)
-            saved_s = time.monotonic()
-        if is_last:
+        if is_asked:
             break
     checkpoints.finish()
     dist.barrier()
-    return not signals_seen(signals)
-
-
-def signals_seen(signals: list[int]) -> bool:
-    """Return whether a rank was asked to end, the same answer on every rank."""
-    seen = torch.tensor(len(signals))
-    dist.all_reduce(seen)
-    return seen.item() > 0
+    return not is_asked
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -956,15 +971,16 @@ def write_note(note: dict, run: Path) -> None:
         print(f"step {note['step']}  {'  '.join(words)}  peak {note['peak_bytes'] / 1e9:.2f} GB", flush=True)
 
 
-def describe(loss: TokenLoss, units: dict, device: torch.device, arguments: argparse.Namespace) -> None:
+def describe(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device) -> None:
     """Say what is about to run."""
     own = [(one.to_local(), one.requires_grad) for one in loss.parameters()]
     own_bytes = sum(shard.nbytes + trained * 3 * shard.nbytes for shard, trained in own)
     num_all = sum(one.numel() for one in loss.parameters())
     num_trained = sum(one.numel() for one in loss.parameters() if one.requires_grad)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    computing = str(compute_dtype(device)).removeprefix("torch.")
     kept = " and ".join(sorted({str(shard.dtype).removeprefix("torch.") for shard, _ in own}))
-    say(f"{dist.get_world_size()} ranks on {name}, computing in {arguments.dtype}, shards in {kept}")
+    say(f"{dist.get_world_size()} ranks on {name}, computing in {computing}, shards in {kept}")
     say(f"{type(loss.model).__name__}: {num_all:,} parameters, {num_trained:,} trained")
     kinds = sorted({type(unit).__name__.removeprefix("FSDP") for unit in units.values()})
     say(f"{len(units) + 1} units: {len(units)} of {', '.join(kinds)}, and the root")
@@ -977,68 +993,59 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
         refuse(f"{arguments.data} is no file; give a text, or JSON lines")
     if arguments.offload and device.type == "cpu":
         refuse("--offload moves shards to the host, where CPU ranks have them anyway")
-    arguments.dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
     config = read_config(arguments.model)
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or 4096
     arguments.length = arguments.length or min(4096, context)
     if arguments.length > context:
         refuse(f"--length {arguments.length} is beyond the model's context of {context} tokens")
-    tokenizer = read_tokenizer(arguments.model, text_config.vocab_size, arguments.end)
+    tokenizer = read_tokenizer(arguments.model, text_config.vocab_size)
     files = tensors_in_files(arguments.model)
     model = build(config, arguments)
     names = match_files(model, arguments.model, files)
     units = find_units(model, arguments.unit)
     adapted = []
     if arguments.lora_rank:
-        in_files = "bf16" if all(one.dtype == torch.bfloat16 for one in files.values()) else "fp32"
-        base_dtype = DTYPES[arguments.base_dtype or in_files]
-        adapted = add_adapters(model, units, arguments.lora_rank, arguments.lora_alpha, base_dtype)
+        is_bf16 = all(one.dtype == torch.bfloat16 for one in files.values())
+        adapted = add_adapters(model, units, arguments.lora_rank, torch.bfloat16 if is_bf16 else torch.float32)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(arguments.out)
-    if os.environ["RANK"] == "0":
-        lock.take_alone()  # before the next line, in which the other ranks wait for rank 0
-    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    lock = join(arguments.out, device)
     background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    arguments.digest = digest_of(arguments)
     if dist.get_rank() == 0:
-        lock.share()
-    dist.barrier()
-    lock.share()
-    digest = digest_of(arguments)
-    if dist.get_rank() == 0:
-        tokenize_once(arguments, tokenizer, text_config.vocab_size, arguments.out / "tokens.safetensors", digest)
+        tokenize_once(arguments, tokenizer, text_config.vocab_size)
     dist.barrier(group=background)  # many tokens take longer than the other group's patience
 
-    loss = TokenLoss(model, arguments.chunk)
+    loss = TokenLoss(model)
     shard(loss, units, device, arguments)
     load(loss, arguments.model, names, device, arguments.offload)
     draw_adapters(model, adapted, arguments.seed)
-    describe(loss, units, device, arguments)
-    arguments.packed = not arguments.padded and documents_are_apart(loss, device)
-    rows = Rows(arguments.out / "tokens.safetensors", arguments)
+    describe(loss, units, device)
+    arguments.packed = documents_are_apart(loss, device)
+    rows = Rows(arguments)
     kind = "packed" if arguments.packed else "padded"
     say(f"{len(rows.learned)} rows to learn from, {len(rows.held_out)} held out, {kind}")
-    last = arguments.steps or math.ceil(arguments.epochs * len(rows.learned) / arguments.batch)
-    arguments.steps, arguments.digest = last, digest
-    settings = {name: getattr(arguments, name) for name in (*FIXED, *OBEYED)}
-    check_resumed(settings, arguments.out)
+    arguments.steps = arguments.steps or math.ceil(arguments.epochs * len(rows.learned) / arguments.batch)
+    check_resumed(arguments)
 
     optimizer = make_optimizer(loss, arguments)
     first = load_newest(loss, optimizer, arguments.out)
-    if first:
-        say(f"going on after step {first}" if first < last else f"{first} steps are done already, of {last}")
-    checkpoints = Checkpoints(arguments.out, arguments.keep, background)
-    if train(loss, optimizer, rows, checkpoints, arguments, device, first, last):
-        if adapted:
-            export_adapters(model, adapted, arguments)
-        else:
-            export(model, arguments.model, files, names, arguments.out)
-        say(f"the {'adapter' if adapted else 'model'} is in {arguments.out / ('adapter' if adapted else 'model')}")
-    else:
+    if first >= arguments.steps:
+        say(f"{first} steps are done already, of {arguments.steps}")
+    elif first:
+        say(f"going on after step {first}")
+    checkpoints = Checkpoints(arguments, background)
+    if not train(loss, optimizer, rows, checkpoints, arguments, device, first):
         say(f"ended by a signal; the same command goes on from {newest_checkpoint(arguments.out)}")
+    elif adapted:
+        export_adapters(model, adapted, arguments)
+        say(f"the adapter is in {arguments.out / 'adapter'}")
+    else:
+        export(model, arguments.model, files, names, arguments.out)
+        say(f"the model is in {arguments.out / 'model'}")
     dist.destroy_process_group()
-    lock.file.close()
+    lock.close()
 
 
 if __name__ == "__main__":
@@ -1046,8 +1053,11 @@ if __name__ == "__main__":
     chosen = choose_device()
     try:
         main(chosen, chosen_arguments)
-    except OSError as error:  # of this rank alone, so it says it itself
-        place = error.filename or chosen_arguments.out
-        sys.exit(f"finetune_hf.py: {error.strerror or error} ({place}); what was saved is kept")
+    except UnicodeDecodeError as error:
+        sys.exit(f"finetune_hf.py: {chosen_arguments.data} is not UTF-8: {error}")
+    except (OSError, SafetensorError) as error:  # of this rank alone, so it says it itself
+        place = getattr(error, "filename", None) or chosen_arguments.out
+        cause = getattr(error, "strerror", None) or error
+        sys.exit(f"finetune_hf.py: {cause} ({place}); what was saved is kept")
     if chosen.type == "cpu":
         os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included

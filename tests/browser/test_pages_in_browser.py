@@ -75,7 +75,7 @@ def read(name: str) -> nbformat.NotebookNode:
     return nbformat.read(PROJECT / "notebooks" / f"{name}.ipynb", as_version=4)
 
 
-@pytest.mark.parametrize("name", CHAPTERS)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (PROJECT / "notebooks").glob("*.ipynb")))
 def test_every_slide_fits_and_its_picture_is_large(opened, name):
     page = opened(slides.deck(read(name)), {"width": 1280, "height": 720})
     page.wait_for_function("() => Reveal.isReady()")

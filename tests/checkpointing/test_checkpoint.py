@@ -3,7 +3,6 @@
 import json
 import os
 import warnings
-from collections import Counter
 
 import checkpoint_workers as workers
 import pytest
@@ -12,9 +11,10 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from fsdp_helpers import load, save
+from fsdp_helpers.checkpointing import checkpoint
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, read_checkpoint
 from fsdp_helpers.checkpointing.index import read_index
-from fsdp_helpers.checkpointing.plain import put_together, take_apart
+from fsdp_helpers.checkpointing.randomness import random_state
 from fsdp_helpers.ranks.launch import launch
 
 OPTIMIZERS = {
@@ -129,7 +129,7 @@ def test_a_model_alone(tmp_path):
     other = built(2)[0]
     assert load(tmp_path / "model", other) is None
     assert equal([*other.state_dict().values()], [*run[0].state_dict().values()])
-    with pytest.raises(CheckpointError, match="was saved without an optimizer; load it without one"):
+    with pytest.raises(CheckpointError, match="was saved without an optimizer; load it without an optimizer"):
         load(tmp_path / "model", *built(2)[:2])
 
 
@@ -212,34 +212,48 @@ VALUES = {
     "numbers": [1, -2.5, float("inf"), 10**30, True, None],
     "tuples": ((), (1, [2, (3,)])),
     "keys": {1: "one", (2, 3): {"four": 4.0}, None: []},
-    "!tuple": {"!tensor": "no tensor"},
     "tensors": [torch.arange(3), {"half": torch.tensor(0.5).half()}],
     "empty": {},
 }
 
 
-def test_plain_values_come_back_as_they_were():
-    tensors = {}
-    as_json = json.loads(json.dumps(take_apart(VALUES, "extra", tensors)))
-    assert tensors.keys() == {"extra.tensors.0", "extra.tensors.1.half"}
-    assert equal(put_together(as_json, tensors), VALUES)
+def test_plain_values_come_back_as_they_were(tmp_path):
+    model = workers.small_model()
+    save(tmp_path / "one", model, extra=VALUES)
+    assert equal(load(tmp_path / "one", model), VALUES)
+
+
+def test_an_earlier_version_wrote_json(tmp_path, monkeypatch):
+    """Of {"step": 2, "base": (0.5, tensor), 1: "one"}, with the tensor among those of the model."""
+    saved, base = tmp_path / "one", {"extra.base": torch.arange(3)}
+    monkeypatch.setattr(checkpoint, "random_state", lambda rank: random_state(rank) | base)
+    save(saved, *built(1)[:1])
+    monkeypatch.undo()
+    content = json.loads((saved / "checkpoint.json").read_text())
+    older = {
+        "optimizer": None,
+        "values": {},
+        "extra": {"!dict": [["step", 2], ["base", {"!tuple": [0.5, {"!tensor": "extra.base"}]}], [1, "one"]]},
+    }
+    (saved / "state.json").write_text(json.dumps(older))
+    (saved / "state.pt").unlink()
+    del content["files"]["state.pt"]
+    (saved / "checkpoint.json").write_text(json.dumps(content | {"format": 1}))
+    extra = load(saved, built(2)[0])
+    assert (extra["step"], extra["base"][0], extra[1]) == (2, 0.5, "one")
+    assert extra["base"][1].tolist() == [0, 1, 2]
 
 
 def test_an_extra_that_is_not_plain_is_refused(tmp_path):
     model = workers.small_model()
     optimizer = torch.optim.Adam(model.parameters())
-    for extra, message in [
-        ({"schedule": MultiStepLR(optimizer, [1])}, r"extra\.schedule is a MultiStepLR; .* Pass its state_dict\(\)"),
-        ([{1, 2}], r"extra\.0 is a set; a checkpoint keeps numbers, text, lists, dicts and whole tensors"),
-        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"two tensors would be called extra\.a\.b"),
-    ]:
-        with pytest.raises(ValueError, match=message):
+    schedule = MultiStepLR(optimizer, [1])
+    for extra in ({"schedule": schedule}, [{1: (schedule,)}], {"rule": lambda: 1}):
+        with pytest.raises(
+            ValueError, match=r"keeps numbers, text, lists, dicts and whole .*pass an object's state_dict"
+        ):
             save(tmp_path / "one", model, optimizer, extra=extra)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_counter_becomes_a_dict():
-    assert put_together(take_apart(Counter("aab"), "extra", {}), {}) == {"a": 2, "b": 1}
 
 
 # ---------------------------------------------------------------- refused
@@ -255,7 +269,7 @@ def saved(tmp_path):
 
 def test_a_checkpoint_is_not_written_over(saved):
     before = sorted(os.listdir(saved.parent))
-    with pytest.raises(CheckpointError, match=f"{saved} is there already; choose a different name, such as step-0"):
+    with pytest.raises(CheckpointError, match=f"{saved} already exists; choose a different name, such as step-0"):
         save(saved, *built(2)[:2])
     assert sorted(os.listdir(saved.parent)) == before == ["one"]
     assert load(saved, *built(2)[:2]) == {"step": 1}
@@ -274,20 +288,28 @@ def test_what_does_not_fit_is_refused_and_loads_nothing(saved):
     model = workers.small_model()
     with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters, the optimizer here has 2"):
         load(saved, model, OPTIMIZERS["two groups"](model))
-    with pytest.raises(CheckpointError, match=r"holds optimizer\.\d\.\w+\.\w+, which the optimizer here does not keep"):
+    with pytest.raises(CheckpointError, match=r"holds optimizer\.\d\.\w+\.\w+, which this optimizer doesn't have"):
         load(saved, model, OPTIMIZERS["momentum"](model))
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "{}", "{", '{"optimizer": null, "values": {}, "extra": {"!tensor": "extra.x"}}']
-)
-def test_damaged_plain_state_is_refused(text, saved):
+class Command:
+    def __reduce__(self):
+        return os.system, ("touch owned",)
+
+
+@pytest.mark.parametrize("content", [[], {}, b"{", {"optimizer": None, "values": {}, "extra": Command()}])
+def test_damaged_or_dangerous_state_is_refused_and_runs_nothing(content, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     description = json.loads((saved / "checkpoint.json").read_text())
-    (saved / "state.json").write_text(text)
-    description["files"]["state.json"] = len(text)
+    if isinstance(content, bytes):
+        (saved / "state.pt").write_bytes(content)
+    else:
+        torch.save(content, saved / "state.pt")
+    description["files"]["state.pt"] = (saved / "state.pt").stat().st_size
     (saved / "checkpoint.json").write_text(json.dumps(description))
-    with pytest.raises(CheckpointError, match=r"one/state\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"one/state\.pt is damaged"):
         load(saved, *built(2)[:2])
+    assert not (tmp_path / "owned").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -309,7 +331,7 @@ def test_what_a_killed_process_left_is_not_taken_along(tmp_path):
     left.mkdir()
     (left / "__7_0.distcp").write_bytes(b"of rank 7")
     save(tmp_path / "one", *built(1)[:2])
-    assert sorted(os.listdir(tmp_path / "one")) == [".metadata", "__0_0.distcp", "checkpoint.json", "state.json"]
+    assert sorted(os.listdir(tmp_path / "one")) == [".metadata", "__0_0.distcp", "checkpoint.json", "state.pt"]
 
 
 # ---------------------------------------------------------------- on several ranks
@@ -348,13 +370,20 @@ def test_on_other_ranks_and_under_another_strategy(world_size, saved_by_three):
 def test_buffers_and_extra_tensors_are_rank_0s(name, saved_by_three):
     folder, _ = saved_by_three
     entries = {entry.name: entry for entry in read_index(folder / name)}
-    for buffer in ("model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "extra.mine"):
+    for buffer in ("model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked"):
         (part,) = entries[buffer].shards
         assert part.rank == 0
 
 
 def test_the_background_needs_a_group_of_its_own(saved_by_three):
-    assert all("needs a group of its own" in answers["without a group"] for answers in saved_by_three[1])
+    assert all("needs its own process group" in answers["without a group"] for answers in saved_by_three[1])
+
+
+def test_a_shard_is_refused_as_an_extra(saved_by_three):
+    assert all(
+        "whole tensors, no other objects (it contains a DTensor)" in one["a shard as extra"]
+        for one in saved_by_three[1]
+    )
 
 
 def test_no_rank_writes_before_leftovers_are_gone(tmp_path):

@@ -43,7 +43,7 @@ def test_a_checkpoint_is_described_by_what_is_in_it(tmp_path):
     path = save(tmp_path, 20)
     assert path == tmp_path / "step-00000020"
     assert names(path) == [".metadata", "__0_0.distcp", "checkpoint.json"]
-    expected = Checkpoint(format=1, step=20, files={".metadata": 3, "__0_0.distcp": 5}, **DESCRIPTION)
+    expected = Checkpoint(format=2, step=20, files={".metadata": 3, "__0_0.distcp": 5}, **DESCRIPTION)
     assert read_checkpoint(path) == expected
 
 
@@ -142,10 +142,10 @@ def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
         (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing\. Put it back, or delete step-00000020"),
         (lambda path: (path / ".metadata").write_bytes(b"12"), r"\.metadata is damaged: 2 bytes instead of 3"),
         (lambda path: (path / "__0_0.distcp").write_bytes(b""), r"__0_0\.distcp is damaged: 0 bytes instead of 5"),
-        (lambda path: (path / "checkpoint.json").unlink(), "is not a checkpoint: there is no readable checkpoint.json"),
-        (lambda path: (path / "checkpoint.json").write_text("{"), "there is no readable checkpoint.json"),
-        (lambda path: (path / "checkpoint.json").write_bytes(b"\xff"), "there is no readable checkpoint.json"),
-        (lambda path: (path / "checkpoint.json").write_text('{"format": 2}'), "has format 2, .* reads up to format 1"),
+        (lambda path: (path / "checkpoint.json").unlink(), "is not a checkpoint: it has no readable checkpoint.json"),
+        (lambda path: (path / "checkpoint.json").write_text("{"), "it has no readable checkpoint.json"),
+        (lambda path: (path / "checkpoint.json").write_bytes(b"\xff"), "it has no readable checkpoint.json"),
+        (lambda path: (path / "checkpoint.json").write_text('{"format": 3}'), "has format 3, .* reads formats up to 2"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": "1"}'), "has format 1, .* update fsdp_helpers"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
     ],

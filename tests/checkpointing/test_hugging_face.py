@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, plain_name, read_config, save_hugging_face
+from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama, llama_from_config
@@ -82,14 +82,14 @@ def test_files_that_do_not_fit(exported, tmp_path):
     values = read_all(folder)
     values.pop("model.norm.weight")
     save_file(values, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="does not fit the model: .*model.norm.weight"):
+    with pytest.raises(CheckpointError, match="doesn't match the model: .*model.norm.weight"):
         load_hugging_face(Llama(BYTE_LLAMA), tmp_path)
     with pytest.raises(CheckpointError, match="config.json cannot be read .* give the folder of a Hugging Face model"):
         read_config(tmp_path)
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):
-    with pytest.raises(CheckpointError, match="is there already; give the name of a new folder"):
+    with pytest.raises(CheckpointError, match="already exists; give the name of a new folder"):
         save_hugging_face(Llama(BYTE_LLAMA), tmp_path, config_of_llama(BYTE_LLAMA))
     assert list(tmp_path.iterdir()) == []
 
@@ -109,11 +109,6 @@ def test_a_folder_appears_when_it_is_whole(tmp_path, monkeypatch):
     save_hugging_face(model, tmp_path / "model", config)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert "half.safetensors" not in os.listdir(tmp_path / "model")
-
-
-def test_names_without_wrappers():
-    assert plain_name("module.lm_head.weight") == "lm_head.weight"
-    assert plain_name("_fsdp_wrapped_module.model.norm.weight") == "model.norm.weight"
 
 
 @pytest.mark.tools

@@ -131,6 +131,34 @@ def test_generated_text():
     assert generate(model, "The ", 3, context=4) == "The xxx"
 
 
+def test_seed_temperature_and_context_count():
+    torch.manual_seed(0)
+    model = Llama(BYTE_LLAMA)
+    seen, logits = [], torch.linspace(0, 4, BYTE_LLAMA.vocabulary)
+
+    def forward(numbers, **_):
+        seen.append(numbers.shape[1])
+        return logits.expand(*numbers.shape, -1)
+
+    model.forward = forward
+    texts = {generate(model, "The ", 8, context=5, seed=seed) for seed in range(3)}
+    assert len(texts) == 3
+    assert max(seen) == 5
+    likeliest = generate(model, "The ", 8, context=5, temperature=1e-4)
+    assert likeliest == (b"The " + bytes([BYTE_LLAMA.vocabulary - 1]) * 8).decode(errors="replace")
+
+
+def test_every_norm_has_the_eps_of_the_shape():
+    norms = [module for module in Llama(replace(SMALL, norm_eps=0.5)).modules() if isinstance(module, nn.RMSNorm)]
+    assert len(norms) == 2 * SMALL.depth + 1 and {norm.eps for norm in norms} == {0.5}
+
+
+def test_the_loss_is_computed_in_fp32():
+    head = nn.Linear(16, 50, bias=False, dtype=torch.bfloat16)
+    loss = summed_loss(torch.ones(1, 2, 16, dtype=torch.bfloat16), head, torch.tensor([[3, 4]]))
+    assert loss.dtype == torch.float32
+
+
 # ---------------------------------------------------------------- config.json
 
 
@@ -191,8 +219,8 @@ def test_logits_of_transformers(shape):
     [
         (["--text", "some.txt"], "text belongs to model 'llama', model is 'shallow'"),
         (["--model", "llama", "--text", "not-there.txt"], "the text not-there.txt cannot be read"),
-        (["--model", "llama", "--text", "short.txt"], "5 bytes, which are not enough for 10 sequences of 128"),
-        (["--model", "llama", "--export", "there"], "there is there already"),
+        (["--model", "llama", "--text", "short.txt"], "5 bytes, which isn't enough for 10 sequences of 128"),
+        (["--model", "llama", "--export", "there"], "there already exists"),
         (["--model", "llama", "--global-batch-size", "100000"], "training sequences do not fill one global batch"),
     ],
 )

@@ -8,7 +8,17 @@ from chapters import Chapter
 def chapter(tmp_path_factory):
     with Chapter("13", tmp_path_factory.mktemp("chapter")) as chapter:
         chapter.run_all(chapter.set_up_cells())
-        cells = ["start-imports", "start", "look", "by-means", "by-tokens", "errors-data", "errors", "chunked"]
+        cells = [
+            "start-imports",
+            "start",
+            "look",
+            "by-means",
+            "by-tokens",
+            "errors-pad",
+            "errors-data",
+            "errors",
+            "chunked",
+        ]
         chapter.run_all(cells)
         yield chapter
 
@@ -52,6 +62,19 @@ def test_a_head_of_its_own_is_gathered_for_every_chunk(chapter):
     assert gathers["head a unit"][1] > gathers["head a unit"][0] + 3
 
 
-def test_cells_say_the_same_when_they_run_again(chapter):
-    for cell in ("look", "no-buffers", "errors"):
-        assert chapter.run(cell) == chapter.run(cell)
+def test_without_the_reader_the_shards_have_no_values(chapter):
+    line = "    dcp.load(in_files, storage_reader=dcp.HuggingFaceStorageReader(FOLDER))\n"
+    chapter.run("start", {"start": (line, "")})
+    chapter.run_all(["look", "look-2"])
+    assert chapter.value("0 <= difference < 1") is False  # whatever was in memory, NaN among it
+    chapter.run_all(["start", "look", "look-2"])
+    assert chapter.value("difference") == 0
+
+
+def test_every_cell_for_the_ranks_says_the_same_again(chapter):
+    chapter.run_ranks_cells_twice()
+    others = [cell_id for cell_id, (first, second) in chapter.twice.items() if first != second]
+    assert others == ["adapters-train"]  # it trains on; after a new start it says the same
+    chapter.run("adapters-start")
+    assert chapter.run("adapters-train") == chapter.twice["adapters-train"][0]
+    assert len(chapter.twice) > 12

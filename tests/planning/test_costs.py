@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.costs import device_hours, save_plan
-from fsdp_helpers.planning.models import named_subject
+from fsdp_helpers.planning.models import llama_subject, named_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 from fsdp_helpers.planning.step_time import StepTime
 
+TINY = LlamaShape(width=8, depth=2, num_heads=4, num_kv_heads=2, mlp_width=12, vocabulary=10, context=4)
 SECONDS = {"arithmetic_s": 1.5, "communication_s": 1.0, "optimizer_s": 0.0, "shortest_s": 1.5, "longest_s": 3.0}
 
 
@@ -47,6 +49,17 @@ def test_a_checkpoint_is_written_by_all_nodes_and_saved_as_often_as_loses_least(
 def test_a_checkpoint_has_what_the_next_step_needs(settings, value_bytes):
     plan = planned(**settings)
     assert save_plan(plan, storage_bytes_per_s=1e9).checkpoint_bytes == value_bytes * plan.num_params
+
+
+def test_frozen_values_are_saved_without_moments_and_not_updated():
+    subject = llama_subject("tiny", TINY, lora_rank=2)
+    cluster = Cluster(world_size=2, device_memory_bytes=1e9, flops_per_s=1e12, memory_bytes_per_s=1e9)
+    plan = make_plan(subject, Settings(batch=4), cluster)
+    # In each of two blocks rank 2 x (in + out) of 7 matrices: q and out 8 + 8, k and v 8 + 4, gate, up and down 8 + 12
+    num_trained = 2 * 2 * (2 * 16 + 2 * 12 + 3 * 20)
+    assert plan.checkpoint_bytes == 4 * plan.num_params + 8 * num_trained
+    # An update reads parameters and gradients and writes parameters, 12 bytes; it reads and writes two moments, 16
+    assert plan.time.optimizer_s == pytest.approx(28 * num_trained / 2 / 1e9)
 
 
 def test_hours_are_those_of_all_devices():

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import killed_at
 import pytest
 import torch
 import torch.distributed as dist
@@ -292,3 +293,63 @@ def test_a_vocabulary_beyond_bytes_needs_its_tokenizer(tmp_path):
     (tmp_path / "text.txt").write_text("one\n\ntwo")
     with pytest.raises(SystemExit, match="no tokenizer.json, and a vocabulary of 300"):
         load_script("finetune.py").read_documents(tmp_path, tmp_path / "text.txt", 300)
+
+
+# ---------------------------------------------------------------- the long evidence
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder with a tied model of three layers, and a text."""
+    folder = tmp_path_factory.mktemp("finetune")
+    torch.manual_seed(0)
+    save_hugging_face(Llama(LIKE_LLAMA_32), folder / "model", config_of_llama(LIKE_LLAMA_32))
+    documents = (f"Line {number}: " + "so it goes. " * (number % 5) for number in range(40))
+    (folder / "text.txt").write_text("\n\n".join(documents))
+    return folder
+
+
+def job(home: Path, folder: Path, num_ranks: int, name: str = "job", **variables):
+    arguments = [home / "model", home / "text.txt", folder / "run", 10]
+    program = [FOLDER / "finetune.py"]
+    return torchrun_job(one_agent(num_ranks), arguments, folder, name=name, program=program, **variables)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model-00001-of-00001.safetensors")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home, tmp_path_factory) -> dict[str, torch.Tensor]:
+    """The weights after ten steps on 2 ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with job(home, folder, 2) as one:
+        assert one.wait() == 0, one.output
+    return weights(folder / "run")
+
+
+@pytest.mark.long
+def test_one_rank_and_eight_equal_two(home, undisturbed, tmp_path):
+    for num_ranks in (1, 8):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        with job(home, folder, num_ranks) as one:
+            assert one.wait() == 0, one.output
+        found = weights(folder / "run")
+        assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in undisturbed.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", killed_at.KILLS)
+def test_ten_kills_change_nothing(when, home, undisturbed, tmp_path):
+    """Bitwise nothing, where all starts have two ranks."""
+    same = when == "everywhere"
+    killed_at.survive(
+        lambda num_ranks, name, variables: job(home, tmp_path, num_ranks, name, **variables),
+        when,
+        tmp_path,
+        (2,) * 12 if same else killed_at.WORLD_SIZES,
+    )
+    found = weights(tmp_path / "run")
+    assert all(torch.allclose(found[name], one, rtol=0, atol=0 if same else 1e-5) for name, one in undisturbed.items())
+    assert not list((tmp_path / "run").glob("unfinished*"))

@@ -73,6 +73,10 @@ def main() -> None:
         help="folder that has MNIST/raw (default: data/)",
     )
     options = parser.parse_args()
+    print(
+        "about 3 GB of packages, most of it PyTorch with its CUDA libraries; those that are there already stay",
+        flush=True,
+    )
     contents = prepare(PROJECT, options.to, options.data_dir)
     size_gb = sum(path.stat().st_size for path in options.to.rglob("*") if path.is_file()) / 1e9
     python = ".".join(contents["python"])

@@ -1,166 +1,148 @@
 """The notebooks as slides to project: `make slides`, one file per chapter with reveal.js and all pictures inside.
 
-A chapter's slides are its title, then one or more per section: the heading, one sentence, and a figure or a small table if
-the section has one. Code is shown only where a cell has the tag `slide`.
+A chapter's slides are its title and the cells whose metadata say so, in Jupyter's convention:
+`"slideshow": {"slide_type": "slide"}` (JupyterLab: the right side bar, Slide Type). A cell that draws a figure or prints a
+table shows that; any other code cell shows its code and what it printed. What doesn't fit one slide goes on on the next.
 """
 
 import argparse
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 import nbformat
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import DiffLexer, PythonLexer
 
 from fsdp_helpers.cli.lab import pages
 from fsdp_helpers.cli.lab.pages import PROJECT
 from fsdp_helpers.cli.lab.run_notebooks import chosen
 
 REVEAL = Path(__file__).resolve().parent / "reveal"
-MAX_SLIDES = 25
-CODE_TAG = "slide"
-FEW_WORDS = 12  # fewer do not stand alone
-LEFT_OUT = re.compile(r"Set-up|Check|Exercise|Build it|Take it home|If a step fails|As a command")
-CLOSING = "What you can now say"
-FIGURE, CODE, TABLE = "figure", "code", "table"
-MAX_ROWS, MAX_COLUMNS, MAX_CHARACTERS = 9, 7, 800  # of a table that can be read from the last row
-CODE_WIDTH, CODE_HEIGHT, MAX_CODE_PX, MIN_CODE_PX = 1_140, 500, 24, 14  # in pixels of a slide of 1,280 x 720
+CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels, of a slide of 1,280 x 720 below its heading
+MIN_CODE_PX, MAX_CODE_PX = 18, 24  # what can be read from the last row
+LINE, CHARACTER = 1.25, 0.61  # height of a line and width of a character, in heights of the type
+ROW_PX, ROW_CHARACTERS = 38, 78  # a table's row of one line, and what fits into it
 START = "Reveal.initialize({width: 1280, height: 720, margin: 0, center: false, hash: true, slideNumber: 'c/t', transition: 'none'});"
-
-
-@dataclass(eq=False)  # two slides may look alike, and are still two
-class Slide:
-    """One slide: `sentence` is Markdown, `content` is HTML of the given kind, or empty."""
-
-    title: str
-    level: int
-    sentence: str
-    kind: str = ""
-    content: str = ""
-
-
-# ---------------------------------------------------------------- what is on them
-
-
-def outline(notebook: nbformat.NotebookNode) -> list[Slide]:
-    """Return the slides of a chapter, at most MAX_SLIDES, the title slide not included."""
-    slides = [slide for slide in all_slides(notebook) if not LEFT_OUT.match(slide.title)]
-    return shortened(slides)
-
-
-def all_slides(notebook: nbformat.NotebookNode) -> Iterator[Slide]:
-    """Yield a slide for each heading below the title, and further ones for what its section shows.
-
-    A listing takes its sentence from the prose before it, a figure or a table from the prose after it.
-    """
-    current, unread, announced = None, None, ""  # the section's first slide; a slide that no prose has read yet
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            reading, *sections = re.split(r"^(?=#{2,3} )", cell.source, flags=re.MULTILINE)
-            announced = first_sentence(reading)
-            if unread and announced:
-                unread.sentence, unread = announced, None
-            for section in sections:
-                current, unread = _of_section(section), None
-                announced = current.sentence
-                yield current
-        elif current:
-            for kind, content in shown_by(cell):
-                shown = current if not current.kind else Slide(current.title, current.level, announced)
-                shown.kind, shown.content = kind, content
-                if kind == CODE:
-                    shown.sentence = announced
-                unread = None if kind == CODE else shown
-                if shown is not current:
-                    yield shown
-
-
-def _of_section(section: str) -> Slide:
-    marks, title = re.match(r"(#+) (.+)", section).groups()
-    text = section.partition("\n")[2]
-    sentence = text.strip() if title == CLOSING else first_sentence(text)
-    return Slide(title, len(marks), sentence)
-
-
-def first_sentence(text: str) -> str:
-    """Return the first sentence of prose, with the second if it is short; one ending in a colon only as a last resort."""
-    blocks = filter(None, re.split(r"\n\s*\n", text.strip()))
-    prose = [block for block in blocks if not re.match(r"[|#>]|```|<|- |\d+\. ", block)]
-    sentences = [one for block in prose for one in re.split(r"(?<=[.?!])\s+(?=[A-Z`*\"(])", block.replace("\n", " "))]
-    whole = [one.strip() for one in sentences if one.strip() and not one.strip().endswith(":")]
-    if not whole:
-        return sentences[-1].strip().rstrip(":") + "." if sentences else ""
-    return " ".join([whole[0], *whole[1 : 1 + (len(whole[0].split()) < FEW_WORDS)]])
-
-
-def shown_by(cell: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
-    """Yield kind and HTML of what a code cell shows that belongs on a slide."""
-    tags = cell.metadata.get("tags", [])
-    if "exercise" in tags:
-        return
-    for output in cell.outputs:
-        data = output.get("data", {})
-        if "image/png" in data:
-            words = escape(output.metadata.get("image/png", {}).get("alt", ""), quote=True)
-            yield FIGURE, f'<img alt="{words}" src="data:image/png;base64,{data["image/png"].strip()}">'
-        elif data.get("text/html", "").startswith("<img "):
-            yield FIGURE, data["text/html"]
-        elif CODE_TAG in tags and "text/html" in data:
-            yield CODE, _fitted(data["text/html"], data["text/plain"])
-        elif fits_on_a_slide(table := data.get("text/markdown", "")):
-            yield TABLE, _without_links(pages.markdown_body(table))
-
-
-def fits_on_a_slide(table: str) -> bool:
-    lines = table.strip().splitlines()
-    is_table = len(lines) > 2 and all(line.startswith("|") for line in lines)
-    if not is_table:
-        return False
-    words = re.sub(r"\]\([^)]*\)", "]", table)  # without the addresses of links
-    return len(lines) - 2 <= MAX_ROWS and lines[0].count("|") - 1 <= MAX_COLUMNS and len(words) <= MAX_CHARACTERS
-
-
-def _fitted(listing: str, text: str) -> str:
-    """Return a listing in the largest type in which every line fits on the slide."""
-    lines = text.splitlines()
-    size_px = min(CODE_WIDTH / (0.61 * max(map(len, lines))), CODE_HEIGHT / (1.4 * len(lines)), MAX_CODE_PX)
-    if size_px < MIN_CODE_PX:
-        raise ValueError(
-            f"a listing of {len(lines)} lines, the longest with {max(map(len, lines))} characters, is too large for a "
-            f"slide: take the tag {CODE_TAG!r} from its cell"
-        )
-    return f'<div class="listing" style="font-size:{size_px:.1f}px">{listing}</div>'
-
-
-def shortened(slides: list[Slide]) -> list[Slide]:
-    """Leave out what a chapter needs least until few enough slides are left: tables, sub-sections, second figures."""
-    first_of = {slide.title: slide for slide in reversed(slides)}
-
-    def importance(slide: Slide) -> int:
-        if slide.title == CLOSING or slide.kind == CODE:
-            return 4
-        is_first = first_of[slide.title] is slide
-        if slide.kind == FIGURE:
-            return 3 if is_first else 2
-        return 0 if not is_first else slide.level == 2
-
-    kept = list(slides)
-    while len(kept) > MAX_SLIDES - 1:
-        least = min(reversed(kept), key=importance)
-        kept.remove(least)
-    return [slide for slide in kept if slide.sentence or slide.content]
-
-
-# ---------------------------------------------------------------- as HTML
+CLOCKED = re.compile(r"^.* ranks? on \w+: ended after .*$\n?", re.MULTILINE)
+Body = tuple[str, str]  # a kind, which the style sheet knows, and HTML
 
 
 def deck(notebook: nbformat.NotebookNode) -> str:
     """Return the slides of a chapter as one page."""
-    sections = [title_slide(notebook), *map(as_section, outline(notebook))]
+    sections = [title_slide(notebook), *(as_section(heading, body) for heading, body in slides_of(notebook))]
     script = f"<script>{(REVEAL / 'reveal.js').read_text()}</script>\n<script>{START}</script>"
     body = f'<div class="reveal"><div class="slides">\n{"".join(sections)}</div></div>\n{script}'
     return pages.page(pages.title_of(notebook), body, REVEAL / "reveal.css", pages.STYLES / "slides.css")
+
+
+def slides_of(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, Body]]:
+    """Yield each slide after the title: the heading of its section, and its content."""
+    heading = ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            found = re.findall(r"^#{2,3} (.+)$", re.sub(r"```.*?```", "", cell.source, flags=re.DOTALL), re.MULTILINE)
+            heading = found[-1] if found else heading
+        if cell.metadata.get("slideshow", {}).get("slide_type") == "slide":
+            bodies = of_text(cell.source) if cell.cell_type == "markdown" else of_code(cell)
+            yield from ((heading, body) for body in bodies)
+
+
+def of_text(source: str) -> Iterator[Body]:
+    """Yield a Markdown cell's tables and listings; the text itself, without its heading and folds, if there are none."""
+    text = re.sub(r"<details>.*?</details>|^#{1,3} [^\n]+$", "", source, flags=re.DOTALL | re.MULTILINE)
+    listings = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
+    tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    for language, code in listings:
+        yield from of_listing(code, DiffLexer() if language == "diff" else PythonLexer())
+    for table in tables:
+        yield from of_table(table)
+    if not listings and not tables:
+        yield "words", pages.markdown_body(text.strip())
+
+
+def of_code(cell: nbformat.NotebookNode) -> Iterator[Body]:
+    shown = [body for output in cell.outputs for body in of_output(output)]
+    if shown:
+        yield from shown
+        return
+    printed = CLOCKED.sub("", "".join(map(printed_by, cell.outputs))).strip()
+    yield from of_listing(cell.source, PythonLexer(), printed)
+
+
+def of_output(output: nbformat.NotebookNode) -> Iterator[Body]:
+    """Yield the figure or the tables of an output."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        words = escape(output.metadata.get("image/png", {}).get("alt", ""), quote=True)
+        yield "figure", f'<img alt="{words}" src="data:image/png;base64,{data["image/png"].strip()}">'
+    elif data.get("text/html", "").startswith("<img "):
+        yield "figure", data["text/html"]
+    elif "\n| :" in (text := data.get("text/markdown", "")):
+        for title, table in re.findall(r"(?:^(\S.*)\n\n)?((?:^\|.*\n?)+)", text, re.MULTILINE):
+            yield from of_table(table, title)
+
+
+def printed_by(output: nbformat.NotebookNode) -> str:
+    if output.output_type == "error":
+        return f"{output.ename}: {output.evalue}\n"
+    return output.get("text") or f"{output.get('data', {}).get('text/plain', '')}\n"
+
+
+def of_table(table: str, title: str = "") -> Iterator[Body]:
+    """Yield a table in parts of a slide's height, each with the table's head."""
+    names, line, *rows = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", table).strip().splitlines()
+    for part in in_parts(rows, TABLE_HEIGHT - ROW_PX, lambda row: ROW_PX * (0.4 + 0.6 * wrapped(row, ROW_CHARACTERS))):
+        yield "table", pages.markdown_body("\n".join([*([title, ""] if title else []), names, line, *part]))
+
+
+def of_listing(code: str, lexer: PythonLexer | DiffLexer, printed: str = "") -> Iterator[Body]:
+    """Yield code, and what it printed, in the largest type that fits one slide; in several if the type gets too small."""
+    texts = [text for text in (code.strip("\n"), printed) if text]
+    lines = "\n\n".join(texts).splitlines()
+    size_px = min(CODE_WIDTH / (CHARACTER * max(map(len, lines))), CODE_HEIGHT / (LINE * len(lines)), MAX_CODE_PX)
+    size_px = max(size_px, MIN_CODE_PX)
+    per_line = int(CODE_WIDTH / (CHARACTER * size_px))
+
+    def height_of(line: str) -> float:
+        return LINE * size_px * wrapped(line, per_line)
+
+    parts = [
+        f'<pre class="{kind}" style="font-size:{size_px:.1f}px">{colored(part)}</pre>'
+        for text, kind, colored in zip(texts, ("listing", "printed"), (_colored(lexer), _plain), strict=False)
+        for part in in_parts(text.splitlines(), CODE_HEIGHT, height_of)
+    ]
+    fits = sum(map(height_of, lines)) <= CODE_HEIGHT
+    yield from (("code", part) for part in (["".join(parts)] if fits else parts))
+
+
+def _colored(lexer: PythonLexer | DiffLexer) -> Callable[[list[str]], str]:
+    return lambda lines: highlight("\n".join(lines), lexer, HtmlFormatter(nowrap=True))
+
+
+def _plain(lines: list[str]) -> str:
+    return escape("\n".join(lines))
+
+
+def wrapped(text: str, per_line: int) -> int:
+    """Return how many lines a text takes that wraps after so many characters."""
+    return max(1, math.ceil(len(text) / per_line))
+
+
+def in_parts(lines: list[str], room_px: float, height_of: Callable[[str], float]) -> Iterator[list[str]]:
+    """Yield the lines in parts of at most `room_px`, as even as their heights allow."""
+    total = sum(map(height_of, lines))
+    num_parts = max(1, math.ceil(total / room_px)) if lines else 0
+    done, numbered = 0.0, []
+    for line in lines:
+        numbered.append((min(int(done / (total / num_parts)), num_parts - 1), line))
+        done += height_of(line)
+    for _, part in groupby(numbered, key=lambda pair: pair[0]):
+        yield [line for _, line in part]
 
 
 def title_slide(notebook: nbformat.NotebookNode) -> str:
@@ -170,10 +152,9 @@ def title_slide(notebook: nbformat.NotebookNode) -> str:
     return f'<section class="title">{_without_links(pages.markdown_body(text))}</section>\n'
 
 
-def as_section(slide: Slide) -> str:
-    sentence = _without_links(pages.markdown_body(slide.sentence)) if slide.sentence else ""
-    heading = _without_links(pages.markdown_body(f"## {slide.title}"))
-    return f'<section class="{slide.kind or "words"}">{heading}{sentence}{slide.content}</section>\n'
+def as_section(heading: str, body: Body) -> str:
+    kind, content = body
+    return f'<section class="{kind}">{_without_links(pages.markdown_body(f"## {heading}"))}{_without_links(content)}</section>\n'
 
 
 def _without_links(body: str) -> str:

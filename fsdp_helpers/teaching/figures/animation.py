@@ -1,4 +1,7 @@
-"""One traced step as a picture that moves: shards above, memory and collectives below, all on the clock of the run.
+"""One traced step as an animation: shards above, memory and collectives below, all on the run's clock.
+
+Rank 0 lies above, rank 1 below it upside down, so that parameters face each other across the network. A tensor's area
+is its bytes. Two ranks.
 
 Each moving part has keys in time. `frame` reads them at one moment; `animated` hands all of them to the browser as CSS,
 which repeats the step, slowed down. The picture itself is a still, and stays one for readers who want no motion.
@@ -13,14 +16,19 @@ from math import inf
 from os import PathLike
 from pathlib import Path
 
-from fsdp_helpers.measuring.unit_trace import UnitTrace
+from fsdp_helpers.measuring.unit_trace import RankUnits, UnitTrace
 from fsdp_helpers.quantities import in_mb
-from fsdp_helpers.teaching.figures.step_parts import LEFT, RIGHT, Key, Part, in_progress, parts, places
+from fsdp_helpers.records import Collective
 from fsdp_helpers.teaching.figures.style import FONT, IN_WORDS, OP_COLORS, PEAK_COLOR, STATE_COLORS, height_of
-from fsdp_helpers.teaching.figures.words import step_of_units_in_words
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 WIDTH, HEIGHT = 960, 590
+LEFT, RIGHT, GAP = 140, 950, 4  # of the picture's width of 960; between two units
+ROW, ROW_GAP = 22, 5  # Adam's two moments take two rows
+TOPS = {"optimizer": (82, 276), "gradients": (131, 249), "parameters": (158, 222)}  # of rank 0, of rank 1
+HATCHED = "url(#hatch)"
+MANY = 8  # gradients of a unit that are drawn one by one; more come in that many groups
+OTHER = {0: 1, 1: 0}
 LANES, LANE = (340, 358), 12  # the time line of each rank
 TOP, BOTTOM = 396, 532  # of the memory curve
 PLAY_S, REST_S = 14.0, 2.0  # in which a step is shown, and how long its end stays
@@ -38,9 +46,59 @@ HATCH_PATTERN = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A part's position at one moment, and whether it is visible; in between it moves at a steady pace."""
+
+    time_s: float
+    y: float = 0.0
+    x: float = 0.0
+    opacity: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """An SVG element, drawn at the origin of its motion, and its keys in time; one key for what never changes."""
+
+    shape: str
+    keys: tuple[Key, ...] = (Key(time_s=0.0),)
+
+    def at(self, time_s: float) -> Key:
+        """Return its position at that time."""
+        place = bisect_right([key.time_s for key in self.keys], time_s)
+        if place in (0, len(self.keys)):
+            return self.keys[min(place, len(self.keys) - 1)]
+        first, second = self.keys[place - 1 : place + 1]
+        done = (time_s - first.time_s) / (second.time_s - first.time_s)
+
+        def between(name: str) -> float:
+            return getattr(first, name) + done * (getattr(second, name) - getattr(first, name))
+
+        return Key(time_s=time_s, x=between("x"), y=between("y"), opacity=between("opacity"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A unit's place from left to right, with its halves: the shards of rank 0 and of rank 1."""
+
+    left: float
+    width: float
+
+    def half(self, rank: int) -> "Place":
+        return Place(left=self.left + rank * self.width / 2, width=self.width / 2)
+
+    def fraction(self, start: float, end: float) -> "Place":
+        return Place(left=self.left + start * self.width, width=(end - start) * self.width)
+
+    def box(self, top: float, height: float, fill: str, more: str = "") -> str:
+        return (
+            f'<rect x="{self.left:.1f}" y="{top:g}" width="{self.width:.1f}" height="{height:g}" fill="{fill}"{more}/>'
+        )
+
+
 @dataclass(frozen=True)
 class Picture:
-    """An SVG with its description; a notebook shows it as an image with both."""
+    """An SVG with its description; notebooks show it as an image with alt text."""
 
     svg: str
     words: str
@@ -49,7 +107,7 @@ class Picture:
         Path(path).write_text(self.svg)
 
     def html(self) -> str:
-        """Return an image that needs no other file, and survives JupyterLab's sanitizer."""
+        """Return an image that needs no other file and survives JupyterLab's sanitizer."""
         data = b64encode(self.svg.encode()).decode()
         look = f"width:100%;max-width:{WIDTH}px"
         return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(self.words)}" style="{look}">'
@@ -60,12 +118,12 @@ class Picture:
 
 
 def frame(step: UnitTrace, time_s: float) -> Picture:
-    """Return the step at one moment, in seconds from its beginning."""
+    """Return the step at one moment, in seconds from its start."""
     return _picture(step, "".join(_still(part, time_s) for part in _moving(step)), STYLE)
 
 
 def animated(step: UnitTrace) -> Picture:
-    """Return the whole step, in motion; its still shows the reduce-scatter of a unit in the middle."""
+    """Return the step in motion; its still shows the reduce-scatter of a unit in the middle."""
     moving = list(_moving(step))
     rules = "".join(_rule(number, part.keys, step.length_s) for number, part in enumerate(moving) if len(part.keys) > 1)
     motion = f"@media (prefers-reduced-motion:no-preference){{{RUNS}{rules}}}"
@@ -74,35 +132,17 @@ def animated(step: UnitTrace) -> Picture:
 
 
 def still_s(step: UnitTrace) -> float:
-    """Return the moment that says most: the reduce-scatter of a unit in the middle."""
+    """Return the most telling moment: the reduce-scatter of a unit in the middle."""
     reduce = step.ranks[0].reduces[step.units[len(step.units) // 2].name]
     return (reduce.start_s + 2 * reduce.end_s) / 3
 
 
-@dataclass(frozen=True)
-class Strip:
-    """Several pictures, one below the other."""
-
-    pictures: tuple[Picture, ...]
-
-    def _repr_html_(self) -> str:
-        return "".join(picture.html() for picture in self.pictures)
-
-
-def stills(step: UnitTrace) -> Strip:
-    """Return four moments that tell the story without motion: shards flow, forward is done, gradients flow, the end."""
-    gather = step.ranks[0].stays[step.units[len(step.units) // 2].name][0].gather
-    turn_s = step.ranks[0].trace.curve.phases[0].end_s
-    moments_s = ((gather.start_s + 2 * gather.end_s) / 3, turn_s, still_s(step), step.length_s)
-    return Strip(tuple(frame(step, time_s) for time_s in moments_s))
-
-
 def player(step: UnitTrace) -> object:
-    """Return the step with play and scrub or, where ipywidgets is missing, four stills."""
+    """Return the step with play and scrub or, where ipywidgets is missing, a still."""
     try:
         import ipywidgets
     except ImportError:
-        return stills(step)
+        return frame(step, still_s(step))
     last_ms = round(1e3 * step.length_s)
     play = ipywidgets.Play(min=0, max=last_ms, step=max(1, last_ms // 150), interval=100)
     scrub = ipywidgets.IntSlider(min=0, max=last_ms, description="time (ms)", layout={"width": "60%"})
@@ -117,8 +157,22 @@ def player(step: UnitTrace) -> object:
     return ipywidgets.VBox([ipywidgets.HBox([play, scrub]), shown])
 
 
+def in_words(step: UnitTrace) -> str:
+    """Say what the picture shows, for readers who can't see it."""
+    curve, below = step.ranks[0].trace.curve, [unit.name for unit in step.units[1:]]
+    units = f"{len(step.units)} units, the root and {', '.join(below)}" if below else "one unit"
+    return (
+        f"One step of FSDP on two ranks, {step.model} in {units}, traced over {1e3 * step.length_s:.0f} ms. Between steps "
+        f"rank 0 has the left half of every tensor, rank 1 the right half: {in_mb(curve.held_bytes)} MB. In forward an "
+        "all-gather brings each unit's halves together on both ranks"
+        + ("; after its forward each unit but the root is resharded, and gathered again in backward" if below else "")
+        + ". In backward full gradients of the rank's own images appear, and a reduce-scatter leaves each rank its half of "
+        f"their mean. Rank 0 has at most {in_mb(curve.peak_bytes)} MB."
+    )
+
+
 def _picture(step: UnitTrace, moving: str, style: str) -> Picture:
-    words = step_of_units_in_words(step)
+    words = in_words(step)
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
         f"<title>One step of FSDP on two ranks, as it was traced</title><desc>{escape(words)}</desc>"
@@ -128,7 +182,7 @@ def _picture(step: UnitTrace, moving: str, style: str) -> Picture:
 
 
 def _moving(step: UnitTrace) -> Iterator[Part]:
-    """Yield boxes, captions, the collective in progress, the cursor and what it reads."""
+    """Yield boxes, captions, the collective in progress, the cursor and its readings."""
     yield from parts(step)
     for text, start_s, end_s in captions(step):
         look = 'text-anchor="middle" font-weight="600" style="font-size:17px"'
@@ -144,17 +198,128 @@ def _moving(step: UnitTrace) -> Iterator[Part]:
     yield from _readings(step)
 
 
+def places(step: UnitTrace) -> dict[str, Place]:
+    """Return the place of each unit, as wide as its share of the bytes."""
+    room = RIGHT - LEFT - GAP * (len(step.units) - 1)
+    whole = sum(unit.full_bytes for unit in step.units)
+    found, left = {}, float(LEFT)
+    for unit in step.units:
+        found[unit.name] = Place(left=left, width=room * unit.full_bytes / whole)
+        left += found[unit.name].width + GAP
+    return found
+
+
+def parts(step: UnitTrace) -> Iterator[Part]:
+    """Yield all boxes, those that lie behind the others first.
+
+    Raises ValueError for a number of ranks other than two.
+    """
+    if len(step.ranks) != 2:
+        raise ValueError(f"the picture has room for 2 ranks; this step has {len(step.ranks)}")
+    for unit, place in places(step).items():
+        for rank, seen in enumerate(step.ranks):
+            yield from _frames(place, rank)
+            yield from _kept(place, rank)
+            yield from _gradients(step, unit, place, rank, seen)
+            yield from _gathered(step, unit, place, rank, seen)
+
+
+def _frames(place: Place, rank: int) -> Iterator[Part]:
+    look = f' stroke="{FRAME_COLOR}" stroke-width="0.8" fill-opacity="0.08"'
+    for name, tops in TOPS.items():
+        yield Part(shape=place.box(tops[rank], _height(name), FRAME_COLOR, look))
+
+
+def _height(name: str) -> float:
+    return 2 * ROW if name == "optimizer" else ROW
+
+
+def _kept(place: Place, rank: int) -> Iterator[Part]:
+    """Yield the shards of parameters and optimizer state, which never leave."""
+    for name in ("parameters", "optimizer"):
+        yield Part(shape=place.half(rank).box(TOPS[name][rank], _height(name), STATE_COLORS[name]))
+
+
+def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
+    """Yield the other rank's parameter shard: it comes with each all-gather, and goes when the unit is freed."""
+    top, its_top = TOPS["parameters"][rank], TOPS["parameters"][OTHER[rank]]
+    keys: list[Key] = []
+    for number, stay in enumerate(seen.stays[unit]):
+        theirs = step.ranks[OTHER[rank]].stays[unit][number].gather
+        begins_s = max(stay.gather.start_s, theirs.start_s)  # nothing flows before both are there
+        keys += _blink(begins_s, its_top - top, stay.gather.end_s, 0, stay.freed_s)
+    shape = place.half(OTHER[rank]).box(top, ROW, STATE_COLORS["parameters"], ' fill-opacity="0.85"')
+    yield Part(shape=shape, keys=tuple(keys))
+
+
+def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
+    """Yield the shard of the mean until zero_grad, whole gradients tensor by tensor, and their halves on the way."""
+    top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
+    reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
+    begins_s = max(reduce.start_s, theirs.start_s)
+    mean = place.half(rank).box(top, ROW, STATE_COLORS["gradients"])
+    yield Part(
+        shape=mean,
+        keys=(
+            Key(time_s=0.0),
+            *_switch(seen.zeroed_s, 1, 0),
+            *_switch(reduce.end_s, 0, 1),
+        ),
+    )
+    for where, at_s in _made(unit, place, seen):
+        yield Part(shape=where.box(top, ROW, HATCHED), keys=tuple(_blink(at_s, 0, at_s, 0, begins_s)))
+    own, other = (place.half(one).box(top, ROW, HATCHED) for one in (rank, OTHER[rank]))
+    yield Part(shape=own, keys=tuple(_blink(begins_s, 0, begins_s, 0, reduce.end_s)))
+    yield Part(shape=other, keys=tuple(_blink(begins_s, 0, theirs.end_s, their_top - top, theirs.end_s)))
+
+
+def _made(unit: str, place: Place, seen: RankUnits) -> Iterator[tuple[Place, float]]:
+    """Yield each gradient's place in the unit, and when it is there; the last in forward is the first in backward."""
+    made = [one for one in seen.gradients if one.unit == unit]
+    whole = sum(one.bytes for one in made)
+    group_bytes, end = whole / MANY, 1.0
+    waiting = 0
+    for number, one in enumerate(made):
+        waiting += one.bytes
+        if waiting >= group_bytes or number == len(made) - 1:
+            yield place.fraction(max(0.0, end - waiting / whole), end), one.time_s
+            end, waiting = end - waiting / whole, 0
+
+
+def _switch(time_s: float, before: float, after: float) -> tuple[Key, Key]:
+    return Key(time_s=time_s, opacity=before), Key(time_s=time_s, opacity=after)
+
+
+def _blink(appears_s: float, from_y: float, arrives_s: float, to_y: float, goes_s: float) -> list[Key]:
+    """Invisible, then on its way, then at rest, then gone."""
+    return [
+        Key(time_s=appears_s, y=from_y, opacity=0),
+        Key(time_s=appears_s, y=from_y),
+        Key(time_s=arrives_s, y=to_y),
+        Key(time_s=goes_s, y=to_y),
+        Key(time_s=goes_s, y=to_y, opacity=0),
+    ]
+
+
+def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
+    """Return every collective of rank 0 with a text that names it and its unit, in time."""
+    seen = step.ranks[0]
+    gathers = [(f"all-gather: {unit}", stay.gather) for unit, stays in seen.stays.items() for stay in stays]
+    reduces = [(f"reduce-scatter: {unit}", reduce) for unit, reduce in seen.reduces.items()]
+    return sorted([*gathers, *reduces], key=lambda entry: entry[1].start_s)
+
+
 def captions(step: UnitTrace) -> list[tuple[str, float, float]]:
-    """Return what happens, with its beginning and its end, phase by phase on rank 0."""
+    """Return what happens on rank 0, with start and end times, phase by phase."""
     phases = step.ranks[0].trace.curve.phases
-    more = "; then the unit is freed" if len(step.units) > 1 else ""
+    more = "; then the unit is resharded" if len(step.units) > 1 else ""
     texts = {**CAPTIONS, "forward": CAPTIONS["forward"] + more}
     ends_s = [*(later.start_s for later in phases[1:]), inf]
     return [(texts[phase.name], phase.start_s, end_s) for phase, end_s in zip(phases, ends_s, strict=True)]
 
 
 def _readings(step: UnitTrace) -> Iterator[Part]:
-    """Yield what rank 0 has allocated now, in figures and as a dot on the curve, often enough to follow."""
+    """Yield rank 0's allocated bytes over time, as a number and as a dot on the curve, often enough to follow."""
     curve = step.ranks[0].trace.curve
     for number in range(READINGS):
         start_s, end_s = (step.length_s * (number + more) / READINGS for more in (0, 1))
@@ -164,14 +329,14 @@ def _readings(step: UnitTrace) -> Iterator[Part]:
 
 
 def _for_a_while(shape: str, start_s: float, end_s: float) -> Part:
-    """Return a part that is visible from `start_s` on, and until `end_s`; infinity is the end of the picture."""
+    """Return a part that's visible from `start_s` until `end_s`; infinity is the end of the animation."""
     appears = [Key(time_s=start_s, opacity=0), Key(time_s=start_s)] if start_s > 0 else [Key(time_s=0.0)]
     goes = [Key(time_s=end_s), Key(time_s=end_s, opacity=0)] if end_s < inf else []
     return Part(shape=shape, keys=(*appears, *goes))
 
 
 def _fixed(step: UnitTrace) -> Iterator[str]:
-    """Yield names, the two time lines with their collectives, and the memory curve of rank 0."""
+    """Yield names, both time lines with their collectives, and rank 0's memory curve."""
     for unit, place in places(step).items():
         if place.width > 40 or len(step.units) == 1:
             yield _text(place.left + place.width / 2, 74, unit, 'text-anchor="middle"')
@@ -188,7 +353,7 @@ def _fixed(step: UnitTrace) -> Iterator[str]:
 
 
 def _lanes(step: UnitTrace) -> Iterator[str]:
-    """Yield the collectives of each rank on the clock that both share."""
+    """Yield each rank's collectives on their shared clock."""
     yield _text(8, LANES[0] + 20, "collectives", 'font-weight="600"')
     for rank, (seen, top) in enumerate(zip(step.ranks, LANES, strict=True)):
         yield _text(LEFT - 8, top + 11, f"rank {rank}", 'text-anchor="end"')
@@ -198,7 +363,7 @@ def _lanes(step: UnitTrace) -> Iterator[str]:
 
 
 def _bar(left: float, top: float, width: float, op: str) -> str:
-    """Return a collective as a bar in a lane that begins at `top`."""
+    """Return a collective as a bar in the lane that begins at `top`."""
     height = height_of(op, LANE)
     y = top + (LANE - height) / 2
     return f'<rect x="{left:.1f}" y="{y:g}" width="{width:.4g}" height="{height:g}" fill="{OP_COLORS[op]}"/>'
@@ -232,7 +397,7 @@ def _curve(step: UnitTrace) -> Iterator[str]:
 
 
 def ddp_bytes(step: UnitTrace) -> int:
-    """Return what a rank of DDP holds between steps: 16 bytes a parameter, and 4 in its buckets."""
+    """Return what a DDP rank holds between steps: 16 bytes per parameter, plus 4 in its buckets."""
     return 20 * sum(unit.full_bytes for unit in step.units) // 4
 
 
@@ -266,7 +431,7 @@ def _still(part: Part, time_s: float, number: int | None = None) -> str:
 
 
 def _rule(number: int, keys: tuple[Key, ...], length_s: float) -> str:
-    """Return the CSS of one part's motion: keys as shares of the step and the rest after it."""
+    """Return the CSS of one part's motion: keyframes as shares of the step plus the rest after it."""
     share = 100 * PLAY_S / (PLAY_S + REST_S) / length_s
     stops = {0.0: keys[0]}
     for key in keys:  # two keys at one time are a jump; CSS would take the second for both

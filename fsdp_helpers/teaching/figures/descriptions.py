@@ -1,19 +1,22 @@
-"""A figure in words and numbers, for readers who cannot see it, made from what was drawn."""
+"""A figure in words and numbers, for readers who can't see it, generated from what was drawn."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import PathCollection
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-MOST_BARS, MOST_CHARACTERS = 40, 2_000
+MOST_BARS, MOST_CHARACTERS = 60, 2_000
 
 
 def put_in_words(fig: Figure, words: str) -> None:
-    """Give a drawing a description of its own, where a list of its labels would say little."""
+    """Give a drawing its own description, if a list of its labels wouldn't say much."""
     fig.set_label(words)
 
 
@@ -38,6 +41,7 @@ def _describe_axes(ax: Axes) -> str:
             *_sentence("Figure", [part for part in (title, " against ".join(labels)) if part]),
             *_bars(ax),
             *(_line(line) for line in ax.get_lines() if len(line.get_xdata()) > 2 or _is_named(line)),
+            *(_points(points) for points in ax.collections if isinstance(points, PathCollection) and _is_named(points)),
             *_sentence("Key", [name for name in names if name not in {_name(line) for line in ax.get_lines()}]),
             *_sentence("Written in it", texts),
         ]
@@ -54,6 +58,8 @@ def _line(line: Line2D) -> str:
     """From where to where a line goes, and between what it stays."""
     xs, ys = ([float(value) for value in np.asarray(data)] for data in line.get_data())
     name = f"{_name(line)}: " if _is_named(line) else "A line: "
+    if len(set(xs)) == 1:
+        return f"{name}at {xs[0]:,.4g}."
     if len(set(ys)) == 1:
         return f"{name}{ys[0]:,.4g} throughout."
     if len(ys) <= 4:
@@ -62,24 +68,39 @@ def _line(line: Line2D) -> str:
     return f"{name}{ends}, lowest {min(ys):,.4g}, highest {max(ys):,.4g}."
 
 
-def _name(line: Line2D) -> str:
-    return str(line.get_label())
+def _points(points: PathCollection) -> str:
+    """Say which values a few points have or, of many, between which they lie."""
+    places = [(float(x), float(y)) for x, y in points.get_offsets()]
+    if len(places) <= 4:
+        return f"{_name(points)}: {', '.join(f'{y:,.4g} at {x:,.4g}' for x, y in places)}."
+    heights = [y for _, y in places]
+    return f"{_name(points)}: {len(places)} points from {min(heights):,.4g} to {max(heights):,.4g}."
 
 
-def _is_named(line: Line2D) -> bool:
-    return not _name(line).startswith("_")
+def _name(drawn: Artist) -> str:
+    return str(drawn.get_label())
+
+
+def _is_named(drawn: Artist) -> bool:
+    return not _name(drawn).startswith("_")
 
 
 def _bars(ax: Axes) -> list[str]:
-    """Return the lengths of the bars, row by row."""
-    rows: dict[str, list[str]] = {}
+    """Return the lengths of the bars, row by row, with their labels; of many bars, how many of each label."""
+    rows: dict[str, list[tuple[str, float]]] = {}
     for container in ax.containers:
         if isinstance(container, BarContainer):
+            label = "" if container.get_label().startswith("_") else f"{container.get_label()} "
             for name, length in _lengths(ax, container):
-                rows.setdefault(name, []).append(f"{length:,.4g}")
+                rows.setdefault(name, []).append((label, length))
     if sum(map(len, rows.values())) > MOST_BARS:
-        return _sentence("Bars", [f"{name}: {len(lengths)} of them" for name, lengths in rows.items()])
-    return _sentence("Bars", [f"{name}: {', '.join(lengths)}" for name, lengths in rows.items()])
+        counts = {name: Counter(label for label, _ in bars) for name, bars in rows.items()}
+        told = [f"{name}: " + ", ".join(f"{label}{num}" for label, num in of.items()) for name, of in counts.items()]
+        return _sentence("Numbers of bars", told)
+    lengths = [
+        f"{name}: " + ", ".join(f"{label}{length:,.4g}" for label, length in bars) for name, bars in rows.items()
+    ]
+    return _sentence("Bars", lengths)
 
 
 def _lengths(ax: Axes, container: BarContainer) -> Iterator[tuple[str, float]]:

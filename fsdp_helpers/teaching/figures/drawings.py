@@ -1,9 +1,10 @@
-"""Diagrams: the bytes of a step, the units of a model, the shards of a checkpoint. Nothing here is measured.
+"""Diagrams: the bytes and stages of a step, units, queues, the shards of a checkpoint. Nothing here is measured.
 
 Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 
 import matplotlib.pyplot as plt
@@ -14,7 +15,6 @@ from matplotlib.patches import Patch, Rectangle
 from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.stages import DDP_STEP, FSDP_STEP, OWN, SHARD, WHOLE, Stage
 from fsdp_helpers.teaching.figures.style import (
     HATCH,
     OP_COLORS,
@@ -25,14 +25,43 @@ from fsdp_helpers.teaching.figures.style import (
     ink_on,
     swatches,
 )
-from fsdp_helpers.teaching.figures.words import (
-    shards_in_words,
-    step_in_words,
-    streams_in_words,
-    units_in_words,
-)
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
+WHOLE, SHARD, NOTHING, OWN = "whole", "shard", "nothing", "own"
+IN_WORDS = {
+    WHOLE: "in full on every rank",
+    SHARD: "a shard on each rank",
+    NOTHING: "none",
+    OWN: "in full on every rank (of its own images only)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a step: how much of the parameters, gradients and optimizer state every rank has then.
+
+    "own" are whole gradients of the rank's own images, not yet averaged with those of the other ranks.
+    """
+
+    title: str
+    parameters: str
+    gradients: str
+    optimizer: str
+    leads_to: str = ""  # what happens between this stage and the next
+
+
+FSDP_STEP = (
+    Stage(title="between steps", parameters=SHARD, gradients=SHARD, optimizer=SHARD, leads_to="all-gather"),
+    Stage(title="forward", parameters=WHOLE, gradients=NOTHING, optimizer=SHARD, leads_to="backward"),
+    Stage(title="end of backward", parameters=WHOLE, gradients=OWN, optimizer=SHARD, leads_to="reduce-\nscatter"),
+    Stage(title="optimizer's step", parameters=SHARD, gradients=SHARD, optimizer=SHARD),
+)
+DDP_STEP = (
+    Stage(title="between steps", parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE, leads_to="zero_grad"),
+    Stage(title="forward", parameters=WHOLE, gradients=NOTHING, optimizer=WHOLE, leads_to="backward"),
+    Stage(title="end of backward", parameters=WHOLE, gradients=OWN, optimizer=WHOLE, leads_to="all-reduce"),
+    Stage(title="optimizer's step", parameters=WHOLE, gradients=WHOLE, optimizer=WHOLE),
+)
 STEPS = {"DDP": DDP_STEP, "FSDP": FSDP_STEP}
 ROWS = ("parameters", "gradients", "optimizer")
 KEY = (
@@ -61,8 +90,14 @@ def draw_step(strategy: str, num_ranks: int = 2) -> tuple[Figure, Axes]:
         ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=8, color=TEXT_COLOR)
         ax.set(xlim=(-0.62, len(stages) - 0.25), ylim=(num_ranks + 0.25, -0.28))
         ax.axis("off")
-    put_in_words(fig, step_in_words(stages, num_ranks))
+    put_in_words(fig, " ".join(_in_words(number, stage) for number, stage in enumerate(stages, start=1)))
     return fig, ax
+
+
+def _in_words(number: int, stage: Stage) -> str:
+    has = ", ".join(f"{name} {IN_WORDS[getattr(stage, name)]}" for name in ROWS)
+    link = stage.leads_to.replace("-\n", "-")
+    return f"Stage {number}, {stage.title}: {has}." + (f" Next: {link}." if link else "")
 
 
 def _draw_rank(ax: Axes, column: int, rank: int, stage: Stage, num_ranks: int) -> None:
@@ -90,12 +125,12 @@ def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
-    """One rank, one step of FSDP2, one row per unit (the root first): when it has full parameters and full gradients.
+    """Draw one rank's step of FSDP2, one row per unit (root first): when it has full parameters and full gradients.
 
     Time runs to the right: forward through the units, then backward through them in reverse. The root stays unsharded
     from its first all-gather to the end of backward, and so do its gradients from backward's beginning, since the model
-    ends with a head that belongs to it. Each other unit is unsharded twice, the second time while backward is still busy
-    with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
+    ends with a head that belongs to it. Each other unit is unsharded twice, the second time while backward is still
+    busy with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
     """
     root, *below = units
     turn = len(below) + 0.25  # forward ends
@@ -119,7 +154,13 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
         ax.set(xlim=(-0.05, end + 0.05), ylim=(len(units) - 0.4, -0.7), xlabel="time in the step →")
-    put_in_words(fig, units_in_words(units))
+    early = f" Unsharded one unit early in backward: {', '.join(below[-2::-1])}." if len(below) > 1 else ""
+    put_in_words(
+        fig,
+        f"One rank, one step. Forward runs through {', '.join(below)}, backward through them in reverse. The root, {root}, "
+        "stays unsharded from its first all-gather to the end of backward, and is reduced last. Each other unit is unsharded "
+        f"for its own forward, resharded, and unsharded again for its backward, next to its full gradients.{early}",
+    )
     return fig, ax
 
 
@@ -133,7 +174,7 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
 
 
 def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
-    """Draw the two queues of a GPU for each choice, one below the other; `given` says what it was computed from."""
+    """Draw a GPU's two queues for each choice, one below the other; `given` says what the times are computed from."""
     colors = {"forward": FRAME_COLOR, "backward": TEXT_COLOR, **OP_COLORS}
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.9 * len(choices)), layout="constrained")
@@ -147,7 +188,12 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
         fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="numbers are units")
         ax.set_yticks(range(len(names)), names)
         ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=f"time (ms), not measured: computed from {given}")
-    put_in_words(fig, streams_in_words(choices, given))
+    told = [f"Two queues of a GPU, arithmetic and communication, computed from {given}."]
+    for name, spans in choices.items():
+        end_s = max(span.end_s for span in spans)
+        busy_s = sum(span.end_s - span.start_s for span in spans if span.queue == ARITHMETIC)
+        told.append(f"{name}: {1e3 * end_s:.1f} ms, in which the arithmetic waits for {1e3 * (end_s - busy_s):.1f} ms.")
+    put_in_words(fig, " ".join(told))
     return fig, ax
 
 
@@ -160,10 +206,28 @@ def _draw_span(ax: Axes, row: int, span: Span, color: str) -> None:
     ax.text(middle_ms, row, str(span.unit), ha="center", va="center_baseline", fontsize=7, color="white")
 
 
-def draw_shards(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
-    """Draw which rank wrote which shard: one row per tensor, from its first value to its last, one bar per shard.
+def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
+    """Draw a forward's order of events, one row per setting; entries are "gather 3" or "compute 3"."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.55 * len(orders)), layout="constrained")
+        for row, order in enumerate(orders.values()):
+            for place, entry in enumerate(order):
+                gathers = entry.startswith("gather")
+                color = OP_COLORS["all_gather"] if gathers else TEXT_COLOR
+                ax.barh(row, 0.9, left=place, height=0.6, color=color)
+                ax.text(place + 0.45, row, entry, ha="center", va="center", color="white")
+        ax.set_yticks(range(len(orders)), list(orders))
+        ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; numbers are blocks")
+        ax.margins(x=0.01)
+    told = "; ".join(f"{name}: {', '.join(order)}" for name, order in orders.items())
+    put_in_words(fig, f"Events of a forward in time. {told}.")
+    return fig, ax
 
-    A row's height grows with the tensor's bytes, from a least height at which its name can be read.
+
+def draw_shards(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
+    """Draw which rank wrote which shard: one row per tensor, from first value to last, one bar per shard.
+
+    A row's height grows with the tensor's bytes, and is always large enough for its name.
     """
     ranks = sorted({part.rank for entry in entries for part in entry.shards})
     colors = dict(zip(ranks, cycle(SERIES_COLORS[1:]), strict=False))
@@ -184,7 +248,11 @@ def draw_shards(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
         )
         handles = [Patch(color=colors[rank], label=f"rank {rank}") for rank in ranks]
         fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
-    put_in_words(fig, shards_in_words(entries))
+    written = (
+        f"{entry.name}: " + ", ".join(f"rank {part.rank} wrote {_rows_of(entry, part)[0]:,}" for part in entry.shards)
+        for entry in entries
+    )
+    put_in_words(fig, f"Rows of each tensor by the rank that wrote them. {'; '.join(written)}.")
     return fig, ax
 
 
@@ -194,9 +262,14 @@ def _row_heights(entries: Sequence[TensorEntry]) -> list[float]:
     return [1 + 4 * entry.num_bytes / largest for entry in entries]
 
 
+def _rows_of(entry: TensorEntry, part: ShardEntry) -> tuple[int, int]:
+    """Return how many rows a shard has, and the tensor; a single number is one row."""
+    return (part.sizes[0], entry.shape[0]) if entry.shape else (1, 1)
+
+
 def _draw_shard(ax: Axes, entry: TensorEntry, part: ShardEntry, row: tuple[float, float], color: str) -> None:
     """One bar in `row`, its middle and height; it says the rank and, of a tensor with rows, how many they are."""
-    num_rows, all_rows = (part.sizes[0], entry.shape[0]) if entry.shape else (1, 1)
+    num_rows, all_rows = _rows_of(entry, part)
     width, left = num_rows / all_rows, (part.offsets[0] if part.offsets else 0) / all_rows
     middle, height = row
     ax.barh(middle, width, left=left, color=color, edgecolor="white", height=height)

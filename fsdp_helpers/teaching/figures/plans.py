@@ -1,17 +1,16 @@
-"""Figures of plans: what a rank needs against the number of ranks, what fits where, how far predictions are off."""
+"""Figures of plans: what a rank needs by number of ranks, what fits where, and the errors of predictions."""
 
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from fsdp_helpers.measuring.errors import ErrorRow
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, titled
-from fsdp_helpers.teaching.figures.plot_words import errors_in_words, sentences, waterfall_in_words
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLORS, SERIES_COLORS, figure_style
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
@@ -23,10 +22,10 @@ NOT_CHOSEN = 0.3  # opacity of a bar
 def plot_waterfall(
     plans: Sequence[Plan], subject: str, *, chosen: int | None = None, highest_gb: float | None = None
 ) -> tuple[Figure, Axes]:
-    """Plot a bar per number of ranks, stacked by category, with what is outside the count and the device's memory.
+    """Plot one bar per number of ranks, stacked by category, with the allowance and the device's memory.
 
-    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it is given; a bar that goes on has an
-    arrow at its number.
+    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it is given; a bar that goes on has
+    an arrow at its number.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
@@ -37,7 +36,6 @@ def plot_waterfall(
         needed = {plan.cluster.world_size: plan.needed_bytes for plan in plans}
         finding = fits_from(needed, plans[0].cluster.device_memory_bytes)
         ax.set(title=titled(finding, subject))
-    put_in_words(fig, sentences(subject, finding, waterfall_in_words(plans)))
     return fig, ax
 
 
@@ -67,7 +65,7 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan], highest_gb: float | None = N
 def plot_what_fits(
     needed: Mapping[str, Mapping[int, float]], thresholds: Mapping[str, Mapping[int, int | None]]
 ) -> tuple[Figure, Axes]:
-    """Plot what a rank needs against the number of ranks, a line per model, and a dashed line per size of a device.
+    """Plot what a rank needs by number of ranks: a line per model, and a dashed line per device size.
 
     `needed` has the bytes by model and ranks; `thresholds`, by model and GB of a device, the fewest ranks that fit. A
     mark shows each that lies within the ranks drawn.
@@ -75,10 +73,11 @@ def plot_what_fits(
     sizes = sorted({size for fewest in thresholds.values() for size in fewest})
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
+        lines: list[Line2D] = []
         for (name, by_ranks), color, marker in zip(needed.items(), SERIES_COLORS[1:], MARKERS, strict=False):
-            ax.plot(list(by_ranks), [size / GB for size in by_ranks.values()], color=color, label=name)
+            lines += ax.plot(list(by_ranks), [size / GB for size in by_ranks.values()], color=color, label=name)
             found = {size: ranks for size, ranks in thresholds[name].items() if ranks and ranks >= min(by_ranks)}
-            ax.scatter(list(found.values()), list(found), color=color, marker=marker, zorder=3)
+            ax.scatter(list(found.values()), list(found), color=color, marker=marker, zorder=3, label=f"{name} fits")
             for size, ranks in found.items():
                 ax.annotate(f"{ranks:,}", (ranks, size), (3, 3), textcoords="offset points", color=color, fontsize=8)
         for size in sizes:
@@ -90,17 +89,8 @@ def plot_what_fits(
         ax.set_yticks(sizes, [str(size) for size in sizes])
         ax.minorticks_off()
         ax.set(title="A rank's needs fall until units, activations and buffers are left")
-        ax.legend(loc="upper right")
-    put_in_words(fig, _thresholds_in_words(thresholds))
+        ax.legend(handles=lines, loc="upper right")
     return fig, ax
-
-
-def _thresholds_in_words(thresholds: Mapping[str, Mapping[int, int | None]]) -> str:
-    told = []
-    for name, by_size in thresholds.items():
-        fits = [f"{size} GB with {ranks:,} or more" if ranks else f"{size} GB never" for size, ranks in by_size.items()]
-        told.append(f"Ranks on which {name} fits: {', '.join(fits)}")
-    return sentences(*told)
 
 
 def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
@@ -126,5 +116,4 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
         finding = errors_within([row.error for row in rows], NEAR)
         ax.set(ylabel="predicted / measured - 1 (%)", title=f"{finding}; gray: {100 * NEAR:.0f} %")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    put_in_words(fig, sentences(finding, errors_in_words(rows)))
     return fig, ax

@@ -4,13 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 from torch import Tensor
 
-from fsdp_helpers.measuring.copies import OffloadCopy
+from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.measuring.step_profile import predicted_peaks
+from fsdp_helpers.planning.devices import TYPICAL_RANGE
+from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
@@ -25,19 +28,8 @@ from fsdp_helpers.teaching.figures.findings import (
     peak_of_curve,
     same_losses,
     sent_in_a_step,
+    slowed_by,
     titled,
-)
-from fsdp_helpers.teaching.figures.plot_words import (
-    by_ranks_in_words,
-    comparison_in_words,
-    copies_in_words,
-    curve_in_words,
-    digits_in_words,
-    held_and_peak_in_words,
-    ladder_in_words,
-    losses_in_words,
-    sentences,
-    traffic_in_words,
 )
 from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
 from fsdp_helpers.teaching.figures.timelines import (
@@ -49,6 +41,8 @@ from fsdp_helpers.teaching.figures.timelines import (
 )
 from fsdp_helpers.training.palette import TEXT_COLOR
 
+MBIT = 1e6
+BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f} % lower rates"
 HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
@@ -63,7 +57,6 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
         ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title=same_losses(list(runs.values())))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
         ax.legend(handlelength=5)
-    put_in_words(fig, losses_in_words(runs))
     return fig, ax
 
 
@@ -79,7 +72,6 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
             ax.axis("off")
             wrong = {} if digit == label else {"color": PEAK_COLOR, "weight": "bold"}
             ax.set_title(f"{digit} ≠ {label}" if wrong else digit, loc="center", **wrong)
-    put_in_words(fig, digits_in_words(right, shown))
     return fig, axes[0]
 
 
@@ -95,7 +87,6 @@ def plot_memory_curve(
         draw_memory_curve(ax, curve)
         draw_notes(ax, curve, notes or {})
         ax.set(title=titled(peak_of_curve(curve), subject))
-    put_in_words(fig, curve_in_words(curve, subject, notes))
     return fig, ax
 
 
@@ -133,7 +124,6 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] 
         ax.set(xlabel="bytes on one rank (MB)", xlim=(0, 1.17 * highest_bytes / MB), title=lowest_peak(fullest))
         look = {"handlelength": 1.2, "columnspacing": 1.2, "loc": "outside lower left"}
         fig.legend(handles=keys(kinds), ncols=4, **look)
-    put_in_words(fig, sentences(lowest_peak(fullest), held_and_peak_in_words(rows, peaks)))
     return fig, ax
 
 
@@ -144,7 +134,6 @@ def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure,
         draw_collectives(ax, traces)
         title = titled(sent_in_a_step(traces), subject)
         ax.set(title=title, xlabel="time in the step (ms); numbers are the MB that the rank sends")
-    put_in_words(fig, traffic_in_words(traces, subject))
     return fig, ax
 
 
@@ -157,7 +146,6 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
         draw_collectives(axes[0], traces)
         axes[0].set(title=titled(f"{sent_in_a_step(traces)}; numbers are MB", subject))
         axes[1].set(ylabel="on rank 0 (MB)", title=peak_of_curve(traces[0].curve))
-    put_in_words(fig, sentences(traffic_in_words(traces, subject), curve_in_words(traces[0].curve, "Memory of rank 0")))
     return fig, axes
 
 
@@ -185,7 +173,6 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
         highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / num_params
         ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank\n(bytes per parameter)")
         ax.set(ylim=(0, 1.1 * highest), title=lowest_by_ranks(peaks, num_params))
-    put_in_words(fig, by_ranks_in_words(peaks, num_params))
     return fig, ax
 
 
@@ -207,16 +194,15 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
         draw_held_in_peak(memory_ax, rungs)
         for place, rung in enumerate(rungs):
             predicted = rung.predicted_bytes / MB
-            label = "predicted" if place == 0 else None
-            memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], color=TEXT_COLOR, linewidth=2, label=label)
+            look = {"color": TEXT_COLOR, "linewidth": 2, "label": "predicted"}
+            memory_ax.plot([predicted] * 2, [place - 0.42, place + 0.42], **look)
             change = f" ({(peaks[place] - peaks[place - 1]) / MB:+,.1f})" if place else ""
             right = max(peaks[place] / MB, predicted)
             memory_ax.text(right, place, f"  {in_mb(peaks[place])}{change}", va="center", color=TEXT_COLOR)
         draw_times(time_ax, rungs)
         memory_ax.set_yticks(range(len(rungs)), [rung.name for rung in rungs])
         memory_ax.set(title=foot_of_the_ladder(rungs), xlabel=HELD_IN_PEAK, xlim=(0, 1.25 * max(peaks) / MB))
-        memory_ax.legend(loc="lower right")
-    put_in_words(fig, sentences(foot_of_the_ladder(rungs), ladder_in_words(rungs)))
+        memory_ax.legend(handles=memory_ax.lines[:1], loc="lower right")
     return fig, (memory_ax, time_ax)
 
 
@@ -235,7 +221,6 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
             memory_ax.set_yticks(range(len(chosen)), [row.label for row in chosen])
             memory_ax.set(title=least_of_the_comparison(chosen), xlabel=HELD_IN_PEAK)
             memory_ax.margins(x=0.16)
-    put_in_words(fig, comparison_in_words(rows))
     return fig, axes
 
 
@@ -247,5 +232,43 @@ def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence
         found = unit_copies(copies, units)
         finding = copies_of_a_step([way for _, way, _ in found])
         ax.set(title=finding)
-    put_in_words(fig, sentences(finding, copies_in_words(found)))
+    orders = [
+        ", ".join(unit.removeprefix("blocks.") for unit, one, _ in found if one == way) for way in (TO_DEVICE, TO_HOST)
+    ]
+    put_in_words(fig, f"{finding}. In this order to the device: {orders[0]}; to the host: {orders[1]}.")
     return fig, ax
+
+
+def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
+    """Plot measured step times against bandwidth, over the planner's range from the shortest to the longest step.
+
+    Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as the kept record holds them.
+    """
+    (unlimited_s,) = [row["step_s"] for row in rates if row["bits_per_s"] is None]
+    limited = [row for row in rates if row["bits_per_s"] is not None]
+    bandwidths = [row["bits_per_s"] / MBIT for row in limited]
+    between = np.geomspace(min(bandwidths), max(bandwidths))
+    network_s = 8 * limited[0]["sent_bytes"] / (between * MBIT)
+    shortest_s, longest_s = zip(*(step_range_s(unlimited_s, one_s) for one_s in network_s), strict=True)
+    color = STRATEGY_COLORS["ddp"]
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+        ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color=TEXT_COLOR, label="measured")
+        ax.fill_between(between, milli(shortest_s), milli(longest_s), color=color, alpha=0.15, label=BAND)
+        ax.plot(between, milli(network_s), "--", color=color, label="sent bytes / bandwidth")
+        ax.axhline(1000 * unlimited_s, linestyle=":", color=TEXT_COLOR, label="measured, unlimited")
+        ax.set(xscale="log", yscale="log", xlabel="bandwidth (Mbit/s)", ylabel="step time (ms)")
+        ax.set_xticks(bandwidths, [f"{bandwidth:,.0f}" for bandwidth in bandwidths])
+        ax.set_xticks([], minor=True)
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        ax.yaxis.set_minor_locator(NullLocator())
+        measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
+        ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"))
+        ax.legend(fontsize=8, loc="upper right")
+    return fig, ax
+
+
+def milli(values: Sequence[float]) -> list[float]:
+    """Seconds as milliseconds."""
+    return [1000 * value for value in values]

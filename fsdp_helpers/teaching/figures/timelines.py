@@ -49,7 +49,8 @@ def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
     for rank, trace in enumerate(traces):
         for phase in trace.curve.phases:
             width_ms = 1e3 * (phase.end_s - phase.start_s)
-            ax.barh(rank, width_ms, left=1e3 * phase.start_s, color=PHASE_COLORS[phase.name], height=0.9)
+            look = {"color": PHASE_COLORS[phase.name], "height": 0.9, "label": phase.name}
+            ax.barh(rank, width_ms, left=1e3 * phase.start_s, **look)
             if rank == 0:
                 middle_ms = 1e3 * phase.start_s + width_ms / 2
                 ax.text(middle_ms, -0.5, phase.name, ha="center", va="bottom", fontsize=8, color=TEXT_COLOR)
@@ -109,7 +110,7 @@ def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms:
 
 
 def _look(op: str) -> dict:
-    return {"color": _color(op), "height": height_of(op, 0.6), "linewidth": 0}
+    return {"color": _color(op), "height": height_of(op, 0.6), "linewidth": 0, "label": op}
 
 
 def _color(op: str) -> str:

@@ -1,156 +1,115 @@
-"""Controls that redraw a plan at each change: the verdict first, large, then a bar for each number of ranks."""
+"""Controls that redraw a plan at each change: the verdict, large, above a bar for each number of ranks."""
 
-import io
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from html import escape
+from base64 import b64decode
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from fsdp_helpers.planning.advice import changes_until_it_fits
 from fsdp_helpers.planning.models import NAMED_MODELS, Subject, named_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.plans import plot_waterfall
+from fsdp_helpers.teaching.figures.style import described_png
 
-RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
-DEVICES_GB = (24, 40, 80, 141)
+CHOICES: dict[str, tuple] = {
+    "model": NAMED_MODELS,
+    "ranks": (8, 16, 32, 64, 128, 256, 512, 1024),
+    "device_gb": (24, 40, 80, 141),
+    "precision": ("fp32", "bf16"),
+    "recompute": (True, False),
+}
 BATCH = {"image": 8, "token": 8192}  # of each rank
-VERDICT = "font-size:1.6em;font-weight:700;line-height:1.3;color:"
-SLIDER_WIDTH = "280px"
-GREEN, RED = "#15803d", "#dc2626"  # legible, at this size, on white and on black
+GREEN, RED = "#15803d", "#dc2626"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanPicture:
-    """A verdict, what it rests on, and the figure below it, an SVG."""
+def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recompute: bool) -> Figure:
+    """Return the verdict for one number of ranks, above the bars of all numbers of ranks.
 
-    fits: bool
-    verdict: str
-    details: str
-    svg: str
-
-    @property
-    def words(self) -> str:
-        return f"{self.verdict}. {self.details}"
-
-    def _repr_html_(self) -> str:
-        mark, color = ("✓", GREEN) if self.fits else ("✗", RED)
-        return (
-            f'<div style="{VERDICT}{color}" role="status">{mark} {escape(self.verdict)}</div>'
-            f"<div>{escape(self.details)}</div>"
-            f'<div role="img" aria-label="{escape(self.words)}" style="max-width:800px">{self.svg}</div>'
-        )
-
-    def __repr__(self) -> str:
-        return self.words
-
-
-def draw_plan(
-    model: str = "vit-10b", ranks: int = 128, device_gb: int = 80, precision: str = "bf16", recompute: bool = True
-) -> PlanPicture:
-    """Return the verdict for one number of ranks, and the bars of all RANKS on an axis that is the model's own."""
-    plans = [_on_devices(_plan(model, count, precision, recompute), device_gb) for count in RANKS]
-    plan = plans[RANKS.index(ranks)]
-    summary = f"{model} on {ranks:,} ranks, {plan.settings.batch:,} {plan.item}s on each, {precision}"
-    verdict, more = _verdict(plan, _subject(model))
-    needs = (
-        f"the peak of {plan.peak.bytes / GB:,.1f} GB and {plan.cluster.allowance_bytes / GB:.0f} GB outside the count"
-    )
-    fig, _ = plot_waterfall(plans, summary, chosen=ranks, highest_gb=_highest_bytes(model) / GB)
-    svg = io.StringIO()
-    fig.savefig(svg, format="svg")
-    plt.close(fig)
-    drawn = svg.getvalue()
-    return PlanPicture(
-        fits=plan.fits, verdict=verdict, details=f"{summary}: {needs}{more}.", svg=drawn[drawn.index("<svg") :]
-    )
-
-
-@lru_cache
-def _subject(model: str) -> Subject:
-    return named_subject(model)
-
-
-@lru_cache
-def _plan(model: str, ranks: int, precision: str, recompute: bool) -> Plan:
-    subject = _subject(model)
-    checkpointing = "units" if recompute else "none"
-    settings = Settings(batch=BATCH[subject.item], precision=precision, activation_checkpointing=checkpointing)
-    return make_plan(subject, settings, Cluster(world_size=ranks, device_memory_bytes=GB))
-
-
-def _on_devices(plan: Plan, device_gb: int) -> Plan:
-    """Return the same plan on devices of that size; what a rank needs does not depend on it."""
-    return replace(plan, cluster=replace(plan.cluster, device_memory_bytes=device_gb * GB))
-
-
-@lru_cache
-def _highest_bytes(model: str) -> float:
-    """Return the end of the axis: above the largest device, and above the fewest ranks' needs in bf16, recomputing."""
-    return 1.1 * max(_plan(model, RANKS[0], "bf16", True).needed_bytes, DEVICES_GB[-1] * GB)
+    The axis is the model's own: it ends above the largest device, and above the fewest ranks' needs in bf16, recomputing.
+    """
+    subject = named_subject(model)
+    clusters = [Cluster(world_size=count, device_memory_bytes=device_gb * GB) for count in CHOICES["ranks"]]
+    lean = Settings(batch=BATCH[subject.item], precision="bf16", activation_checkpointing="units")
+    settings = replace(lean, precision=precision, activation_checkpointing="units" if recompute else "none")
+    plans = [make_plan(subject, settings, cluster) for cluster in clusters]
+    plan = plans[CHOICES["ranks"].index(ranks)]
+    highest_gb = 1.1 * max(make_plan(subject, lean, clusters[0]).needed_bytes / GB, CHOICES["device_gb"][-1])
+    summary = f"{model} on {ranks:,} ranks, {settings.batch:,} {plan.item}s on each, {precision}"
+    needs = f"peak {plan.peak.bytes / GB:,.1f} GB, and {plan.cluster.allowance_bytes / GB:.0f} GB outside the count"
+    verdict, advice = _verdict(plan, subject)
+    fig, ax = plot_waterfall(plans, summary, chosen=ranks, highest_gb=highest_gb)
+    ax.set_title(f"{summary}:\n{needs}{advice}", loc="left")
+    mark, color = ("✓", GREEN) if plan.fits else ("✗", RED)
+    fig.suptitle(f"{mark} {verdict}", x=0.01, ha="left", fontsize=15, weight="bold", color=color)
+    return fig
 
 
 def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
-    """Return the verdict in a few words, and what else would have to change for it to fit."""
+    """Return the verdict in a few words, and what else would have to change to make it fit."""
     if plan.fits:
         return f"fits, {plan.spare_bytes / GB:,.0f} GB free", ""
     too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"
     changes = changes_until_it_fits(plan, subject)
     if not changes:
-        return f"{too_much}: take larger devices, or split layers over ranks (15)", ""
+        return f"{too_much}: use larger devices, or split layers over ranks (15)", ""
     first, *then = [text.partition(" (--")[0] for text, _ in changes]
     ending = "with that it fits" if changes[-1][1].fits else "and it is still too much: take larger devices"
-    return f"{too_much}: first {first}", f"; {', '.join([*(f'then {text}' for text in then), ending])}"
+    return f"{too_much}: first {first}", "\n" + ", ".join([*(f"then {text}" for text in then), ending])
 
 
 class Controls:
-    """Widgets and, for pages that show none, their first frame as it stands.
+    """Widgets and, for pages that show none, their first frame as an image.
 
-    The frame is a text whose value changes. `ipywidgets.interact` would display it in an `Output` widget, and whatever
+    The frame is an image whose value changes. `ipywidgets.interact` would display it in an `Output` widget, and whatever
     executes a notebook without a browser then has to answer for that widget. nbclient does so on the socket that brings
     the cell's reply, may miss that reply, and then waits until its time-out.
     """
 
-    def __init__(self, box: Any, first: PlanPicture) -> None:
-        self.box, self.first = box, first
+    def __init__(self, box: Any, picture: str, metadata: dict[str, Any]) -> None:
+        self.box, self.picture, self.metadata = box, picture, metadata
 
-    def _repr_mimebundle_(self, **others: Any) -> dict[str, Any]:
+    def _repr_mimebundle_(self, **others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         found = self.box._repr_mimebundle_(**others) or {}
         bundle = found[0] if isinstance(found, tuple) else found
-        return {**bundle, "text/html": self.first._repr_html_(), "text/plain": repr(self.first)}
+        still = {"image/png": self.picture, "text/plain": self.metadata["alt"]}
+        return {**bundle, **still}, {"image/png": self.metadata}
 
 
-def plan_controls(**start: Any) -> object:
+def plan_controls(**chosen: Any) -> Controls | Figure:
     """Return controls above a plan that follows them or, if ipywidgets is missing, the plan alone.
 
-    `start` are arguments of `draw_plan`.
+    `chosen` are arguments of `plan_figure`.
     """
-    first = draw_plan(**start)
+    first = plan_figure(**chosen)
     try:
         import ipywidgets
     except ImportError:
         return first
-    start = {"model": "vit-10b", "ranks": 128, "device_gb": 80, "precision": "bf16", "recompute": True} | start
-    narrow = {"style": {"description_width": "initial"}, "layout": {"width": "auto"}}
-    to_drag = {**narrow, "layout": {"width": SLIDER_WIDTH}}  # left alone, a row leaves a slider no track
-    choices = {"model": NAMED_MODELS, "precision": ("fp32", "bf16")}
-    controls: dict[str, Any] = {
-        name: ipywidgets.Dropdown(options=options, value=start[name], description=name, **narrow)
-        for name, options in choices.items()
+    picture, metadata = _png(first)
+    image = ipywidgets.Image(value=b64decode(picture), layout={"max_width": f"{metadata['width']}px"})
+    look = {"style": {"description_width": "initial"}, "layout": {"width": "280px"}}
+    controls = {
+        name: ipywidgets.SelectionSlider(options=options, value=chosen[name], description=name, **look)
+        if name in ("ranks", "device_gb")
+        else ipywidgets.Dropdown(options=options, value=chosen[name], description=name, **look)
+        for name, options in CHOICES.items()
     }
-    for name, options in {"ranks": RANKS, "device_gb": DEVICES_GB}.items():
-        words = name.replace("_gb", " GB")
-        controls[name] = ipywidgets.SelectionSlider(options=options, value=start[name], description=words, **to_drag)
-    words = "recompute blocks"
-    controls["recompute"] = ipywidgets.Checkbox(value=start["recompute"], description=words, indent=False, **narrow)
-    shown = ipywidgets.HTML(first._repr_html_())
 
     def draw(_: object) -> None:
-        shown.value = draw_plan(**{name: control.value for name, control in controls.items()})._repr_html_()
+        fig = plan_figure(**{name: control.value for name, control in controls.items()})
+        image.value = b64decode(_png(fig)[0])
 
     for control in controls.values():
         control.observe(draw, "value")
-    row = ipywidgets.HBox(list(controls.values()), layout={"flex_flow": "row wrap", "align_items": "center"})
-    return Controls(ipywidgets.VBox([row, shown]), first)
+    row = ipywidgets.HBox(list(controls.values()), layout={"flex_flow": "row wrap"})
+    return Controls(ipywidgets.VBox([row, image]), picture, metadata)
+
+
+def _png(fig: Figure) -> tuple[str, dict[str, Any]]:
+    plt.close(fig)
+    shown = described_png(fig)
+    assert shown is not None, "an empty figure"
+    return shown

@@ -1,7 +1,11 @@
 """The build exercises of notebook 13."""
 
+import pytest
+import torch
 from builds import BuildTestsOnRanks
 
+from fsdp_helpers.models.llama import Llama
+from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.teaching.exercises import language
 
 MEAN_OF_MEANS = (
@@ -21,16 +25,16 @@ class TestDocumentLoss(BuildTestsOnRanks):
     name = "my_documents"
     checker = staticmethod(language.check_document_loss)
     worker = staticmethod(language.documents_by_reader)
-    starter = "on 2 ranks, rank 0: nothing was reduced"
+    starter = "on 2 ranks, rank 0: no gradient was reduced"
     wrong = [
-        ([("    dist.all_reduce(num_documents)", "    pass")], "points elsewhere .*same weight.*wrong-mean-of-means"),
+        ([("    dist.all_reduce(num_documents)", "    pass")], "direction differs .*same weight.*wrong-mean-of-means"),
         (
             [(" * dist.get_world_size()", "")],
             "the gradient is 0.500 times as long as in one process .*wrong-summed-loss",
         ),
-        ([("index == len(parts) - 1", "True")], "6 reduce-scatters were seen; the model has 3 units"),
+        ([("index == len(parts) - 1", "True")], "6 reduce-scatters; the model has 3 units"),
         ([("    dist.all_reduce(total)\n", "")], "the loss returned is"),
-        ([MEAN_OF_MEANS], "the gradient points elsewhere .* by [2-9].%.*wrong-mean-of-means"),
+        ([MEAN_OF_MEANS], "the gradient's direction differs .* by [2-9].%.*wrong-mean-of-means"),
         ([BY_TOKENS], "times as long as in one process .*wrong-summed-loss"),
         ([BY_ROWS], "the gradient is 0.875 times as long as in one process"),  # 7 documents, 8 rows
         ([EVERYTHING], "the model computed .* tokens, and this rank's parts have"),
@@ -48,7 +52,7 @@ class TestChunks(BuildTestsOnRanks):
     name = "my_chunks"
     checker = staticmethod(language.check_chunks)
     worker = staticmethod(language.chunks_by_reader)
-    starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; a tensor is asked for"
+    starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; it should be a tensor"
     wrong = [
         (
             [("checkpoint(loss_of_chunk, part, head, wanted, cap, use_reentrant=False)", KEPT)],
@@ -84,15 +88,47 @@ class TestAdapters(BuildTestsOnRanks):
     checker = staticmethod(language.check_adapters)
     worker = staticmethod(language.adapters_by_reader)
     file = "adapters-2.safetensors"
-    starter = "adapters-2.safetensors cannot be read: FileNotFoundError"
+    starter = "adapters-2.safetensors can't be read: FileNotFoundError"
     wrong = [
         ([(" if parameter.requires_grad", "")], "tensors that are not trained, .* among them"),
         (
             [(" if parameter.requires_grad", ' if "lora" in name or parameter.requires_grad')],
             "are not trained, .*lora_a",
         ),
-        ([("detach().full_tensor()", "detach().to_local().clone()")], "are not full; a rank has its shard"),
+        ([("detach().full_tensor()", "detach().to_local().clone()")], "aren't full; a rank only has its shard"),
         ([("        parameter.copy_(own)\n", "        pass\n")], "after loading, logits differ by .* from those"),
         ([BY_OPTION], "1 tensors that are not trained, lm_head.weight among them"),
-        (ELSEWHERE, "in the file, .*second_a has other values than the model had"),
+        (ELSEWHERE, "in the file, .*second_a has different values than in the model"),
     ]
+
+
+# ---------------------------------------------------------------- the adapters of the third exercise
+
+
+def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():
+    model = Llama(BYTE_LLAMA)
+    numbers = torch.arange(24).view(2, 12)
+    right = model(numbers)
+    model = language.add_adapters(model, 8)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(parameter.nbytes for parameter in trained) <= 0.05 * 4 * 1_214_080
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(language.ADAPTERS):
+                parameter.normal_() if name.endswith("lora_a") else parameter.zero_()
+    assert torch.equal(model(numbers), right)
+
+
+def test_a_second_adapter_freezes_the_first_and_adds_to_it():
+    model = language.add_adapters(language.add_adapters(Llama(BYTE_LLAMA), 2), 3, ("second_a", "second_b"))
+    assert {name.rpartition(".")[2] for name, one in model.named_parameters() if one.requires_grad} == {
+        "second_a",
+        "second_b",
+    }
+    layer = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        for name in (*language.ADAPTERS, "second_a", "second_b"):
+            getattr(layer, name).fill_(0.1)
+        inputs = torch.randn(1, layer.in_features)
+        added = layer(inputs) - torch.nn.functional.linear(inputs, layer.weight)
+    assert added[0, 0].item() == pytest.approx(2.0 * 0.01 * 5 * inputs.sum().item(), rel=1e-3)  # ranks 2 and 3

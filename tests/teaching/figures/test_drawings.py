@@ -1,5 +1,3 @@
-import inspect
-
 import matplotlib.pyplot as plt
 import pytest
 import torch
@@ -10,7 +8,7 @@ from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings
 from fsdp_helpers.teaching.figures.descriptions import describe
-from fsdp_helpers.teaching.figures.style import SERIES_COLORS, STATE_COLORS
+from fsdp_helpers.teaching.figures.style import OP_COLORS, STATE_COLORS
 
 
 def entry(name: str, *sizes: int) -> TensorEntry:
@@ -34,6 +32,7 @@ DRAWINGS = {
     "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
     "draw_step": ("FSDP",),
     "draw_units": (["net", "first", "second"],),
+    "draw_gathers": ({"as it is": ["gather 0", "compute 0"], "ahead": ["gather 0", "gather 1"]},),
     "draw_shards": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
 }
 
@@ -51,11 +50,6 @@ def test_every_drawing_has_room_for_its_labels(name):
     fig, ax = getattr(drawings, name)(*DRAWINGS[name])
     fig.canvas.draw()  # labels that do not fit, glyphs that are missing: this is where they are noticed
     assert fig.axes == [ax]
-
-
-def test_every_drawing_is_in_the_table():
-    names = {name for name, value in vars(drawings).items() if name.startswith("draw_") and inspect.isfunction(value)}
-    assert names == set(DRAWINGS)
 
 
 def filled(ax: Axes, kind: str) -> int:
@@ -87,11 +81,6 @@ def stretches(ax: Axes, kind: str) -> dict[int, list[tuple[float, float]]]:
     return found
 
 
-def test_units_are_unsharded_twice_and_the_root_once():
-    ax = drawings.draw_units(["net", "first", "second"])[1]
-    assert [len(stretches(ax, "parameters")[row]) for row in range(3)] == [1, 2, 2]
-
-
 def test_parameters_and_gradients_of_a_unit_coexist_and_backward_gathers_ahead():
     ax = drawings.draw_units(["net", "first", "second"])[1]
     parameters, gradients = stretches(ax, "parameters"), stretches(ax, "gradients")
@@ -121,56 +110,29 @@ def test_shards_lie_where_their_rows_are():
     assert len({bar.get_facecolor() for bar in ax.patches}) == 3
 
 
-def test_rows_of_a_checkpoint_weigh_what_their_tensors_weigh():
-    ax = drawings.draw_shards([entry("large", 8), entry("half", 4), ONE_NUMBER])[1]
-    # 8 x 4 x 4 = 128 bytes, 64 and 4: rows of 1 + 4, 1 + 4 / 2 and 1 + 4 / 32, nine tenths of them filled
-    assert [bar.get_height() for bar in ax.patches] == pytest.approx([0.9 * 5, 0.9 * 3, 0.9 * 1.125])
-    assert [bar.get_y() for bar in ax.patches] == pytest.approx([0.25, 5.15, 8.05625])
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == [
-        "large  [8, 4]  128 B",
-        "half  [4, 4]  64 B",
-        "step  []  4 B",
-    ]
+def test_gathers_are_drawn_in_order():
+    orders = {"as it is": ["gather 0", "compute 0"], "ahead": ["gather 0", "gather 1", "compute 0", "compute 1"]}
+    ax = drawings.draw_gathers(orders)[1]
+    assert [text.get_text() for text in ax.texts] == [entry for order in orders.values() for entry in order]
+    gathers = [to_hex(bar.get_facecolor()) == OP_COLORS["all_gather"] for bar in ax.patches]
+    assert gathers == [True, False, True, True, False, False]
 
 
-def test_a_shard_without_room_names_its_rows_alone():
-    ax = drawings.draw_shards([entry("weight", 19, 1)])[1]
-    assert [text.get_text() for text in ax.texts] == ["rank 0: 19", "1"]
-
-
-def test_shards_have_the_colors_of_the_series():
-    ax = drawings.draw_shards([entry("weight", 3, 3, 2)])[1]
-    assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == list(SERIES_COLORS[1:4])
-
-
-# ---------------------------------------------------------------- in words
-
-
-def test_a_step_in_words():
-    text = describe(drawings.draw_step("FSDP")[0])
-    assert text.startswith(
-        "Stage 1, between steps: rank 0 has the left half of the parameters, rank 1 the right half; rank 0 has the "
-        "left half of the gradients, rank 1 the right half; rank 0 has the left half of the optimizer state, rank 1 "
-        "the right half. Next: all-gather. Stage 2, forward: every rank has all parameters; there "
-        "are no gradients; "
-    )
-    assert "Next: reduce-scatter. Stage 4" in text
-    assert "each of 3 ranks has its own shard of the parameters" in describe(drawings.draw_step("FSDP", num_ranks=3)[0])
-
-
-def test_units_in_words():
-    text = describe(drawings.draw_units(["net", "first", "second"])[0])
-    assert "Forward runs through first and second, backward through second and first." in text
-    assert "The root, net, stays unsharded from the first moment to the last." in text
-    assert "In backward first is unsharded one unit early" in text
-    assert "early" not in describe(drawings.draw_units(["net", "first"])[0])
-
-
-def test_streams_in_words():
-    text = describe(drawings.draw_streams({"early": SPANS}, "2 ms of forward")[0])
-    assert "early: the step takes 14.0 ms, in which the arithmetic works for 12.0 ms and waits for 2.0 ms." in text
-
-
-def test_shards_in_words():
-    text = describe(drawings.draw_shards([entry("weight", 3, 1)])[0])
-    assert text == "weight: rank 0 wrote 3 rows and rank 1 wrote 1 row."
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        (
+            "draw_step",
+            "Stage 2, forward: parameters in full on every rank, gradients none, optimizer a shard on each rank. "
+            "Next: backward. Stage 3, end of backward: parameters in full on every rank, gradients in full on every rank "
+            "(of its own images only), optimizer a shard on each rank. Next: reduce-scatter.",
+        ),
+        ("draw_units", "The root, net, stays unsharded from its first all-gather"),
+        ("draw_units", "Unsharded one unit early in backward: first."),
+        ("draw_streams", "gathered early: 14.0 ms, in which the arithmetic waits for 2.0 ms."),
+        ("draw_shards", "weight: rank 0 wrote 3, rank 1 wrote 3, rank 2 wrote 2; bias: rank 0 wrote 1,"),
+        ("draw_gathers", "as it is: gather 0, compute 0; ahead: gather 0, gather 1."),
+    ],
+)
+def test_a_drawing_in_words(name, said):
+    assert said in describe(getattr(drawings, name)(*DRAWINGS[name])[0])

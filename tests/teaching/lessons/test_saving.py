@@ -124,4 +124,4 @@ def test_a_parameter_without_a_gradient_so_far_has_no_moments_after_the_load_eit
 
 def test_what_a_killed_run_left_is_not_in_the_next_checkpoint(found):
     for files in found["planted"]:
-        assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json", "state.json"]
+        assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json", "state.pt"]

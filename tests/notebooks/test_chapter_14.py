@@ -1,0 +1,72 @@
+"""Notebook 14: a changed line of the moved job, or of a cell for the ranks, changes what the text says."""
+
+import pytest
+from chapters import CellError, Chapter
+
+MOVED = ["fsdp2-shard", "fsdp2-step", "fsdp2-evaluate", "fsdp2-loop", "read-ddp", "load-ddp", "save-like-ddp"]
+GO_ON = """
+import importlib, fsdp2_job
+importlib.reload(fsdp2_job)
+moves = from_ddp.Job(last_step=LAST_STEP, resume_from=moving_file, seed=1)
+found = launch(fsdp2_job.train_fsdp2, moves, world_size=NUM_RANKS, device="cpu", progress=False)[0]
+differ = from_ddp.differences(baseline, found)
+"""
+
+
+@pytest.fixture(scope="module")
+def chapter(tmp_path_factory):
+    with Chapter("14", tmp_path_factory.mktemp("14") / "notebooks") as chapter:
+        chapter.run_all(["parameters", "imports", "ddp-step", "ddp-loop", "ddp-file", "job-run-code", *MOVED])
+        yield chapter
+
+
+def go_on(chapter, changes=None) -> dict[str, float]:
+    """By how much ten steps under FSDP2 differ from the baseline, with the module written anew."""
+    chapter.run_all(MOVED, changes)
+    chapter.execute(GO_ON)
+    return dict(zip(("losses", "norms", "held out"), chapter.value("differ"), strict=True))
+
+
+def test_the_moved_job_goes_on(chapter):
+    assert max(go_on(chapter).values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "cell, line, instead, differs",
+    [
+        ("load-ddp", "    set_optimizer_state_dict(model, optimizer, adam, options=options)\n", "", "losses"),
+        ("load-ddp", "    set_model_state_dict(model, weights, options=options)\n", "", "losses"),
+        ("fsdp2-step", " / len(parts)\n", "\n", "norms"),
+    ],
+    ids=["Adam's state", "the weights", "micro-batches averaged"],
+)
+def test_a_line_left_out(chapter, cell, line, instead, differs):
+    assert go_on(chapter, {cell: (line, instead)})[differs] > 1e-3
+
+
+def test_an_average_that_stays_unsharded_is_not_updated(chapter):
+    with pytest.raises(CellError, match="mixed torch.Tensor and DTensor"):
+        go_on(chapter, {"fsdp2-evaluate": ("    average.reshard()", "    pass")})
+
+
+def test_without_fully_shard_a_rank_keeps_everything(chapter):
+    go_on(chapter)
+    shards, everything = chapter.value("(found.parameter_bytes, baseline.parameter_bytes)")
+    assert shards < 0.6 * everything
+    whole = {"fsdp2-shard": ("    return fully_shard(model, mesh=mesh)", "    return model.to(rank_device())")}
+    with pytest.raises(CellError):  # what is no DTensor has no `full_tensor`, and a module no `reshard`
+        go_on(chapter, whole)
+
+
+def test_without_ddp_there_is_nothing_to_unwrap(chapter):
+    line = ("DistributedDataParallel(common.build_model(job.seed).to(rank_device()))", "common.build_model(job.seed)")
+    chapter.run_all(["ddp-step", "ddp-loop", "ddp-file"], {"ddp-loop": line})
+    with pytest.raises(CellError, match="'ViT' object has no attribute 'module'"):
+        chapter.run("job-run-code")
+    chapter.run_all(["ddp-step", "ddp-loop", "ddp-file"])
+
+
+def test_a_cell_for_the_ranks_says_the_same_again(chapter):
+    chapter.run("tied-ranks")
+    assert chapter.run("tied-cell") == chapter.run("tied-cell")
+    assert chapter.ranks_cells() == ["tied-cell"]
