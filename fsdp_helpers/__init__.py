@@ -1,9 +1,9 @@
-"""Sharded training, learned by running it: what the notebooks call, and what your own script may call.
+"""Sharded training, learned by running it: the functions that the notebooks call, for your own scripts, too.
 
     from fsdp_helpers import TrainConfig, train
     train(TrainConfig(model="shallow"), strategy="fsdp", world_size=2)
 
-Importing the package is instant, imports nothing else and starts nothing. A name is loaded when it is first used.
+Importing the package is instant, since each name is only loaded when you first use it.
 """
 
 import importlib
@@ -23,7 +23,7 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it hands out {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
@@ -32,5 +32,5 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Give a notebook the cell magic `%%ranks`: `%load_ext fsdp_helpers`."""
+    """Add the cell magic `%%ranks` to a notebook: `%load_ext fsdp_helpers`."""
     importlib.import_module(f"{__name__}.ranks.magic").register(shell)

@@ -1,4 +1,4 @@
-"""The command line, which torchrun can start too: `python -m fsdp_helpers train --help`."""
+"""The command line, which torchrun can start, too: `python -m fsdp_helpers train --help`."""
 
 import argparse
 import os
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--prefix",
         default="model.",
         metavar="TEXT",
-        help="write the tensors whose names begin with TEXT, without it (default: model.)",
+        help="write the tensors whose names begin with TEXT, and remove it from the names (default: model.)",
     )
     consolidate.set_defaults(run=consolidate_command)
 
@@ -76,28 +76,30 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan_arguments(plan)
 
     doctor = commands.add_parser("doctor", help="check this machine; exit status 1 if anything is wrong")
-    doctor.add_argument("--gpu", action="store_true", help="what its GPUs can do: a table to paste into an issue")
+    doctor.add_argument(
+        "--gpu", action="store_true", help="also check its GPUs, and print a table to paste into an issue"
+    )
     doctor.set_defaults(run=doctor_command)
 
     explain = commands.add_parser("explain", help="find the cards of notebook 11 that fit an error message")
     explain.add_argument(
-        "message", nargs="*", metavar="MESSAGE", help="the message; without one, it is read from a pipe"
+        "message", nargs="*", metavar="MESSAGE", help="the message (default: read from standard input)"
     )
     explain.set_defaults(run=explain_command)
 
-    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; it gets all other arguments")
+    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; other arguments are passed on to it")
     lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR, for example work")
     lab.set_defaults(run=lab_command)
     return parser
 
 
 def train_flags() -> list[Flag]:
-    """Add every flag of `train`: the settings of a run, and those of this one call of the command."""
+    """Add all flags of `train`: the settings of a run, and those that only concern this call."""
     return [*flags(), *CALL_FLAGS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, or 1 for a failed rank or check, 2 for bad input, 130 for an interrupt."""
+    """Run one command; return 0, or 1 if a rank or check failed, 2 for bad input, 130 if interrupted."""
     parser = build_parser()
     options, others = parser.parse_known_args(arguments)
     if options.command == "lab":
@@ -127,10 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run `main` as a process of its own, and exit with its status.
+    """Run `main` in its own process, and exit with its status.
 
-    A rank of torchrun exits without Python's clean-up, as those of `launch` do: gloo's threads outlive their group,
-    and one that releases a tensor while Python is shutting down aborts the process.
+    A rank under torchrun exits without Python's cleanup, as ranks of `launch` do: gloo's threads outlive their group,
+    and if one releases a tensor while Python shuts down, the process aborts.
     """
     end_with_agent()  # before torch is loaded, which takes seconds
     try:
@@ -142,7 +144,10 @@ def run() -> NoReturn:
     except KeyboardInterrupt:  # in the first seconds, while torch is being loaded
         status = _complain(INTERRUPTED, "interrupted; nothing was started")
     except ModuleNotFoundError as error:
-        status = _complain(FAILED, f"{error}; run `source .venv/bin/activate`, or what you installed the project into")
+        status = _complain(
+            FAILED,
+            f"{error}; run `source .venv/bin/activate`, or activate the environment you installed the project in",
+        )
     from fsdp_helpers.ranks.torchrun import started_as_rank
 
     if started_as_rank():
@@ -153,7 +158,7 @@ def run() -> NoReturn:
 
 
 def _wrong_place(options: argparse.Namespace) -> str:
-    """Return what is wrong with the environment that torchrun gave this rank; "" if nothing is, or it is not one."""
+    """Return what's wrong with the environment torchrun gave this rank; "" if nothing is, or if it isn't under torchrun."""
     from fsdp_helpers.ranks.torchrun import read_place, started_as_rank
 
     if options.command == "train" and started_as_rank():

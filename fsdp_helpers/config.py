@@ -1,7 +1,7 @@
 """The settings of a run, checked before any process starts.
 
-A field of `TrainConfig` is the one home of a setting: its default, its choices, what it means and whether it changes
-the losses. The command line, its documentation and what a resumed run must have in common are read from there.
+Everything about a setting is in its field of `TrainConfig`: default, choices, meaning, and whether it changes the
+losses. The command line, `--help` and the check of a resumed run all read it from there.
 """
 
 from dataclasses import Field, dataclass, field, fields
@@ -19,7 +19,7 @@ ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
 
 def is_sharded(strategy: str) -> bool:
-    """Return True if each rank keeps a shard of the model. Raises ValueError for an unknown strategy."""
+    """Return True if each rank keeps only a shard of the model. Raises ValueError for an unknown strategy."""
     _require_choice("strategy", strategy, STRATEGIES)
     return strategy.startswith("fsdp")
 
@@ -35,10 +35,10 @@ def setting(
     flag: str | None = None,
     factor: float = 1,
 ) -> Any:
-    """Make a field of a dataclass of settings, from which the command line reads its flag.
+    """Make a dataclass field for a setting, from which the command line makes its flag.
 
-    One that `changes_losses` must be the same in a resumed run. `flag` is the flag's name where it isn't the field's,
-    and its value times `factor` is the field's, for example bytes from GB.
+    If it `changes_losses`, a resumed run must have the same value. `flag` is the flag's name if it differs from the
+    field's. The field is the flag's value times `factor`, for example bytes from GB.
     """
     metadata = {
         "meaning": meaning,
@@ -56,7 +56,7 @@ def setting(
 class TrainConfig:
     """The settings of one training run.
 
-    Raises ValueError, with the numbers in the message, for settings that cannot work.
+    Raises ValueError, with the numbers in the message, for settings that can't work.
     """
 
     model: str = setting("shallow", "the network", choices=MODELS, changes_losses=True)
@@ -87,7 +87,7 @@ class TrainConfig:
     max_steps: int | None = setting(None, "stop after N steps", at_least_one=True)
     global_batch_size: int = setting(256, "images per step, over all ranks", at_least_one=True, changes_losses=True)
     learning_rate: float = setting(1e-3, "Adam's learning rate", changes_losses=True)
-    seed: int = setting(0, "determines initial values, the order of images, and dropout", changes_losses=True)
+    seed: int = setting(0, "seed for the initial values, the order of images, and dropout", changes_losses=True)
     train_images: int | None = setting(None, "train on the first N images only", at_least_one=True, changes_losses=True)
     test_images: int | None = setting(None, "test on the first N images only", at_least_one=True)
     dropout: bool = setting(True, "train without dropout, e.g. to compare one process with many", changes_losses=True)
@@ -99,7 +99,7 @@ class TrainConfig:
     )
     activation_checkpointing: str = setting(
         "none",
-        "recompute in backward: all of each unit (units), or everything except matrix products (selective)",
+        "recompute in backward: everything in each unit (units), or everything except matrix products (selective)",
         choices=ACTIVATION_CHECKPOINTING,
     )
     micro_batches: int = setting(
@@ -114,7 +114,7 @@ class TrainConfig:
         "since full gradients would have to wait, and ddp the latter",
     )
     clip_norm: float | None = setting(
-        None, "scale gradients down if their norm over the whole model exceeds X", changes_losses=True
+        None, "scale gradients down if the norm of the model's full gradient exceeds X", changes_losses=True
     )
     data_dir: str | None = setting(None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ in the project's root)")
     text: str | None = setting(
@@ -143,8 +143,8 @@ class TrainConfig:
     def reduces_every_part(self) -> bool:
         """Return True if gradients are reduced after every micro-batch, False if only once, after the last.
 
-        Where parameters are sharded, gradients that wait are full ones, 4 bytes for each parameter of the model. Full
-        copies have them anyway. FSDP1 can't add up shards that it has moved to the host.
+        With sharded parameters, waiting gradients are full gradients, 4 bytes for each parameter of the model. With
+        DDP, they're full anyway. FSDP1 can't add up shards that it has moved to the host.
         """
         if self.sync_micro_batches is not None:
             return self.sync_micro_batches
@@ -153,7 +153,7 @@ class TrainConfig:
 
     @property
     def item(self) -> str:
-        """Return what a batch consists of."""
+        """Return what a batch is made of: images or sequences."""
         return "sequence" if self.learns_text else "image"
 
     @property
@@ -186,7 +186,7 @@ class TrainConfig:
             if (self.sharding, self.backward_prefetch) != ("full", "pre"):
                 raise ValueError(f"sharding and backward_prefetch belong to FSDP, strategy is {self.strategy!r}")
         elif self.api == "fsdp2" and self.sharding == "none":
-            raise ValueError("sharding 'none' exists in FSDP1 only; with fsdp2 use strategy 'ddp' for whole copies")
+            raise ValueError("sharding 'none' exists in FSDP1 only; with fsdp2 use strategy 'ddp' for full copies")
         elif self.api == "fsdp2" and self.backward_prefetch != "pre":
             raise ValueError(
                 f"backward_prefetch {self.backward_prefetch!r} is an option of FSDP1; use api 'fsdp1', or leave it out"
@@ -202,7 +202,7 @@ class TrainConfig:
             )
         if not self.reshard_after_backward and self.micro_batches == 1:
             raise ValueError(
-                "without reshard_after_backward parameters stay from one micro-batch to the next, micro_batches is 1; "
+                "without reshard_after_backward parameters stay unsharded from one micro-batch to the next, but micro_batches is 1; "
                 "use 2 or more"
             )
 
@@ -216,7 +216,7 @@ class TrainConfig:
             raise ValueError("sync_micro_batches needs several micro-batches, micro_batches is 1; use 2 or more")
         if self.sync_micro_batches and (self.strategy, self.api) == ("fsdp-offload", "fsdp1"):
             raise ValueError(
-                "FSDP1 cannot add up gradients that it has moved to the host: with CPU offload leave out "
+                "FSDP1 cannot add up gradients that it has moved to the host: with CPU offload, leave out "
                 "sync_micro_batches, or use api 'fsdp2'"
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
@@ -245,7 +245,7 @@ class TrainConfig:
             )
         if self.global_batch_size % world_size:
             raise ValueError(
-                f"global_batch_size {self.global_batch_size} does not divide by world_size {world_size}: "
+                f"global_batch_size {self.global_batch_size} isn't divisible by world_size {world_size}: "
                 f"{self.global_batch_size % world_size} {self.item}(s) would be left over; "
                 f"use {self._batch_sizes_nearby(world_size)}"
             )
@@ -253,12 +253,12 @@ class TrainConfig:
         if images_per_rank % self.micro_batches:
             raise ValueError(
                 f"a rank's {images_per_rank} {self.item}s (global_batch_size {self.global_batch_size} / world_size "
-                f"{world_size}) do not divide by micro_batches {self.micro_batches}: "
+                f"{world_size}) aren't divisible by micro_batches {self.micro_batches}: "
                 f"{images_per_rank % self.micro_batches} would be left over; use a divisor of {images_per_rank}"
             )
 
     def _batch_sizes_nearby(self, world_size: int) -> str:
-        """Return the next smaller and larger global batch that ranks and micro-batches divide and the images fill."""
+        """Return the next smaller and larger global batch that ranks and micro-batches divide evenly and the images fill."""
         fewest, most = (self.train_images or known for known in FEWEST_AND_MOST_TRAIN_IMAGES)
         together = world_size * self.micro_batches
         larger = (self.global_batch_size // together + 1) * together
@@ -287,7 +287,7 @@ LOSS_SETTINGS = {one.name: one.default for one in fields(TrainConfig) if one.met
 
 
 def _check_by_itself(one: Field, value: object) -> None:
-    """Check one value by itself; None stands for no value where none is needed."""
+    """Check one value on its own; None is fine for a setting that needs no value."""
     if one.metadata["choices"] is not None:
         _require_choice(one.name, value, one.metadata["choices"])
     if one.metadata["at_least_one"] and not (value is None and one.default is None):

@@ -1,4 +1,4 @@
-"""The results of a run: frozen records, plain enough to cross a process boundary or become JSON."""
+"""The results of a run: frozen records, plain enough to cross a process boundary or be saved as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from fsdp_helpers.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes one rank itself keeps between two training steps."""
+    """Bytes one rank holds as its own state between two training steps."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -22,7 +22,7 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A named stretch of a step: forward, backward, step."""
+    """A named interval of a step: forward, backward, step."""
 
     name: str
     start_s: float
@@ -42,7 +42,7 @@ class MemoryCurve:
 
     @property
     def end_s(self) -> float:
-        """Return when the last phase ends; the last change of memory may come before."""
+        """Return when the last phase ends; memory may have stopped changing before."""
         return max([self.times_s[-1], *(phase.end_s for phase in self.phases)])
 
     @property
@@ -72,7 +72,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """All collectives of one kind in a step: bytes of the full tensors, and what this rank sends for them."""
+    """All collectives of one kind in a step: the bytes of the full tensors, and the bytes this rank sends for them."""
 
     op: str
     count: int
@@ -109,7 +109,7 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """Everything observed in one steady step of one rank: for plots, not for JSON."""
+    """Everything observed in one steady step of one rank; for plots, not for JSON."""
 
     curve: MemoryCurve
     collectives: tuple[Collective, ...]
@@ -119,7 +119,7 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """One pass over the training images, and the evaluation that followed."""
+    """One pass over the training images, and the evaluation after it."""
 
     epoch: int  # 1 is the first
     train_loss: float | None  # mean over the images trained on; None if a resumed run had nothing left to train
@@ -135,7 +135,7 @@ class EpochRecord:
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
     """Return the largest difference between two lists of losses, step by step; NaN if any of them is NaN.
 
-    Raises ValueError if they differ in their number of steps.
+    Raises ValueError if they have different numbers of steps.
     """
     if len(losses) != len(others) or not losses:
         raise ValueError(f"{len(losses)} steps cannot be compared with {len(others)}")
@@ -164,24 +164,24 @@ class RunRecord:
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
-        """Return the largest difference between this run's losses and those of a different run (or a list), step by step.
+        """Return the largest difference, step by step, between this run's losses and another run's (or a list).
 
-        Raises ValueError if they differ in their number of steps.
+        Raises ValueError if they have different numbers of steps.
         """
         return largest_difference(self.step_losses, other.step_losses if isinstance(other, RunRecord) else other)
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Return why a run took fewer steps than `max_steps`, or none, and what to do; None for any other run."""
+        """Return why a run took fewer than `max_steps` steps, or none, and what to do; None for any other run."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
-                f"ended after {done} of {config.max_steps} steps: {config.epochs} epoch(s) have no more images; "
-                "give more with --epochs"
+                f"ended after {done} of {config.max_steps} steps: {config.epochs} epoch(s) have no more images; ask "
+                f"for more with --epochs"
             )
         if not self.step_losses:
             return (
-                f"nothing was left to train: all {done} steps were done before; give more with --max-steps or --epochs"
+                f"nothing left to train: all {done} steps are already done; ask for more with --max-steps or --epochs"
             )
         return None
 
@@ -194,7 +194,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingRecord:
-    """The time, memory and disk space of one way to save, on the slowest and the fullest rank."""
+    """The time, memory and disk space that one way of saving takes, on the slowest and the fullest rank."""
 
     way: str
     waiting_s: float  # training stands still
@@ -205,7 +205,7 @@ class SavingRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One rung of a ladder of memory levers: one more change than the rung above it, measured on rank 0."""
+    """One step of the ladder of memory levers: one more change than the step above it, measured on rank 0."""
 
     name: str
     strategy: str

@@ -101,10 +101,10 @@ class BuildTests:
         """Before anything is launched."""
         self.refuse(f"there is no {self.name}.py here; run the cell that writes it")
         write("def broken(:\n")
-        self.refuse(rf"{self.name}.py cannot be imported: SyntaxError: .*line 1")
+        self.refuse(rf"{self.name}.py can't be imported: SyntaxError: .*line 1")
         write("# nothing yet\n")
         self.refuse(f"{self.name}.py has no ")
-        with pytest.raises(NotYet, match="the name of your module is asked for"):
+        with pytest.raises(NotYet, match="it should be the name of your module"):
             self.checker(sys)
 
 

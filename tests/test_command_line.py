@@ -195,7 +195,7 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
         (["train", "--test-images", "10001"], "test_images is 10001, and mnist has 10000"),
         (["train", "--strategy", "ddp", "--world-size", "0"], "world_size is 0"),
         (["train", "--strategy", "ddp", "--world-size", "-2"], "world_size is -2"),
-        (["train", "--strategy", "ddp", "--world-size", "3"], "256 does not divide by world_size 3"),
+        (["train", "--strategy", "ddp", "--world-size", "3"], "256 isn't divisible by world_size 3"),
         (["train", "--strategy", "local", "--world-size", "2"], "one process, world_size is 2"),
         (["train", "--strategy", "ddp", "--world-size", "64", "--device", "cuda"], "64 CUDA devices"),
         (["train", "--strategy", "fsdp-offload", "--api", "fsdp1", "--device", "cpu"], "Use api 'fsdp2'"),
@@ -298,7 +298,7 @@ def test_the_digits_and_their_end_are_said(digits_dir, tmp_path, monkeypatch, ca
     assert main_in_process(*arguments, "--json", tmp_path / "run.json") == 0
     output = capfd.readouterr()
     assert "1,797 bundled digits" in output.out + output.err
-    assert "ended after 5 of 7 steps: 1 epoch(s) have no more images; give more with --epochs" in output.out
+    assert "ended after 5 of 7 steps: 1 epoch(s) have no more images; ask for more with --epochs" in output.out
     assert re.search(r"^simple, local, 1 rank on cpu: 5 of 5, [\d,]+ images/s, loss ", output.err, re.MULTILINE)
     assert read_json(tmp_path / "run.json")["data_source"] == "digits"
 

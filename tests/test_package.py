@@ -116,5 +116,5 @@ def test_what_the_package_hands_out(name):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(AttributeError, match="hands out .*launch.*train"):
+    with pytest.raises(AttributeError, match="it has .*launch.*train"):
         _ = fsdp_helpers.lunch

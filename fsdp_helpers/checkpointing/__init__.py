@@ -1,1 +1,1 @@
-"""A training state on disk: whole or not there, and read without running it."""
+"""Training state on disk: saved atomically, and read without running any code from it."""

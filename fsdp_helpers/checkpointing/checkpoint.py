@@ -1,4 +1,4 @@
-"""`save` and `load`: the whole state of any training loop, as one folder that is there whole or not at all.
+"""`save` and `load`: the full state of any training loop, atomically, as one folder.
 
 Every rank writes the shards it keeps into a file of its own, and rank 0 an index of all shards; where ranks keep whole
 copies (DDP), they share the writing. Everything else is in `state.pt`, which `torch.load(weights_only=True)` reads. So
@@ -62,27 +62,24 @@ def save(
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Future | None:
-    """Save a training state as `folder`, new or empty. Every rank has to call this, and writes what it keeps.
+    """Save a training state as `folder`, which must be new or empty. Every rank has to call this, and writes what it keeps.
 
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, and its buffers as rank 0 has them.
         optimizer: its state, and its settings of this moment, such as the learning rate.
-        extra: what else the loop needs to go on, as rank 0 has it: counters, `schedule.state_dict()`. Numbers, text,
-            lists, dicts and whole tensors. (Each rank's random state is saved without asking.)
-        settings: JSON for `checkpoint.json`, where people look; `load` does not read it.
-        wait: False returns a Future as soon as the state is copied, and a thread writes the copy. The checkpoint is
-            whole when `result()` has come back, on any rank, and not before.
-        group: for that thread alone, where there are several ranks: `dist.new_group(backend="gloo")`. In the group
-            of the training, its messages could be taken for those of a step.
+        extra: whatever else the loop needs to continue, as rank 0 has it: counters, `schedule.state_dict()`. Numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
+        settings: JSON for `checkpoint.json`, for people to read; `load` ignores it.
+        wait: False returns a Future as soon as the state is copied, and a thread writes the copy. The checkpoint is complete once `result()` has returned on any rank, and not before.
+        group: for that thread only, if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, its collectives could get mixed up with the step's.
 
-    Raises CheckpointError, on every rank, if one of them cannot write; then there is no `folder`. Raises
-    ValueError for an `extra` that is not plain.
+    Raises CheckpointError on every rank if one of them can't write; then there's no `folder`. Raises ValueError if
+    `extra` isn't plain data.
     """
     path = Path(folder).absolute()
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise CheckpointError(f"{path} is there already; choose a different name, such as {checkpoint_name(20)}")
+        raise CheckpointError(f"{path} already exists; choose a different name, such as {checkpoint_name(20)}")
     if not wait and group is None and num_ranks() > 1:
-        raise ValueError('saving in the background needs a group of its own: group=dist.new_group(backend="gloo")')
+        raise ValueError('saving in the background needs its own process group: group=dist.new_group(backend="gloo")')
     tensors, plain = _content(model, optimizer, extra)
     unfinished = begin(path)
     if this_rank() == 0:
@@ -104,7 +101,8 @@ def save(
 def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> tuple[dict[str, Tensor], bytes]:
     """Collect what this rank writes: tensors by name, and everything else as the content of `state.pt`.
 
-    Under FSDP1, torch gathers the state to cut it by rows, so a save temporarily allocates more than the whole state.
+    Under FSDP1, torch unshards the state to shard it by rows instead, so a save temporarily allocates more than the
+    full state.
     """
     is_new = optimizer is not None and all(gather_over_ranks(not optimizer.state))
     state = read_state(model, optimizer)
@@ -154,7 +152,7 @@ def _finish(
     description: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait until every rank has written; rank 0 renames the folder, and every rank learns whether that worked."""
+    """Wait until every rank has written; rank 0 then renames the folder, and every rank learns whether that worked."""
     failure = None
     try:
         with failures_named(unfinished, "write its part"):
@@ -180,11 +178,11 @@ def _finish(
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `save` saved, under any strategy and on any number of ranks; return its `extra`.
 
-    Every rank has to call this, with the model and the optimizer as they are before the first step, and reads what
-    it keeps. `folder` is a checkpoint, or holds several that are called step-00000020 and so on: then the newest.
-    The optimizer gets its settings too, the learning rate among them, but computes as it is set up now (`fused`,
-    `foreach`). As many ranks as saved get their random state back; other ranks get streams that none has drawn from
-    yet. Tensors in `extra` come back in host memory.
+    Every rank has to call this, with the model and optimizer as they are before the first step, and reads only what it
+    keeps. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, of which the newest is
+    loaded. The optimizer gets its settings too, the learning rate among them, but keeps its current implementation
+    (`fused`, `foreach`). Ranks that saved a random state get it back; additional ranks get streams that no rank has
+    drawn from yet. Tensors in `extra` come back in host memory.
 
     Raises CheckpointError if there is no complete checkpoint, or if it holds a different model.
     """
@@ -230,20 +228,20 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     saved = plain["optimizer"]
     if saved is None:
         if not any(name.startswith("optimizer.") for name in stored):
-            raise CheckpointError(f"{path} was saved without an optimizer; load it without one")
+            raise CheckpointError(f"{path} was saved without an optimizer; load it without an optimizer")
         return  # of a version that left the settings to the configuration
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
             f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters, the optimizer "
-            f"here has {len(here)} of {[*map(len, here)]}, or others; build it as the one that was saved"
+            f"here has {len(here)} of {[*map(len, here)]}, or different ones; build it like the one that was saved"
         )
     kinds = {kind for kept in state.optimizer.values() for kind in kept}
     for name in [*stored, *plain["values"]]:
         if name.startswith("optimizer.") and name not in state.values:
             raise CheckpointError(
-                f"{path} holds {name}, which the optimizer here does not keep; "
-                f"of each parameter it keeps {', '.join(sorted(kinds)) or 'nothing'}"
+                f"{path} holds {name}, which this optimizer doesn't have; per parameter, it has "
+                f"{', '.join(sorted(kinds)) or 'nothing'}"
             )
 
 
@@ -273,7 +271,7 @@ def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str,
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return `tree`, nested dicts, with each leaf replaced by what was found under its path; drop the others."""
+    """Return `tree`, nested dicts, with each leaf replaced by the value found under its path; leaves not found are left out."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

@@ -1,4 +1,4 @@
-"""One file from a sharded checkpoint, for a plain model: no process group, and one tensor at a time in memory."""
+"""Turn a sharded checkpoint into one file for a plain model: no process group, and one tensor at a time in memory."""
 
 import io
 import json
@@ -39,7 +39,7 @@ CHUNK_BYTES = 2**20  # read at once, besides the tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """The tensors that the file now holds, and the entries that were skipped, unread, because they are not tensors."""
+    """The tensors now in the file, and the entries that were skipped, unread, because they aren't tensors."""
 
     tensors: tuple[TensorEntry, ...]
     skipped: tuple[str, ...]
@@ -48,13 +48,11 @@ class Consolidated:
 def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix: str = "model.") -> Consolidated:
     """Write a model's tensors from a sharded checkpoint to the file `out`: .safetensors, or .pt for `torch.load`.
 
-    `checkpoint` is any folder of `torch.distributed.checkpoint`, or a folder of checkpoints that are called
-    step-00000020 and so on: then the newest. The tensors are those whose names begin with `prefix`, which the file
-    leaves out of them. A .safetensors file is written tensor by tensor, one at a time in memory; a .pt file is put
-    together in memory.
+    `checkpoint` is any folder of `torch.distributed.checkpoint`, or a folder of checkpoints named step-00000020 and so
+    on, of which the newest is used. The file gets the tensors whose names begin with `prefix`, without that prefix. A
+    .safetensors file is written with one tensor in memory at a time; a .pt file is built in memory.
 
-    Raises CheckpointError for what is not a whole checkpoint or has no such tensors, ValueError for an `out` that
-    cannot be written.
+    Raises CheckpointError if the checkpoint is incomplete or has no such tensors, ValueError if `out` can't be written.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     if out.suffix not in WRITERS:
@@ -66,7 +64,7 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
     tensors = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
     if not tensors:
         raise CheckpointError(
-            f"{checkpoint} has no tensor whose name begins with {prefix!r}, but such as "
+            f"{checkpoint} has no tensor whose name begins with {prefix!r}; it has, for example, "
             f"{', '.join(entry.name for entry in entries[:2])}; give another prefix"
         )
     try:
@@ -78,11 +76,11 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
 
 
 def _write_safetensors(checkpoint: Path, tensors: dict[str, TensorEntry], file: IO[bytes]) -> None:
-    """Write a length, a description in JSON, and all tensors one after the other: that is the whole format."""
+    """Write a length, a description in JSON, and the tensors one after the other: that's all there is to the format."""
     for entry in tensors.values():
         if entry.dtype not in SAFETENSORS_TYPES:
             raise CheckpointError(
-                f"{entry.name} is of type {entry.dtype}, which safetensors does not know; write a .pt"
+                f"{entry.name} is of type {entry.dtype}, which safetensors doesn't support; write a .pt"
             )
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # wide types first keeps all aligned
     ends = accumulate(entry.num_bytes for _, entry in ordered)
@@ -115,11 +113,11 @@ WRITERS: dict[str, Callable] = {".safetensors": _write_safetensors, ".pt": _writ
 
 
 def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
-    """Fill `tensor`, reading its shards straight into their places and checking each for damage.
+    """Fill `tensor` by reading its shards straight into place, and check each for damage.
 
-    Each shard is stored as `torch.save` stores a tensor: in a zip archive, whose member data/0 holds the values.
-    Nothing else in it is read, so nothing in it is run. (`dcp.load` would fill a tensor too, and faster. But torch
-    reads an archive without comparing its checksum, so a changed byte would become a weight.)
+    Each shard is stored the way `torch.save` stores a tensor: in a zip archive whose member data/0 has the values.
+    Nothing else in it is read, so no code in it can run. (`dcp.load` could fill the tensor too, and faster. But torch
+    doesn't check the archive's checksum, so a corrupted byte would end up in a weight.)
     """
     for part in entry.shards:
         try:
@@ -137,7 +135,7 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
 
 
 def _read_values(path: Path, part: ShardEntry, buffer: memoryview) -> None:
-    """Fill `buffer` from the shard's archive, which compares a checksum at the end."""
+    """Fill `buffer` from the shard's archive; zipfile verifies the checksum at the end."""
     with open(path, "rb") as file, zipfile.ZipFile(_Window(file, part.begin, part.length)) as archive:
         (member,) = [found for found in archive.infolist() if found.filename.endswith("/data/0")]
         if member.file_size != len(buffer):
@@ -149,7 +147,7 @@ def _read_values(path: Path, part: ShardEntry, buffer: memoryview) -> None:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """Part of a file, as a file object."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._position = file, begin, length, 0

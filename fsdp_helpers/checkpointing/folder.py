@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: each is complete, or not there at all. No torch import.
+"""The folder of a run's checkpoints, each of them atomic. No torch import.
 
-`DIR/step-00000020/` holds the files of one checkpoint and `checkpoint.json`, which says what they are. It is written
-under a temporary name and renamed when every byte is on the disk, so whatever has the final name is complete, even if
-a process was killed. The run that writes holds a lock, which the system releases however the process ends.
+`DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. It is written under a
+temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the process
+was killed. The run that writes holds a lock, which the system releases however the process ends.
 """
 
 import json
@@ -24,7 +24,7 @@ UNFINISHED, REMOVED = ".writing-", ".removing-"  # what a killed process may lea
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be written, found or read; the message names the file and the remedy."""
+    """A checkpoint can't be written, found or read; the message names the file and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def step_of(path: Path) -> int:
 
 
 def find_steps(folder: Path) -> list[int]:
-    """Return the steps of all checkpoints in `folder`, oldest first; none if there is no folder."""
+    """Return the steps of all checkpoints in `folder`, oldest first; an empty list if there is no folder."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{8,})", name)))
 
@@ -61,7 +61,7 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the description of the checkpoint at `path`, once every file is found to be there with its size.
+    """Return the description of the checkpoint at `path`, after checking that every file is there and has the right size.
 
     Raises CheckpointError if `path` is not a checkpoint, is from a newer format, or lacks (part of) a file.
     """
@@ -70,12 +70,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         written_format = content["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint: there is no readable {DESCRIPTION} in it. Give a folder that "
+            f"{path} is not a checkpoint: it has no readable {DESCRIPTION}. Give a folder that "
             f"`train --checkpoint-dir` wrote, such as {checkpoint_name(20)}"
         ) from error
     if not isinstance(written_format, int) or written_format > FORMAT:
         raise CheckpointError(
-            f"{path} has format {written_format}, this version of fsdp_helpers reads up to format {FORMAT}; "
+            f"{path} has format {written_format}, but this version of fsdp_helpers reads formats up to {FORMAT}; "
             "update fsdp_helpers to load it"
         )
     try:
@@ -109,16 +109,16 @@ def _way_out(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` for this process within the block, and clear away what a killed one left in it.
+    """Lock `folder` for this process within the block, and clean up what a killed process left in it.
 
-    Raises CheckpointError if another run has it, or if it cannot be written.
+    Raises CheckpointError if another run holds the lock, or if the folder can't be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock").acquire(blocking=False)
     except Timeout as error:
         raise CheckpointError(
-            f"another run is writing its checkpoints to {folder}; wait for its end, or choose another --checkpoint-dir"
+            f"another run is writing its checkpoints to {folder}; wait until it ends, or choose another --checkpoint-dir"
         ) from error
     except OSError as error:
         raise CheckpointError(f"checkpoints cannot be written to {folder} ({error.strerror})") from error
@@ -129,21 +129,21 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what a killed or interrupted process was writing to `folder`; whole checkpoints stay.
+    """Remove what a killed or interrupted process was writing to `folder`; complete checkpoints stay.
 
-    Raises CheckpointError if another run has the folder.
+    Raises CheckpointError if another run holds the folder's lock.
     """
     with locked(folder):
         pass  # whoever gets the lock clears away first
 
 
 def begin(path: Path) -> Path:
-    """Return the folder for a new checkpoint's files until all of them are whole; the same on every rank."""
+    """Return the temporary folder for a new checkpoint's files; it's the same on every rank."""
     return path.with_name(f"{UNFINISHED}{path.name}")
 
 
 def commit(unfinished: Path, **description: object) -> Path:
-    """Describe the files that all ranks have written, flush everything to disk, and give the folder its name."""
+    """Describe the files that all ranks have written, flush everything to disk, and rename the folder to its final name."""
     files = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
     checkpoint = Checkpoint(format=FORMAT, files=files, **description)
     with open(unfinished / DESCRIPTION, "w") as file:
@@ -158,7 +158,7 @@ def commit(unfinished: Path, **description: object) -> Path:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Remove all checkpoints but the newest `count`. Each is renamed first, so that none is ever half there."""
+    """Remove all checkpoints but the newest `count`. Each is renamed first, so none is ever left half deleted."""
     for step in find_steps(folder)[:-count]:
         doomed = folder / f"{REMOVED}{checkpoint_name(step)}"
         os.rename(folder / checkpoint_name(step), doomed)
@@ -167,9 +167,9 @@ def keep_newest(folder: Path, count: int) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
-    """Open a file to write that becomes `path` at the end of the block: a reader sees all of it or nothing.
+    """Open a file for writing that becomes `path` at the end of the block: readers see all of it or nothing.
 
-    If the block fails, or the disk is full, what was at `path` before is still there, and nothing else is.
+    If the block fails or the disk is full, the old file at `path` stays, and nothing is left behind.
     """
     path = Path(path)
     file = tempfile.NamedTemporaryFile(mode, dir=path.parent, prefix=f".{path.name}-", delete=False)
@@ -187,7 +187,7 @@ def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush `folder` to disk, and with it the names in it."""
+    """Flush `folder` to disk, including the names of its files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,7 +30,7 @@ def read_config(folder: str | os.PathLike) -> dict:
 
 
 def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's tensors as its files name them: of two names for one tensor only the first."""
+    """Return the model's tensors as its files name them; a tensor with two names counts once, under the first."""
     firsts = {name for name, _ in model.named_parameters()}
     repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - firsts
     hidden = {name_in_plain(model, name) for name in repeated}
@@ -38,9 +38,10 @@ def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_hugging_face(model: nn.Module, folder: str | os.PathLike, *, without: tuple[str, ...] = ()) -> None:
-    """Fill the model from the folder's files, sharded or whole; every rank reads its own rows, in the model's dtype.
+    """Fill the model from the folder's files, sharded or not; every rank reads only its own rows, in the model's dtype.
 
-    Tensors whose names end in one of `without` are in no file, and stay as they are. Raises CheckpointError for a tensor that the files lack, or have in a different shape.
+    Tensors whose names end in one of `without` aren't in the files, and stay as they are. Raises CheckpointError if a
+    tensor is missing from the files or has a different shape there.
     """
     tensors = {name: tensor for name, tensor in tensors_in_files(model).items() if not name.endswith(without)}
     try:
@@ -48,18 +49,18 @@ def load_hugging_face(model: nn.Module, folder: str | os.PathLike, *, without: t
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     except dcp.api.CheckpointException as error:
         causes = "; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))
-        raise CheckpointError(f"{folder} does not fit the model: {causes}") from error
+        raise CheckpointError(f"{folder} doesn't match the model: {causes}") from error
 
 
 def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict, *, num_files: int = 3) -> None:
-    """Write the model as a new folder, on every rank: each writes its shards, which are then joined to whole tensors.
+    """Write the model to a new folder; every rank writes its shards, which are then joined into full tensors.
 
-    The folder appears when it is whole. Raises CheckpointError if it is there already.
+    The folder gets its name once it's complete. Raises CheckpointError if it already exists.
     """
     folder = Path(folder).absolute()
     unfinished = folder.with_name(f".{folder.name}-unfinished")
     if any(gather_over_ranks(folder.exists())):
-        raise CheckpointError(f"{folder} is there already; give the name of a new folder")
+        raise CheckpointError(f"{folder} already exists; give the name of a new folder")
     if this_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left there
         unfinished.mkdir(parents=True)

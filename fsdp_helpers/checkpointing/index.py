@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: every tensor, and which file holds which shard of it. Read without running it."""
+"""The index of a sharded checkpoint: every tensor, and the file of each of its shards. Reading it runs no code."""
 
 import os
 import pickle
@@ -50,7 +50,7 @@ METADATA_CLASSES = {(kind.__module__, kind.__name__) for kind in RECORDS} | {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a checkpoint, as its index describes it, and which file holds which shard of it."""
+    """One tensor of a checkpoint, as the index describes it, with the file of each shard."""
 
     name: str
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """A shard of a tensor: where it begins, its size, and the file that holds it."""
+    """A shard of a tensor: its offsets, its size, and its file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -74,12 +74,12 @@ class ShardEntry:
 
     @property
     def rank(self) -> int:
-        """The rank that wrote it: the file of rank 1 is called `__1_0.distcp`."""
+        """The rank that wrote it; rank 1's file is called `__1_0.distcp`."""
         return int(self.file.split("_")[2])
 
 
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
-    """Return every tensor of a sharded checkpoint, from its index alone: parameters, optimizer state, random state.
+    """Return every tensor of a sharded checkpoint from its index alone: parameters, optimizer state, random state.
 
     Raises CheckpointError for an index that is damaged, names files elsewhere, or lists anything but tensors.
     """
@@ -89,7 +89,7 @@ def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
 def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntry], list[str]]:
     """Read any folder of torch.distributed.checkpoint: return its tensors, and the names of everything else in it.
 
-    Everything except tensors is stored as a pickle, and stays unread.
+    Anything but a tensor is stored as a pickle, and isn't read.
     """
     metadata = read_metadata(Path(checkpoint, ".metadata"))
     return _tensor_entries(checkpoint, metadata), _no_tensors(metadata)
@@ -143,23 +143,23 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """A reader of sharded checkpoints that runs nothing in them: an index of known records, tensors, nothing else.
+    """A reader of sharded checkpoints that can't run code: the index may hold known records and tensors only.
 
-    Raises CheckpointError for any other content. (The tensors are read with `weights_only=True` by torch itself.)
+    Raises CheckpointError for anything else. (The tensors are read with `weights_only=True` by torch itself.)
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path, ".metadata")
         metadata = read_metadata(path)
         if strangers := _no_tensors(metadata):
-            raise CheckpointError(f"{path} lists {strangers[0]!r}, which is not a tensor; only tensors are loaded here")
+            raise CheckpointError(f"{path} lists {strangers[0]!r}, which is not a tensor; only tensors can be loaded")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the content of the index `path`: known records only, and no files except those beside it.
+    """Return the content of the index `path`: known records only, and only files in the same folder.
 
     Raises CheckpointError for anything else.
     """
@@ -175,7 +175,7 @@ def read_metadata(path: Path) -> Metadata:
         # Joined to the folder, an absolute path or one with ".." would lead out of it.
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
             raise CheckpointError(
-                f"{path} names the file {str(name)!r}; the files of a checkpoint lie beside its index"
+                f"{path} names the file {str(name)!r}; a checkpoint's files must be in the folder of its index"
             )
     return metadata
 
@@ -184,14 +184,14 @@ PythonUnpickler: Any = pickle._Unpickler  # the one written in Python, whose ste
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Stand in for `getattr`, with which Python before 3.11.4 pickles a member of an enumeration."""
+    """Stand in for `getattr`, which Python before 3.11.4 uses to pickle a member of an enumeration."""
     if enumeration is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("it names builtins.getattr, which has no place in an index")
+        raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]
 
 
 class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
-    """An unpickler that finds known classes only, and changes nothing except the records that it makes itself."""
+    """An unpickler that only finds known classes, and only modifies the records it has created itself."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -199,19 +199,19 @@ class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which doesn't belong in an index")
 
     def load_build(self) -> None:
-        """Allow the opcode BUILD, which sets attributes, on records only: a class would stay changed."""
+        """Allow the opcode BUILD, which sets attributes, on records only: on a class, the change would persist."""
         state, record = self.stack[-1], self.stack[-2]
         if type(record) not in RECORDS or not isinstance(
             state, dict if type(record) is not TensorProperties else tuple
         ):
-            raise pickle.UnpicklingError(f"it sets attributes of {record!r}, which is not a record of an index")
+            raise pickle.UnpicklingError(f"it sets attributes of {record!r}, which isn't a record of an index")
         try:
             super().load_build()
         except ValueError as error:  # a newer torch may have given a record one field more
             name, here = type(record).__name__, torch.__version__
-            raise pickle.UnpicklingError(f"its {name} is not that of torch {here}; a newer one wrote it") from error
+            raise pickle.UnpicklingError(f"its {name} doesn't match torch {here}; a newer version wrote it") from error
 
     dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build}

@@ -1,4 +1,4 @@
-"""Each rank's random state, from which dropout draws: saved beside the tensors, and restored."""
+"""Each rank's random state, which dropout draws from: saved with the tensors, and restored."""
 
 import zlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ NAME = "extra.random-state-{}"  # of a rank
 
 
 def random_state(rank: int) -> dict[str, Tensor]:
-    """Return the state of this rank's CPU and CUDA generators, under names that no other rank uses."""
+    """Return the state of this rank's CPU and CUDA generators, under names that are unique to the rank."""
     state = {NAME.format(rank): torch.get_rng_state()}
     if torch.cuda.is_initialized():
         state[NAME.format(f"cuda-{rank}")] = torch.cuda.get_rng_state()
@@ -21,8 +21,8 @@ def random_state(rank: int) -> dict[str, Tensor]:
 def restore_random_state(saved: Mapping[str, Tensor], rank: int, world_size: int) -> None:
     """Set this rank's generators to its states in `saved`.
 
-    A state that is missing there, because the ranks were different or had no GPU, is replaced by a stream that no rank
-    has drawn from yet. It follows from rank 0's state, so resuming twice draws the same numbers twice.
+    If a state is missing, because there were fewer ranks or no GPU, it's replaced by a stream that no rank has drawn
+    from yet. The stream is derived from rank 0's state, so resuming twice draws the same numbers twice.
     """
     first = saved.get(NAME.format(0))
     if first is not None:

@@ -1,4 +1,4 @@
-"""A run that saves and resumes: when it saves, what besides the tensors, and which settings must match."""
+"""A run that saves and resumes: when it saves, what it saves besides tensors, and which settings must match."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from fsdp_helpers.ranks.group import gather_over_ranks
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:
-    """Raise CheckpointError, before any process starts, if this run cannot save or cannot resume."""
+    """Raise CheckpointError, before any process starts, if this run can't save or can't resume."""
     if config.checkpoint_dir is None:
         return
     folder = Path(config.checkpoint_dir)
@@ -28,14 +28,12 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
     else:
         existing = next(parent for parent in folder.absolute().parents if parent.exists())
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
-            raise CheckpointError(
-                f"checkpoints cannot be written to {folder}: {existing} is not a folder that can be written to"
-            )
+            raise CheckpointError(f"checkpoints cannot be written to {folder}: {existing} is not a writable folder")
     find_start(config, data_source)
 
 
 def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint] | None:
-    """Return the checkpoint from which a run resumes; None if it starts afresh.
+    """Return the checkpoint from which a run resumes; None if it starts from scratch.
 
     Raises CheckpointError for a checkpoint that is damaged or belongs to a different run, and for a folder whose
     checkpoints a run without --resume would mix with its own.
@@ -45,8 +43,8 @@ def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint]
         return None
     if not config.resume:
         raise CheckpointError(
-            f"{newest.parent} holds checkpoints up to {newest.name}; "
-            "go on from there with --resume, or choose another --checkpoint-dir"
+            f"{newest.parent} holds checkpoints up to {newest.name}; continue from there with --resume, or choose "
+            f"another --checkpoint-dir"
         )
     checkpoint = checkpoint_folder.read_checkpoint(newest)
     _check_same_run(newest, checkpoint, config, data_source)
@@ -58,8 +56,8 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
         saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # a setting that is newer than the checkpoint
         if saved != now:
             raise CheckpointError(
-                f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same to go on, "
-                "or another --checkpoint-dir for another run"
+                f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same value to continue, or "
+                f"another --checkpoint-dir for a different run"
             )
     with torch.device("meta"):  # shapes without values
         model = build_model(config.model)
@@ -68,14 +66,14 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
 
 
 def tidy_up(config: TrainConfig) -> None:
-    """Remove what an interrupted rank was writing, unless the next run has the folder already."""
+    """Remove what an interrupted rank was writing, unless the next run already holds the folder's lock."""
     if config.checkpoint_dir is not None and Path(config.checkpoint_dir).is_dir():
         with suppress(CheckpointError):
             checkpoint_folder.clear_unfinished(Path(config.checkpoint_dir))
 
 
 class RunCheckpoints:
-    """The checkpoints of a run: saves its whole state as it trains, and loads it; does nothing without a folder."""
+    """The checkpoints of a run: saves its full state as it trains, and loads it; without a folder, does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank
@@ -86,7 +84,7 @@ class RunCheckpoints:
         self.step = self._start[1].step if self._start else 0  # optimizer steps since the beginning of the run
         if len(set(gather_over_ranks(self.step))) > 1:
             raise CheckpointError(
-                f"not all ranks see the same in {config.checkpoint_dir}; all machines have to share it"
+                f"not all ranks see the same files in {config.checkpoint_dir}; all machines have to share it"
             )
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -95,9 +93,9 @@ class RunCheckpoints:
             load(self._start[0], model, optimizer)
 
     def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, last_step: int) -> None:
-        """Count a step, and save after the last one and every `checkpoint_every`.
+        """Count a step, and save after the last step and after every `checkpoint_every` steps.
 
-        Raises Stopped, with a checkpoint of this step, where SIGTERM asks for an early end.
+        Raises Stopped, with a checkpoint of this step, if SIGTERM asked the run to end early.
         """
         self.step += 1
         every = self._config.checkpoint_every
@@ -108,8 +106,8 @@ class RunCheckpoints:
             self._save(model, optimizer)
         if stops:
             raise Stopped(
-                f"asked to end by SIGTERM: saved after step {self.step} of {last_step} in "
-                f"{self._config.checkpoint_dir}; go on from there with --resume"
+                f"ended early by SIGTERM: saved after step {self.step} of {last_step} in "
+                f"{self._config.checkpoint_dir}; continue from there with --resume"
             )
 
     def _save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -119,7 +117,9 @@ class RunCheckpoints:
             if self._rank == 0 and self._keep_last:
                 checkpoint_folder.keep_newest(folder, self._keep_last)
         except (OSError, CheckpointError) as error:
-            raise CheckpointError(f"{folder}: no checkpoint of step {self.step} ({error}); older ones stay") from error
+            raise CheckpointError(
+                f"{folder}: no checkpoint of step {self.step} ({error}); older ones are kept"
+            ) from error
 
 
 @contextmanager

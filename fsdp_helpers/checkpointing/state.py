@@ -1,6 +1,6 @@
-"""A training state in memory: its tensors by name, and what else an optimizer keeps; and as one file from rank 0.
+"""Training state in memory: tensors by name, and everything else an optimizer keeps; also as one file from rank 0.
 
-Tensors have their names in the plain model. So what one strategy saved, a different one loads, on any number of ranks.
+Tensors have the names of the plain model, so any strategy can load what another one saved, on any number of ranks.
 """
 
 import os
@@ -35,7 +35,7 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The parts of a model and its optimizer. Tensors are the ranks' own: to fill one is to load it (but see FSDP1)."""
+    """The parts of a model and its optimizer. Tensors are the rank's own, so filling one loads it (except under FSDP1)."""
 
     model: dict[str, Tensor]  # parameters and buffers
     optimizer: dict[str, dict[str, Any]]  # for each parameter its moments and the like
@@ -44,14 +44,14 @@ class TrainingState:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Everything in `model` and `optimizer` under one name each: "model.fc1.weight"."""
+        """Everything in `model` and `optimizer`, under one name each, such as "model.fc1.weight"."""
         return _leaves({"model": self.model, "optimizer": self.optimizer})
 
 
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
     """Return the state of `model` and `optimizer`; every rank has to call this. (FSDP1 returns copies.)
 
-    A new optimizer gets its state, zeros, which torch makes with a step that changes no parameter.
+    A new optimizer gets its state, zeros; torch creates it with a step that changes no parameter.
     """
     with ignore_single_process_warnings():
         if optimizer is None:
@@ -68,7 +68,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
-    """Give `model` and `optimizer` the tensors of `state`; a parameter that has none there loses its moments."""
+    """Give `model` and `optimizer` the tensors of `state`; a parameter without moments there loses the ones it had."""
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)
@@ -103,7 +103,7 @@ def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
 
 @contextmanager
 def ignore_single_process_warnings() -> Iterator[None]:
-    """Silence two warnings of a run on one rank: FSDP1 keeps whole copies, and torch saves in one process."""
+    """Silence two warnings of a run on one rank: FSDP1 holds full copies, and torch saves in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -122,11 +122,11 @@ def num_ranks() -> int:
 
 
 def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gather everything on rank 0 and let it write one file. Every rank has to call this: gathering takes all.
+    """Collect the full state on rank 0, which writes one file. Every rank has to call this, since it's a collective.
 
-    Meanwhile rank 0 holds the whole state in host memory, 12 bytes per parameter with Adam in fp32. (torch can gather
-    it too, with `StateDictOptions(full_state_dict=True, cpu_offload=True)`; on the CPU, under FSDP1, torch 2.15 then
-    returns the second moment in place of the first, since both were gathered into the same buffer.)
+    Meanwhile, rank 0 holds the full state in host memory: 12 bytes per parameter with Adam in fp32. (torch can do it
+    too, with `StateDictOptions(full_state_dict=True, cpu_offload=True)`; on the CPU, under FSDP1, torch 2.15 then
+    returns the second moment in place of the first, since both go through the same buffer.)
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     whole = tree_map(gather_on_rank_0, {"model": model_state, "optimizer": optimizer_state})
@@ -136,7 +136,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Return the whole tensor of a shard, on rank 0 and in host memory; other ranks free theirs at once."""
+    """Return the full tensor of a shard on rank 0, in host memory; other ranks free theirs at once."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""A job that SIGTERM asks to end: all ranks leave together, after the same step, with a checkpoint.
+"""Stopping on SIGTERM: all ranks stop together, after the same step, with a checkpoint.
 
-Slurm sends it before the time limit and before a preemption, and torchrun passes it on to its ranks. It may reach some
-machines sooner than others, so the ranks ask each other after every step.
+Slurm sends SIGTERM before the time limit and before a preemption, and torchrun forwards it to its ranks. It may reach
+some machines earlier than others, so the ranks ask each other after every step.
 """
 
 import signal
@@ -16,12 +16,12 @@ _asked: bool | None = None  # None if nobody heeds SIGTERM
 
 
 class Stopped(Exception):
-    """The run ended early because it was asked to; what it had reached is saved."""
+    """The run was asked to end early; its progress is saved."""
 
 
 @contextmanager
 def heeding_sigterm() -> Iterator[None]:
-    """Within the block, note SIGTERM instead of ending. Every rank of a group has to be in the block."""
+    """Within the block, note SIGTERM instead of exiting. Every rank of a group has to be in the block."""
     global _asked
 
     def note(*_: object) -> None:
@@ -37,5 +37,5 @@ def heeding_sigterm() -> Iterator[None]:
 
 
 def asked_to_stop() -> bool:
-    """Return True on every rank as soon as one was asked to stop; a collective, if SIGTERM is heeded."""
+    """Return True on every rank as soon as one was asked to stop; a collective, if SIGTERM is being watched."""
     return _asked is not None and bool(sum_over_ranks(torch.tensor(int(_asked))))

@@ -1,4 +1,4 @@
-"""Files that several commands write, and what they say about data."""
+"""Files that several commands write, and the line they print about data."""
 
 import json
 import sys
@@ -25,11 +25,11 @@ def check_output_path(path: Path | None) -> None:
         try:
             tempfile.TemporaryFile(dir=path.parent).close()
         except OSError as error:
-            raise ValueError(f"{path}: the folder {path.parent} cannot be written ({error.strerror})") from error
+            raise ValueError(f"{path}: the folder {path.parent} isn't writable ({error.strerror})") from error
 
 
 def write_json(content: dict, path: Path) -> None:
-    """Write an object as JSON: the whole file or none of it."""
+    """Write an object as JSON, atomically."""
     from fsdp_helpers.checkpointing.folder import whole_file
 
     with whole_file(path, "w") as file:

@@ -32,11 +32,11 @@ class Flag:
 
     @property
     def value(self) -> str:
-        """Return the placeholder of the value in the help text; nothing for a switch."""
+        """Return the placeholder of the value in the help text; "" for a switch."""
         return f"{{{','.join(self.choices)}}}" if self.choices else self.placeholder or VALUE_NAMES[self.kind]
 
     def argument(self) -> dict[str, Any]:
-        """Return the keyword arguments of argparse; a switch that may be on, off or unsaid gets two names."""
+        """Return the keyword arguments for argparse; a switch that may be on, off or unset gets two names."""
         if self.kind is bool and self.default is None:
             return {
                 "dest": self.setting,
@@ -57,7 +57,7 @@ class Flag:
         }
 
     def words(self, value: object) -> list[str]:
-        """Return what to type for the setting's `value`; nothing for its default."""
+        """Return the words to type for the setting's `value`; none for its default."""
         if value == self.default or value is None:
             return []
         if self.kind is bool:
@@ -66,7 +66,7 @@ class Flag:
 
 
 def flags(settings: type = TrainConfig) -> Iterator[Flag]:
-    """Yield one flag for each field of a dataclass that says what it means, in the order of the fields."""
+    """Yield one flag for each documented field of a dataclass, in the order of the fields."""
     for one in fields(settings):
         if "meaning" in one.metadata:
             (kind,) = [kind for kind in get_args(one.type) or (one.type,) if kind is not NoneType]

@@ -1,6 +1,6 @@
-"""`python -m fsdp_helpers plan`: its arguments, its table, its sentences. No torch.
+"""`python -m fsdp_helpers plan`: its arguments, tables and sentences. No torch.
 
-The flags of a training and of a cluster are those of `Settings` and `Cluster`; a shape's are named here.
+The flags for training and cluster come from `Settings` and `Cluster`; those for shapes are here.
 """
 
 import argparse
@@ -92,12 +92,12 @@ COST_FLAGS = (
         default=RESTART_S / MINUTE_S,
         meaning="time from a failure until all ranks train again",
     ),
-    Flag(setting="days", kind=float, meaning="with --sweep and --total: find the fewest GPUs that need no longer"),
+    Flag(setting="days", kind=float, meaning="with --sweep and --total: find the fewest GPUs that finish in N days"),
 )
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`; those that `train` has too mean the same."""
+    """Add the arguments of `plan`; those it shares with `train` mean the same."""
     group = plan.add_argument_group("the model")
     kind = group.add_mutually_exclusive_group(required=True)
     kind.add_argument("--model", choices=NAMED_MODELS, help="a model known by name")
@@ -105,18 +105,18 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="a Hugging Face config.json: Llama and most of what descends from it",
+        help="a Hugging Face config.json: a Llama or most of its descendants",
     )
     kind.add_argument("--llama", action="store_true", help="a Llama-like model with the shape given below")
     kind.add_argument("--vit", action="store_true", help="a vision transformer with the shape given below")
     add_flags(group, SHAPE_FLAGS)
-    group.add_argument("--tied", action="store_true", help="the head shares the embedding's weight, for --llama")
+    group.add_argument("--tied", action="store_true", help="tie the head to the embedding, for --llama")
     group.add_argument("--context", type=int, metavar="N", help="tokens per sequence")
     group.add_argument(
         "--lora-rank",
         type=int,
         metavar="N",
-        help="train adapters of rank N beside each matrix of the blocks, only these",
+        help="train only LoRA adapters of rank N, one for each matrix of the blocks",
     )
     group = plan.add_argument_group("the training")
     add_flags(group, TRAINING_FLAGS)
@@ -133,7 +133,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         required=True,
-        help="number of ranks, one per device; with --sweep the most of them",
+        help="number of ranks, one per device; with --sweep, the largest number",
     )
     add_flags(group, sorted(CLUSTER_FLAGS, key=lambda row: row.setting != "device"))
     group = plan.add_argument_group("the run")
@@ -141,7 +141,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sweep",
         action="store_true",
-        help="a table instead: what fits, and how fast it is, by ranks, sequence and levers",
+        help="print a table instead: what fits, and how fast it is, by ranks, sequence length and levers",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
 
@@ -150,14 +150,14 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
-    """Return the model and the plan that the arguments ask for. Raises ValueError for what is impossible."""
+    """Return the model and the plan that the arguments ask for. Raises ValueError for the impossible."""
     subject = read_subject(options)
     settings = read_settings(options, subject)
     return subject, make_plan(subject, settings, read_cluster(options))
 
 
 def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
-    """Return the settings; the number of parts follows from --global-batch, if it is given."""
+    """Return the settings; with --global-batch, the number of micro-batches follows from it."""
     settings = Settings(batch=_batch(options, subject), **given_settings(vars(options), TRAINING_FLAGS))
     if options.global_batch is None:
         return settings
@@ -214,7 +214,7 @@ def _refuse(options: argparse.Namespace, names: list[str], belongs_to: str) -> N
 
 
 def _shape_values(options: argparse.Namespace, names: dict, defaults: dict) -> dict:
-    """Return fields and values. Raises ValueError for a value that is missing or is not a size."""
+    """Return fields and values. Raises ValueError if a value is missing or isn't a size."""
     values = {}
     for flag, (field, _) in names.items():
         value = getattr(options, flag.replace("-", "_"))
@@ -247,7 +247,7 @@ def _vit_shape(options: argparse.Namespace) -> ViTShape:
 
 
 def read_cluster(options: argparse.Namespace, world_size: int | None = None) -> Cluster:
-    """Return the cluster; what is given replaces what is usual for the device."""
+    """Return the cluster; given numbers override the device's defaults."""
     given = given_settings(vars(options), CLUSTER_FLAGS)
     ranks = options.world_size if world_size is None else world_size
     device = given.pop("device", None)
@@ -317,7 +317,7 @@ def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the plan as lines of text: what is planned, bytes by category, and what a step sends and computes."""
+    """Yield the plan as lines of text: the model, bytes by category, and the bytes and seconds of a step."""
     settings, cluster = plan.settings, plan.cluster
     active = f" ({format_count(plan.active_params)} active)" if plan.active_params else ""
     yield (
@@ -347,7 +347,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def _step_lines(plan: Plan) -> Iterator[str]:
-    """Say how large a step is, over all ranks and parts, and whether that is more than is usual."""
+    """Say how large a step is, over all ranks and micro-batches, and whether that's more than usual."""
     settings, ranks = plan.settings, plan.cluster.world_size
     parts = f" x {settings.micro_batches} parts" if settings.micro_batches > 1 else ""
     samples = f" in {plan.items_per_step // plan.sequence:,} sequences" if plan.sequence > 1 else ""
@@ -404,17 +404,19 @@ def _reason(plan: Plan) -> str:
     device = named_device(plan.cluster.device)
     if device.measured:
         return f"published runs on {device.title} lie {TYPICAL_RANGE:.0%} to either side"
-    return f"no published run gives the share that {device.title} reaches; it is that of its nearest relative"
+    return f"there's no published run on {device.title}, so this is the share that the most similar device reaches"
 
 
 def _held_back_lines(plan: Plan, waits: Plan | None) -> Iterator[str]:
-    """Say what it would bring to reduce only after the last part, and what it would cost."""
+    """Say what you'd gain by reducing only after the last part, and what it would cost."""
     if waits is None:
         return
     fits = "which fits" if waits.fits else "which does not fit"
     yield (
-        f"Gradients are reduced after each part. Held back until the last (--no-sync-micro-batches), a rank sends "
-        f"{format_bytes(plan.sent_bytes - waits.sent_bytes)} less and peaks at {format_bytes(waits.peak.bytes)}, {fits}."
+        f"Gradients are reduced after each part. If they're held back until the last (--no-sync-micro-batches), a "
+        f"rank sends "
+        f"{format_bytes(plan.sent_bytes - waits.sent_bytes)} less and peaks at {format_bytes(waits.peak.bytes)}, "
+        f"{fits}."
     )
 
 
@@ -438,7 +440,7 @@ def _cost_lines(options: argparse.Namespace, plan: Plan, saving: SavePlan | None
 
 
 def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
-    """Say what is fastest on the same cluster, if it is something else."""
+    """Say which plan is fastest on the same cluster, if it's a different one."""
     if best is None or plan.step_s is None:
         return
     if best.settings == plan.settings:
@@ -455,7 +457,7 @@ def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
 def _paste_lines(
     options: argparse.Namespace, plan: Plan, changes: list[tuple[str, Plan]], best: Plan | None
 ) -> Iterator[str]:
-    """Yield the command of what was advised: what makes it fit or, if it does, what is fastest."""
+    """Yield the command for the advice: the change that makes it fit or, if it does, the fastest plan."""
     advised = changes[-1][1] if changes else best if plan.fits else None
     if advised is None or plan.fits and (advised.settings == plan.settings or plan.step_s is None):
         return
@@ -466,7 +468,7 @@ def _paste_lines(
 
 
 def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
-    """Return the words of the command that asks for `plan`, a change of what `options` ask for."""
+    """Return the words of the command for `plan`, which differs a little from what `options` ask for."""
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []
@@ -489,7 +491,7 @@ def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
 
 
 def _sweep_lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the table of --sweep and, with --days, the fewest GPUs that are done in time."""
+    """Yield the table of --sweep and, with --days, the fewest GPUs that finish in time."""
     first = read_subject(options)
     contexts = [options.context] if options.context or first.item != "token" else CONTEXTS
     subjects = [read_subject(argparse.Namespace(**vars(options) | {"context": context})) for context in contexts]
@@ -508,7 +510,7 @@ def _sweep_lines(options: argparse.Namespace) -> Iterator[str]:
 def _row_line(row: Row, total: float | None, goodput: float) -> str:
     start = f"{row.world_size:>6,} {row.sequence:>8,}"
     if row.best is None:
-        return f"{start} nothing that was tried fits"
+        return f"{start} nothing we tried fits"
     plan, chosen = row.best, row.best.settings
     line = (
         f"{start} {chosen.batch:>9,} {chosen.activation_checkpointing:>9} {chosen.loss_chunks:>6} "
@@ -522,17 +524,17 @@ def _row_line(row: Row, total: float | None, goodput: float) -> str:
 def _fewest_lines(
     options: argparse.Namespace, subjects: list[Subject], settings: Settings, cluster_of: partial, goodput: float
 ) -> Iterator[str]:
-    """Say how few GPUs are done in time, with each sequence."""
+    """Say how few GPUs finish in time, for each sequence length."""
     for subject in subjects:
         limits = {"total": options.total, "days": options.days, "most": options.world_size, "goodput": goodput}
         plan = fewest_ranks(subject, settings, cluster_of, **limits)
         with_sequences = f" in sequences of {subject.sequence:,}" if subject.sequence > 1 else ""
         what = f"{options.total:.3g} {subject.item}s{with_sequences}"
         if plan is None:
-            yield f"{what}: {options.world_size:,} GPUs are not done in {options.days:g} days."
+            yield f"{what}: {options.world_size:,} GPUs don't finish in {options.days:g} days."
             continue
         days = days_of(plan, options.total, goodput)
         yield (
-            f"{what}: {plan.cluster.world_size:,} GPUs are the fewest that are done in {options.days:g} days: "
+            f"{what}: {plan.cluster.world_size:,} GPUs are the fewest that finish in {options.days:g} days: "
             f"{days:,.1f}, {plan.items_per_step:,} {plan.item}s a step."
         )

@@ -1,1 +1,1 @@
-"""MNIST or the bundled digits, and text: read once, the same on every number of ranks."""
+"""MNIST or the bundled digits, and text: read once, and the same on any number of ranks."""

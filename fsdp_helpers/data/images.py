@@ -1,4 +1,4 @@
-"""MNIST if it is available, else the bundled digits; one tensor, cut into rank batches."""
+"""MNIST if it's available, else the bundled digits: one tensor, split into the ranks' batches."""
 
 import os
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
 
 
 def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
-    """Say which data are in use and, for the digits, how to get MNIST."""
+    """Say which data are used and, for the digits, how to get MNIST."""
     if source.startswith("text "):
         return f"Data: a {source} (the beginning of its SHA-256), as bytes."
     if source == "mnist":
@@ -92,27 +92,27 @@ def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> s
 
 
 def source_at_hand(data_dir: str | os.PathLike | None = None) -> str:
-    """Return the source that the folder holds now, "mnist" or "digits"; nothing is downloaded."""
+    """Return which data the folder has now, "mnist" or "digits"; nothing is downloaded."""
     return "mnist" if not offline() and mnist_is_there(find_data_dir(data_dir)) else "digits"
 
 
 def num_train_images(source: str | None = None) -> int:
-    """Return how many training images `source` holds, or else the data at hand."""
+    """Return the number of training images in `source` or, without it, in the data at hand."""
     return 60_000 if (source or source_at_hand()) == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
 
 
 def num_test_images(source: str | None = None) -> int:
-    """Return how many test images `source` holds, or else the data at hand."""
+    """Return the number of test images in `source` or, without it, in the data at hand."""
     return 10_000 if (source or source_at_hand()) == "mnist" else NUM_DIGITS_FOR_TEST
 
 
 def load_data(
     data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
 ) -> Dataset:
-    """Load MNIST if the data folder holds it, else the bundled digits; all images, or the first N of each part.
+    """Load MNIST if the data folder has it, else the bundled digits; all images, or the first N of each split.
 
-    It only reads, so any number of ranks may call it at the same time. It checks the sizes of the files; `prepare_data`
-    has checked their contents.
+    It only reads, so any number of ranks can call it at the same time. It checks file sizes; `prepare_data` has already
+    checked the contents.
     """
     folder = find_data_dir(data_dir)
     source = source_at_hand(data_dir)
@@ -121,17 +121,17 @@ def load_data(
 
 
 def epoch_order(num_images: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of the images in one epoch, shape (num_images,), whatever the number of ranks."""
+    """Return the order of the images in an epoch, shape (num_images,); it doesn't depend on the number of ranks."""
     return np.random.default_rng([seed, epoch]).permutation(num_images)
 
 
 def rank_batches(
     split: Split, *, rank: int, world_size: int, global_batch_size: int, seed: int, epoch: int, first_step: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's part of every global batch: images (B / world_size, 1, 28, 28), labels (B / world_size,).
+    """Yield this rank's share of every global batch: images (B / world_size, 1, 28, 28), labels (B / world_size,).
 
-    Together, in rank order, the ranks' parts of a step are the batch that one process would draw. An incomplete last
-    batch is dropped. `first_step` skips the steps that a resumed run has already taken.
+    Concatenated in rank order, the shares are the batch a single process would draw. An incomplete last batch is
+    dropped. `first_step` skips the steps a resumed run has already taken.
     """
     order = epoch_order(len(split), seed=seed, epoch=epoch)
     images_per_rank = global_batch_size // world_size
@@ -146,8 +146,8 @@ def evaluation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's share of the test images, each image on exactly one rank.
 
-    Every rank gets the same number of batches, some possibly empty: a sharded model gathers its parameters in
-    each forward, so a rank that stopped early would leave the others waiting.
+    Every rank gets the same number of batches, some possibly empty: each forward of a sharded model is a collective, so
+    if a rank stopped early, the others would hang.
     """
     for start in range(0, len(split), batch_size):
         batch = slice(start, start + batch_size)

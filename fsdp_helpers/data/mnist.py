@@ -1,4 +1,4 @@
-"""MNIST's files: found whole, or downloaded once by one process; damaged ones are refused by name."""
+"""MNIST's files: found complete, or downloaded once by one process; damaged files are refused by name."""
 
 import hashlib
 import io
@@ -27,11 +27,11 @@ MNIST_FILES = {
 
 
 class DataError(Exception):
-    """The data cannot be used as they are; the message names the file or folder and the remedy."""
+    """The data can't be used as they are; the message names the file or folder and the fix."""
 
 
 def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
-    """Return True if all four files are whole, False if any is absent. Raises DataError if one is damaged."""
+    """Return True if all four files are complete, False if one is missing. Raises DataError if one is damaged."""
     paths = [folder / "MNIST" / "raw" / name for name in MNIST_FILES]
     present = [path for path in paths if path.exists()]
     for path in present:
@@ -43,7 +43,7 @@ def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
 
 
 def packed_files(folder: Path) -> dict[str, str]:
-    """Return name and MD5 of those of the four packed files that lie in `folder`; DataError if one is damaged."""
+    """Return name and MD5 of those of the four packed files that are in `folder`; DataError if one is damaged."""
     from torchvision.datasets import MNIST
 
     raw = folder / "MNIST" / "raw"
@@ -75,7 +75,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise DataError(
-            f"MNIST is not in {folder}, and that folder cannot be written ({error.strerror}). "
+            f"MNIST is not in {folder}, and that folder isn't writable ({error.strerror}). "
             "Choose another with --data-dir or FSDP_DATA_DIR, or make it writable."
         ) from error
     with lock:
@@ -85,8 +85,8 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 def download_mnist(folder: Path) -> bool:
     """Download MNIST into `folder`; return False if no mirror can be reached, or none could within the last hour.
 
-    The files arrive in a private folder beside their place and are moved when all four are whole, so an
-    interrupted download leaves nothing behind. Packed files that are in place already are used, not fetched.
+    The files are downloaded to a private folder next to the final one and moved once all four are complete, so an
+    interrupted download leaves nothing behind. Packed files that are already there are used instead of downloaded.
     """
     raw = folder / "MNIST" / "raw"
     packed = packed_files(folder)
@@ -118,7 +118,7 @@ def _failed_lately(folder: Path) -> bool:
 
 
 def _fetched(folder: str) -> bool:
-    """Fetch into `folder` what is not there yet, and unpack it; return False if no mirror can be reached."""
+    """Download the missing files to `folder` and unpack them; return False if no mirror can be reached."""
     from torchvision.datasets import MNIST
 
     try:
@@ -138,7 +138,7 @@ def _fetched(folder: str) -> bool:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Set a time-out, which torchvision's download lacks: without one a dead mirror can hang for minutes."""
+    """Set a timeout, which torchvision's download lacks: without it, a dead mirror can hang for minutes."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -1,4 +1,4 @@
-"""Text as bytes, cut into sequences: a token is a byte, and the next byte is the one to predict."""
+"""Text as bytes, split into sequences: a token is a byte, and the model predicts the next byte."""
 
 import hashlib
 import importlib
@@ -24,7 +24,7 @@ TEST_PART = 10  # one sequence in ten, the last ones, is for testing
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text and the name under which a record knows it, such as "text 5f2a9c01d7e3"."""
+    """A text, and its name in records, such as "text 5f2a9c01d7e3"."""
 
     content: bytes
 
@@ -40,9 +40,9 @@ class Text:
 
 
 def read_text(path: str | None = None) -> Text:
-    """Return the text of a file or, without one, the reference texts that come with Python (`reference_text`).
+    """Return the text of a file or, without one, the reference texts included with Python (`reference_text`).
 
-    Raises DataError for a file that cannot be read.
+    Raises DataError if the file can't be read.
     """
     if path is None:
         return Text(content=reference_text().encode())
@@ -62,7 +62,7 @@ def reference_text() -> str:
 def text_dataset(
     text: Text, *, context: int, train_sequences: int | None = None, test_sequences: int | None = None
 ) -> Dataset:
-    """Return the text in sequences of `context` bytes, and for each byte the one that follows it."""
+    """Return the text in sequences of `context` bytes, with the next byte as each byte's target."""
     num_sequences = text.num_sequences(context)
     numbers = torch.frombuffer(bytearray(text.content), dtype=torch.uint8)
     cut = num_sequences - text.num_test_sequences(context)
@@ -81,7 +81,7 @@ def _split(inputs: Tensor, targets: Tensor, count: int | None) -> Split:
 
 
 def docstring_documents(*, longest: int = 256) -> list[str]:
-    """Return the docstrings of functions in Python's standard library, from 8 to `longest` bytes, in order of name."""
+    """Return the docstrings of functions in Python's standard library, 8 to `longest` bytes long, sorted by name."""
     found = set()
     for module in map(importlib.import_module, DOCUMENTED):
         for name, thing in inspect.getmembers(module, inspect.isroutine):

@@ -1,1 +1,1 @@
-"""Bytes and collectives of a running rank, counted."""
+"""Counting the bytes and collectives of a running rank."""

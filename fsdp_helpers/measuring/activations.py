@@ -1,4 +1,4 @@
-"""Activations that a forward keeps for backward, counted."""
+"""Counting the activations that forward keeps for backward."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from fsdp_helpers.sharding.recompute import MATRIX_PRODUCTS
 
 
 def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
-    """Count the bytes that a transformer block needs in a step, on `tokens` (images, tokens, width) in its type."""
+    """Count the bytes a transformer block needs in a step, on `tokens` (images, tokens, width) in their dtype."""
     images, num_tokens, width = tokens.shape
     return BlockBytes(
         kept_bytes=kept_bytes(block, tokens),
@@ -23,9 +23,9 @@ def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Count the bytes that a forward of `model` keeps for backward, each storage once, parameters not included.
+    """Count the bytes that a forward of `model` keeps for backward: each storage once, without parameters.
 
-    Run it on one process, with a plain model: nothing is trained.
+    Run it in one process, with a plain model; it doesn't train.
     """
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}  # a storage's address -> a tensor that keeps it alive, so that no address comes twice
@@ -42,7 +42,7 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
 
 
 def products_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Count the output bytes of all matrix products in a forward of `model`: what selective checkpointing keeps."""
+    """Count the output bytes of all matrix products in a forward of `model`: those that selective checkpointing keeps."""
     with ProductCount() as count, torch.no_grad():
         model(*inputs)
     return count.num_bytes

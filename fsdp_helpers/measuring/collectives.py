@@ -52,13 +52,13 @@ SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """A mode that notes every collective in `events`, and lets each one finish before the next operation.
+    """A mode that records every collective in `events`, and lets each one finish before the next operation.
 
-    gloo completes a collective in a thread of its own. If the last reference to a buffer is dropped there, the
-    profiler, which follows one thread, never sees that the buffer was freed. Waiting makes byte counts exact and
-    repeatable. On a GPU, NCCL's `wait()` only makes later kernels wait, so here the GPU has to catch up before and
-    after each collective, and at both ends of each phase that `record_function` names; otherwise the times would be
-    those of launching. So times under a trace show no overlap of communication with computation.
+    gloo completes a collective in a separate thread. If the last reference to a buffer is dropped there, the profiler,
+    which follows one thread, doesn't see the buffer being freed. Waiting makes byte counts exact and reproducible. On a
+    GPU, NCCL's `wait()` only makes later kernels wait, so we synchronize before and after each collective, and at both
+    ends of each `record_function` phase; otherwise we'd time the launches. So times under a trace show no overlap of
+    communication and computation.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class CollectiveTrace(TorchDispatchMode):
 
 @contextmanager
 def trace_collectives() -> Iterator[list[Collective]]:
-    """Note every collective that this rank takes part in within the block, in the yielded list."""
+    """Record every collective of this rank within the block in the yielded list."""
     with CollectiveTrace() as trace:
         yield trace.events
 
@@ -116,7 +116,7 @@ def is_point_to_point(func: torch._ops.OpOverload) -> bool:
 
 
 def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_s: tuple[float, float]) -> Collective:
-    """Describe one call of a collective, for this rank in the process group of that call."""
+    """Describe one call of a collective, as this rank sees it in the call's process group."""
     named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     group = _group_of(named)
     name = func._schema.name.split("::")[1]
@@ -132,7 +132,7 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
 
 
 def _group_of(named: dict[str, object]) -> dist.ProcessGroup:
-    """Return the process group of a call; functional collectives have its name instead."""
+    """Return the process group of a call; functional collectives pass its name instead."""
     if "process_group" in named:
         return dist.ProcessGroup.unbox(named["process_group"])  # with hybrid sharding not all ranks belong to it
     group = named["group_name"]
@@ -140,7 +140,7 @@ def _group_of(named: dict[str, object]) -> dist.ProcessGroup:
 
 
 def _sent_to_others(named: dict, group: dist.ProcessGroup) -> int:
-    """Return the bytes of an all-to-all that are for other ranks; the rows for each may differ in number."""
+    """Return the bytes of an all-to-all that go to other ranks; each may get a different number of rows."""
     sizes = [tensor.nbytes for tensor in _tensors(named.get("input_tensors", named.get("input")))]
     rows = named.get("input_split_sizes")
     if rows and sum(rows):
@@ -163,7 +163,7 @@ def _tensors(arg: object) -> list[Tensor]:
 
 
 def _settle() -> None:
-    """Give gloo's thread time to drop its last references; on a busy machine it may have to wait for a core."""
+    """Give gloo's thread time to drop its last references; on a busy machine, it may have to wait for a core."""
     end_s = time.perf_counter() + BUSY_SETTLE_S
     time.sleep(SETTLE_S)
     while _another_thread_runs() and time.perf_counter() < end_s:
@@ -171,7 +171,7 @@ def _settle() -> None:
 
 
 def _another_thread_runs() -> bool:
-    """Return True if another thread of this process runs or waits for a core. Only Linux can tell."""
+    """Return True if another thread of this process is running or waiting for a core. Only Linux can tell."""
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
@@ -181,7 +181,7 @@ def _another_thread_runs() -> bool:
 
 
 def _let_gpu_catch_up() -> None:
-    """Wait until the GPU, if this process uses one, has finished everything that was launched."""
+    """Wait until the GPU, if this process uses one, has finished all launched work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""The copies between host and device that FSDP2's offload policy asks for: of what, how many bytes, when."""
+"""The copies between host and device that FSDP2's offload policy asks for: which tensor, how many bytes, when."""
 
 import sys
 import time
@@ -32,11 +32,11 @@ class OffloadCopy:
 
 @contextmanager
 def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
-    """Note the copies in a step of `model` in the yielded list, which is filled when the block ends.
+    """Record the copies in a step of `model` in the yielded list, which is filled when the block ends.
 
-    It notes every `tensor.to(device)` that FSDP2's own code calls, which is how its offload policy copies. If the
-    tensor is on that device already, `to` returns it unchanged. So on the CPU the calls can be seen, with their bytes
-    and times, and nothing is copied. The block has to end before the gradients are freed.
+    It records every `tensor.to(device)` in FSDP2's own code, which is how its offload policy copies. If the tensor is
+    already on that device, `to` returns it unchanged. So on the CPU we see the calls, with bytes and times, but nothing
+    is copied. The block has to end before the gradients are freed.
     """
     found: list[OffloadCopy] = []
     seen: list[Seen] = []
@@ -59,7 +59,7 @@ def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
 
 
 def named_copies(model: nn.Module, seen: Sequence[Seen]) -> list[OffloadCopy]:
-    """Name the copies that were seen after `model`'s parameters. A rank may hold no row of a small parameter."""
+    """Name the recorded copies after `model`'s parameters. A rank may have no row of a small parameter."""
     parameters = {_memory(parameter): name for name, parameter in model.named_parameters()}
     gradients = {
         _own(parameter.grad).data_ptr(): name  # those of one unit lie in one memory

@@ -1,4 +1,4 @@
-"""The first collective at which ranks differ: each is logged before it begins, and compared between ranks."""
+"""Where ranks diverge: each collective is logged before it begins, and the logs are compared."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,26 +16,26 @@ from fsdp_helpers.records import Collective
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where ranks are in different collectives; None for a rank that has no more."""
+    """The first place where ranks are in different collectives; None for a rank that has no more of them."""
 
     position: int  # how many collectives all ranks had in common before it
     collectives: tuple[Collective | None, ...]  # one per rank
 
     def __str__(self) -> str:
         places = [f"rank {rank}: {describe(event)}" for rank, event in enumerate(self.collectives)]
-        return "\n".join([f"{self.position} collectives in common, then the ranks part:", *places])
+        return "\n".join([f"{self.position} collectives in common, then the ranks diverge:", *places])
 
 
 def describe(event: Collective | None) -> str:
-    """Return a collective in words."""
+    """Describe a collective in words."""
     return "no further collective" if event is None else f"{event.op} of {format_bytes(event.bytes)}"
 
 
 def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | None:
     """Return where the traces of the ranks first differ in kind or size, or None if they agree to the end.
 
-    Ranks of one group match their collectives by order alone. Equal traces do not prove that the ranks agree: two
-    all-reduces of one size may still mean different things.
+    Within a group, collectives are matched by order only. Equal traces don't prove that the ranks agree: two
+    all-reduces of the same size may still be about different things.
     """
     for position in range(max(map(len, traces), default=0)):
         events = tuple(trace[position] if position < len(trace) else None for trace in traces)
@@ -45,7 +45,7 @@ def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | 
 
 
 class CollectiveLog(TorchDispatchMode):
-    """A mode that writes each collective to a file before it begins, so that one that never ends is there, too."""
+    """A mode that writes each collective to a file before it begins, so that one that never ends is in it, too."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class CollectiveLog(TorchDispatchMode):
 
 @contextmanager
 def log_collectives(path: Path) -> Iterator[None]:
-    """Within the block, write this rank's collectives to `path`, one line each."""
+    """Within the block, log this rank's collectives to `path`, one per line."""
     with open(path, "w") as file, CollectiveLog(file):
         yield
 

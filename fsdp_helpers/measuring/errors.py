@@ -1,4 +1,4 @@
-"""Predicted against measured, over models, strategies and numbers of ranks: how far the planner can be trusted."""
+"""Predicted against measured, over models, strategies and world sizes: how far you can trust the planner."""
 
 import gc
 import json
@@ -35,7 +35,7 @@ REAL_RANKS, IMAGINED_RANKS = (1, 2, 4), (8, 64, 1024)
 
 
 class Run(NamedTuple):
-    """The run behind one row: which model, how, on how many ranks."""
+    """The run behind one row: model, strategy and settings, world size."""
 
     model: str
     variant: str
@@ -49,7 +49,7 @@ RUNS = [Run(model, variant, *ranks) for model, variant, ranks in product(THRESHO
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """One run: what was predicted for rank 0, what was measured, and what two other tools say."""
+    """One run: the prediction for rank 0, the measurement, and the answers of two other tools."""
 
     model: str
     variant: str
@@ -92,7 +92,7 @@ def variant_config(model: str, variant: str, world_size: int) -> TrainConfig:
 
 @cache
 def profile_of(model: str, activation_checkpointing: str, precision: str) -> StepProfile:
-    """Measure one process's step on IMAGES, which is the same for every strategy and number of ranks."""
+    """Measure a step on IMAGES in one process; it's the same for every strategy and world size."""
     settings = {"activation_checkpointing": activation_checkpointing, "precision": precision}
     config = TrainConfig(
         model=model, strategy="fsdp", min_num_params=THRESHOLDS[model], global_batch_size=IMAGES, **settings
@@ -114,9 +114,9 @@ def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
 
 
 def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequence[str], measured: RankOfN) -> ErrorRow:
-    """Put a measurement beside its prediction.
+    """Combine a measurement with its prediction.
 
-    Buffers, such as a batch norm's statistics, are not planned: DDP broadcasts them before each forward.
+    Buffers, such as BatchNorm statistics, aren't in the plan: DDP broadcasts them before each forward.
     """
     ranks = run.world_size
     step = walk_step(profile, config, ranks, units, backend="gloo" if run.real else "fake")
@@ -135,14 +135,14 @@ def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequen
 
 
 def read_errors(path: str | Path) -> list[ErrorRow]:
-    """Return the rows of a kept record."""
+    """Return the rows of a saved run."""
     return [ErrorRow(**row) for row in json.loads(Path(path).read_text())["rows"]]
 
 
 def write_errors(path: str | Path) -> list[ErrorRow]:
-    """Measure each run of the table that `path` does not have yet; write the file after each.
+    """Measure each run of the table that isn't in `path` yet; update the file after each.
 
-    DeepNet's runs take the most time and memory by far. Remove the file to measure all of it anew.
+    DeepNet's runs take the most time and memory by far. Delete the file to measure everything again.
     """
     path = Path(path)
     known = {row.run: row for row in read_errors(path)} if path.exists() else {}

@@ -1,7 +1,7 @@
-"""A step without numbers: a model's shapes, computed with fake tensors, and the memory that they would take.
+"""A step without values: fake tensors compute a model's shapes, and we count the memory they would take.
 
-A fake tensor has a shape, a precision and a device, but no memory. A mode that sees every operation counts the storages
-that operations return, until they are freed. It does not see what an operation allocates internally.
+A fake tensor has a shape, a dtype and a device, but no memory. A mode that sees every operation counts the storages
+they return, until they're freed. It doesn't see what an operation allocates internally.
 """
 
 import weakref
@@ -23,13 +23,13 @@ def is_meta(model: nn.Module) -> bool:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Within the block, new tensors are fake; of real ones, operations use the shapes only."""
+    """Within the block, new tensors are fake, and operations use only the shapes of real ones."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
 def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
-    """Replace each parameter and buffer, in place, by a fake tensor on the CPU; floating-point ones in `dtype`.
+    """Replace each parameter and buffer, in place, with a fake tensor on the CPU; floating-point ones in `dtype`.
 
     Tied parameters stay tied.
     """
@@ -65,7 +65,7 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 class FakeTrace(TorchDispatchMode):
-    """A mode that keeps a running sum of the storages that operations return; `mark` begins a stretch of it."""
+    """A mode that keeps a running sum of the storages that operations return; `mark` begins a new interval."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class FakeTrace(TorchDispatchMode):
         return result
 
     def know(self, model: nn.Module) -> None:
-        """Note the tensors that are there already, which do not count."""
+        """Remember existing tensors, which don't count."""
         for tensor in [*model.parameters(), *model.buffers()]:
             self._known.add(tensor.untyped_storage())
 
@@ -89,7 +89,7 @@ class FakeTrace(TorchDispatchMode):
         self._stretches.append([self._bytes, self._bytes])
 
     def between_marks(self) -> list[tuple[int, int]]:
-        """Return for each stretch the bytes when it began, and the most until the next one."""
+        """Return for each interval the bytes at its start and the most until the next one."""
         return [(start, most) for start, most in self._stretches]
 
     def _see(self, storage: torch.UntypedStorage) -> None:

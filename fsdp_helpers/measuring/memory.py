@@ -1,4 +1,4 @@
-"""Every byte of a rank: what it keeps, counted from live tensors, and a curve of everything allocated."""
+"""Every byte of a rank: the state it holds, counted from live tensors, and a curve of everything allocated."""
 
 import gc
 import os
@@ -27,9 +27,9 @@ _CLOCK_MARK = "fsdp_helpers clock"
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Count the bytes of the parameters, gradients and optimizer state that this rank keeps, without padding.
+    """Count the bytes of the parameters, gradients and optimizer state on this rank, without padding.
 
-    Of a sharded tensor only this rank's shard counts. Adam's step counters, 4 bytes a tensor, are left out.
+    Only this rank's shard of a sharded tensor counts. Adam's step counters, 4 bytes per tensor, are left out.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -53,9 +53,9 @@ def _local_bytes(tensors: list[Tensor]) -> int:
 class MemoryTrace:
     """A trace of every allocation on `device`, every named phase and every collective between start() and stop().
 
-    Start it before the model exists: only what is allocated after start() counts. On CUDA these are the bytes that
-    tensors requested, not the blocks that they got. A phase or a collective ends when the GPU has done its work, not
-    when the work has been launched, so times under a trace show no overlap.
+    Start it before you create the model: only memory allocated after start() counts. On CUDA, these are the bytes that
+    tensors requested, not the blocks they got. A phase or a collective ends when the GPU is done, not when the work has
+    been launched, so times under a trace show no overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,9 +100,9 @@ class MemoryTrace:
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
-        """Return the last stretch called `name`, with times from its start; subtract `uncounted_bytes` from the curve.
+        """Return the last phase called `name`, with times from its start; subtract `uncounted_bytes` from the curve.
 
-        Raises ValueError if no stretch of that name was seen.
+        Raises ValueError if there's no phase of that name.
         """
         found = [phase for phase in self._phases if phase.name == name]
         if not found:
@@ -110,7 +110,7 @@ class MemoryTrace:
         return self._between(found[-1].start_s, found[-1].end_s, uncounted_bytes)
 
     def last_step(self) -> StepTrace:
-        """Return the stretch between the ends of the last two `optimizer.step()`, phases that PyTorch names itself.
+        """Return the interval between the ends of the last two `optimizer.step()`, a phase that PyTorch names itself.
 
         The images, allocated in a phase called "data", are subtracted from the curve.
         Raises ValueError for fewer than two steps: the first one creates optimizer state, so it is not representative.
@@ -129,9 +129,9 @@ class MemoryTrace:
         return self._between(self._marks_s[0], float("inf"), 0)
 
     def between_marks(self, name: str) -> list[tuple[int, int]]:
-        """Return for each stretch called `name` the bytes allocated at its start, and the most until the next one.
+        """Return for each phase called `name` the bytes allocated at its start, and the most until the next one.
 
-        After the last of them the trace is read to its end. Take `record_function(name)` around nothing for a mark.
+        For the last phase, that's the end of the trace. For a mark, use an empty `record_function(name)`.
         """
         starts = [phase.start_s for phase in self._phases if phase.name == name]
         found = []
@@ -167,7 +167,7 @@ class MemoryTrace:
 
 @contextmanager
 def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
-    """Trace memory, phases and collectives within the block; read the result from the trace after it.
+    """Trace memory, phases and collectives within the block; read the results from the trace afterwards.
 
     with trace_memory(rank_device()) as trace:
         model = fully_shard(MyModel())
@@ -187,8 +187,8 @@ def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
 def traced(rank: int, world_size: int, worker: Callable, *args: object) -> tuple[object, StepTrace]:
     """Run the rank function `worker(rank, world_size, *args)`; return its result, and the trace of its last step.
 
-    The worker needs no change: launch(traced, my_worker, my_config, world_size=2) instead of
-    launch(my_worker, my_config, world_size=2).
+    The worker doesn't change: use launch(traced, my_worker, my_config, world_size=2) instead of launch(my_worker,
+    my_config, world_size=2).
     """
     with trace_memory(rank_device()) as trace:
         result = worker(rank, world_size, *args)
@@ -196,7 +196,7 @@ def traced(rank: int, world_size: int, worker: Callable, *args: object) -> tuple
 
 
 def _read_phases(events: list[_KinetoEvent], began_ns: int) -> list[Phase]:
-    """Return what `record_function` named, in order, with times from the trace's beginning."""
+    """Return the phases that `record_function` named, in order, with times from the start of the trace."""
     named = [event for event in events if event.is_user_annotation()]
     return [
         Phase(name=event.name(), start_s=(event.start_ns() - began_ns) / 1e9, end_s=(event.end_ns() - began_ns) / 1e9)

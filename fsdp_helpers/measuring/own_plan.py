@@ -1,7 +1,7 @@
-"""A plan for your own model: one step of one process, measured here, and arithmetic for the rest.
+"""A plan for your own model: one step of one process is measured here, and the rest is calculated.
 
-A model on the meta device has no values to compute with. Its step then uses fake tensors, and its memory is that of a
-GPU's fused kernels; a model with values is measured on the device of its batch.
+A model on the meta device has no values, so its step uses fake tensors, with the memory that fused GPU kernels would
+need. A model with values is measured on the device of its batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,16 +49,16 @@ def plan_model(
     allowance_gb: float | None = None,
     **settings,
 ) -> tuple[Plan, str]:
-    """Plan any model on `world_size` ranks; return the plan and its verdict in a sentence.
+    """Plan any model on `world_size` ranks; return the plan, and a sentence with the verdict.
 
-    `factory()` makes the model, on the CPU or on the meta device; `batch` is what one rank has in one forward, a tensor
-    or any nest of them, with samples along their first dimension. `loss_of(model, batch)` is its loss, the mean of all
-    outputs if it is left out. Modules of `unit_class` are FSDP units, and what activation checkpointing recomputes;
-    `unit_names` are further units, such as an embedding and a head, which it does not.
-    `device` is a name among `planning.devices`; numbers replace what is usual for it, and without it
-    `device_memory_gb` is needed. `settings` are those of `planning.plan.Settings`, the optimizer and micro-batches
-    among them. Buffers, which DDP broadcasts before each forward, are left out.
-    Raises ValueError for a cluster or settings that cannot be.
+    `factory()` creates the model, on the CPU or on the meta device. `batch` is one rank's input to one forward, a
+    tensor or any nesting of tensors, with samples along the first dimension. `loss_of(model, batch)` is the loss
+    (default: the mean of all outputs). Modules of `unit_class` are FSDP units, which activation checkpointing
+    recomputes; `unit_names` are further units that it doesn't recompute, such as an embedding and a head. `device` is a
+    name from `planning.devices`; numbers you pass override its defaults, and without a device you need
+    `device_memory_gb`. `settings` are those of `planning.plan.Settings`, such as the optimizer and micro-batches.
+    Buffers, which DDP broadcasts before each forward, aren't counted. Raises ValueError for an impossible cluster or
+    impossible settings.
     """
     chosen = Settings(batch=num_samples(batch), **settings)
     given = {
@@ -87,14 +87,14 @@ def measured_subject(
     unit_class: Classes = (),
     unit_names: Sequence[str] = (),
 ) -> Subject:
-    """Return the model as the planner sees it; each measurement is made when a plan first asks for it.
+    """Return the model as the planner sees it; each measurement is made when a plan first needs it.
 
-    Raises ValueError for a model that trains nothing.
+    Raises ValueError for a model without trainable parameters.
     """
     device = next((leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     model = factory()
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameter that is trained; there is no step to plan")
+        raise ValueError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan")
     recomputed, units = find_units(model, unit_class, unit_names)
     fake = is_meta(model)
 
@@ -132,7 +132,7 @@ def measured_subject(
 
 
 def _dtype(precision: str) -> torch.dtype:
-    """Return the dtype of a model and its batch as they are handed over; FSDP's policy casts inside."""
+    """Return the dtype in which to create a model and its batch; FSDP's policy casts inside."""
     return torch.bfloat16 if precision == PURE else torch.float32
 
 
@@ -149,26 +149,28 @@ def with_autocast(loss_of: LossOf, device: torch.device) -> LossOf:
 def find_units(
     model: nn.Module, unit_class: Classes, unit_names: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of what may be recomputed, and of all units. Raises ValueError for a name of no module."""
+    """Return the names of the modules to recompute, and of all units. Raises ValueError for an unknown name."""
     recomputed = tuple(name for name, module in model.named_modules() if name and isinstance(module, unit_class))
     named = dict(model.named_modules())
     if unknown := [name for name in unit_names if name not in named]:
-        raise ValueError(f"{type(model).__name__} has no module {unknown[0]!r}; unit_names are names of its modules")
+        raise ValueError(
+            f"{type(model).__name__} has no module {unknown[0]!r}; unit_names must be names of its modules"
+        )
     return recomputed, tuple(name for name in named if name and name in {*recomputed, *unit_names})
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Return the names of the modules that keep statistics of batches."""
+    """Return the names of the modules that track batch statistics."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 def refused_precision(batch_norms: list[str], precision: str) -> str | None:
-    """Return why a model with these modules cannot run in a precision, if it cannot."""
+    """Return the reason why a model with these modules can't run in a precision, or None."""
     if precision != "bf16" or not batch_norms:
         return None
     return (
-        f"{batch_norms[0]!r} is a BatchNorm, whose statistics stay fp32 beside weights in bf16, and torch refuses that "
-        "under fully_shard; use fp32, or a norm without statistics"
+        f"{batch_norms[0]!r} is a BatchNorm, whose statistics stay in fp32 while its weights are bf16, which torch "
+        f"refuses under fully_shard; use fp32, or a norm without statistics"
     )
 
 
@@ -180,7 +182,7 @@ def fake_step(
     precision: str,
     flat_units: Flat = None,
 ) -> StepProfile:
-    """Return the profile of a step of a model without values: as `measure_step`, with fake tensors."""
+    """Return the profile of a step of a model without values: like `measure_step`, but with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     with fake_tensors() as mode, needs_no_values(type(model).__name__):
         made_fake(model, mode, _dtype(precision))
@@ -206,25 +208,26 @@ def fake_step(
 
 @contextmanager
 def needs_no_values(name: str) -> Iterator[None]:
-    """Within the block, raise ValueError, in a sentence, if a model needs values where only shapes are known.
+    """Within the block, raise ValueError with an explanation if a model needs values where there are only shapes.
 
-    A router sends each token to experts by its value, so how many tokens an expert gets is not a shape.
+    A router sends each token to experts by its value, so the number of tokens per expert can't be known from shapes.
     """
     try:
         yield
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise ValueError(
-            f"{name} decides by values how large its tensors are ({error.func if hasattr(error, 'func') else error}), "
-            "as a router does that sends tokens to experts, and on the meta device there are no values; give a factory "
-            "that makes a smaller model on the CPU, or plan its config.json with `python -m fsdp_helpers plan --config`"
+            f"{name} decides by values how large its tensors are ("
+            f"{error.func if hasattr(error, 'func') else error}), like a router that sends tokens to experts, and the meta "
+            f"device has no values; give a factory for a smaller model on the CPU, or plan its config.json with "
+            f"`python -m fsdp_helpers plan --config`"
         ) from None
 
 
 @contextmanager
 def fused_kernels() -> Iterator[None]:
-    """Within the block, RMSNorm and attention are fused as on a GPU; a CPU splits them up, and keeps more.
+    """Within the block, RMSNorm and attention are fused as on a GPU; a CPU runs them in parts, and keeps more.
 
-    A mode would be simpler, but it would not reach what backward recomputes.
+    A mode would be simpler, but it wouldn't apply to recomputation in backward.
     """
     norm, attention = F.rms_norm, F.scaled_dot_product_attention
 
@@ -245,7 +248,7 @@ def fused_kernels() -> Iterator[None]:
 
 
 class OneKernelNorm(torch.autograd.Function):
-    """RMSNorm's memory in one kernel: it keeps its input and one statistic per token, and computes no values."""
+    """RMSNorm's memory as one kernel: keeps its input and one statistic per token, and computes no values."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -259,7 +262,7 @@ class OneKernelNorm(torch.autograd.Function):
 
 
 def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None) -> dict[str, int]:
-    """Return the operations of a forward by module, without those of modules within it."""
+    """Count the operations of a forward by module, excluding those of modules inside it."""
     # Attention as plain products: torch 2.11 does not count those of a fused kernel on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:
@@ -284,7 +287,7 @@ def count_flops(model: nn.Module, batch: Any, loss_of: LossOf, device: torch.dev
 
 
 def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean of a model's outputs, as a loss; a tuple or list in `batch` is several arguments."""
+    """Return the mean of a model's outputs as a loss; a tuple or list in `batch` becomes several arguments."""
     outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     return torch.stack([leaf.float().mean() for leaf in tree_leaves(outputs) if leaf.is_floating_point()]).sum()
 
@@ -292,9 +295,9 @@ def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
 def num_samples(batch: Any) -> int:
     """Return the number of samples: the length of the first dimension of the batch's widest tensors.
 
-    Tokens (4, 64) beside positions (64,) are four samples: what has fewer dimensions than another tensor need not be
-    about samples. A length of 1 is stretched over the batch, and does not count unless all have it.
-    Raises ValueError if that leaves no length, or several.
+    Tokens (4, 64) with positions (64,) are four samples: a tensor with fewer dimensions than another may not have a
+    sample dimension. A length of 1 is broadcast over the batch, and counts only if all have it. Raises ValueError if
+    that leaves no length or more than one.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     widest = max((tensor.ndim for tensor in tensors), default=0)
@@ -302,14 +305,14 @@ def num_samples(batch: Any) -> int:
     lengths = lengths - {1} or lengths
     if len(lengths) != 1:
         raise ValueError(
-            f"the batch has tensors of {sorted(lengths)} samples; all need the same number, at least one, along their "
-            "first dimension"
+            f"the batch has tensors of {sorted(lengths)} samples; all need the same number of samples, at least one, "
+            f"along the first dimension"
         )
     return lengths.pop()
 
 
 def first_samples(batch: Any, samples: int, dtype: torch.dtype) -> Any:
-    """Return the first samples, with floating-point values in `dtype`; what isn't about samples stays as it is."""
+    """Return the first samples, with floating-point values in `dtype`; tensors without a sample dimension are unchanged."""
     length = num_samples(batch)
 
     def first(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
-"""One real rank of N, alone: a strategy's real code on real tensors, among imagined ranks.
+"""One real rank of N, alone: a strategy's real code on real tensors, with imagined other ranks.
 
-torch's fake process group answers every collective at once, with a tensor of the right size but with wrong values. So
-losses mean nothing here, but this rank allocates, and would send, what a rank does in a run on N ranks.
+torch's fake process group completes every collective at once, with a tensor of the right size but wrong values. So
+losses are meaningless here, but this rank allocates what a rank of N allocates, and would send as many bytes.
 """
 
 import gc
@@ -51,12 +51,12 @@ class RankOfN:
 
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Within the block, this process is `rank` of `world_size`, and no process is any of the others.
+    """Within the block, this process is rank `rank` of `world_size`, and the other ranks don't exist.
 
-    Raises RuntimeError if this process is in a group already, or torch has no fake group where it used to be.
+    Raises RuntimeError if this process is already in a group, or torch has moved its fake group.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process is in a process group already; be one rank of many in a process of its own")
+        raise RuntimeError("this process is already in a process group; run one rank of N in a fresh process")
     store, options = fake_parts()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store, pg_options=options)
     try:
@@ -66,13 +66,13 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def fake_parts() -> tuple[dist.Store, object]:
-    """Import torch's fake process group, from a private module that may move: no other place names it."""
+    """Import torch's fake process group, from a private module that may move; this is the only place that names it."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
     except ImportError as error:
         raise RuntimeError(
-            f"torch {torch.__version__} has moved the fake process group, on which one rank of N rests: {error}. "
-            "Everything else works without it"
+            f"torch {torch.__version__} has moved the fake process group, which one rank of N needs: {error}. "
+            f"Everything else works without it"
         ) from error
     options = FakeProcessGroup.Options()
     if hasattr(options, LIKE_THIS_ONE):
@@ -81,12 +81,12 @@ def fake_parts() -> tuple[dist.Store, object]:
 
 
 def can_imagine(strategy: str) -> bool:
-    """Return whether this torch can imagine ranks: torch 2.11's fake group never delivers a result that DDP awaits."""
+    """Return whether this torch can imagine ranks: torch 2.11's fake group never completes a result that DDP waits for."""
     return strategy != "ddp" or hasattr(fake_parts()[1], LIKE_THIS_ONE)
 
 
 def check_can_imagine(strategy: str) -> None:
-    """Raise RuntimeError if this torch cannot be one rank of many under `strategy`."""
+    """Raise RuntimeError if this torch can't run one rank of many under `strategy`."""
     if not can_imagine(strategy):
         raise RuntimeError(f"torch {torch.__version__} cannot imagine DDP's other ranks, only FSDP's; torch 2.15 can")
 
@@ -101,12 +101,12 @@ def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> Ra
 def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
     """Measure this rank of a run of `config` on the CPU, in a real group or an imagined one.
 
-    The images are random, as many as the rank would have. Raises ValueError if `world_size` ranks cannot run it, and
-    for several micro-batches: a step here has one.
+    The images are random, as many as the rank would get. Raises ValueError if `world_size` ranks can't run it, or if
+    there are several micro-batches: a step here has only one.
     """
     config.check_world_size(world_size)
     if config.micro_batches > 1:
-        raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one, use 1")
+        raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one; use 1")
     num_images = config.global_batch_size // world_size
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
     return trace_steps(
@@ -123,9 +123,9 @@ def measure_own_rank_of_n(
     units: Sequence[str] = (),
     rank: int = 0,
 ) -> RankOfN:
-    """Measure a rank of N for any model: `build()` makes it, `loss_of(model)` is its loss over this rank's batch.
+    """Measure a rank of N for any model: `build()` creates it, `loss_of(model)` is its loss on this rank's batch.
 
-    Of `config`, the strategy, the API and the levers count; `units` names the FSDP units below the root, which
+    From `config`, it uses the strategy, the API and the levers; `units` names the FSDP units below the root, which
     activation checkpointing also recomputes.
     """
     check_can_imagine(config.strategy)
@@ -134,7 +134,7 @@ def measure_own_rank_of_n(
 
 
 def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
-    """Put `model` under the strategy of `config`, cut and recomputed at the modules that `units` names."""
+    """Apply the strategy of `config` to `model`, with the modules in `units` as units and checkpoints."""
     chosen = {model.get_submodule(name) for name in units}
     if config.activation_checkpointing != "none":
         model = checkpoint_activations(model, units, config.activation_checkpointing)

@@ -1,6 +1,6 @@
-"""One step of one process, measured: where activations lie, and when each gradient is finished.
+"""One step of one process, measured: how activations grow and shrink, and when each gradient is finished.
 
-What `planning.peak` makes of it holds for any number of ranks.
+From that, `planning.peak` predicts the peak for any number of ranks.
 """
 
 import gc
@@ -40,13 +40,13 @@ def measure_step(
     flat_units: Sequence[str] | None = None,
     precision: str = "fp32",
 ) -> StepProfile:
-    """Return the profile of one forward, `compute_loss()`, and one backward of `model`, a plain one in one process.
+    """Return the profile of one forward, `compute_loss()`, and one backward of `model`, a plain model in one process.
 
-    Nothing is updated, and gradients are discarded. A model with checkpointed units is measured as it is, recomputation
-    included. Backward leaves `units` when FSDP2 does, if that isn't when the gradient of their input is complete: a
-    different module may use that input too. A profile for FSDP1 names its `flat_units`, none of them if the model is
-    one unit. With `precision` "bf16" an fp32 model is computed as FSDP's mixed precision does it, see `cast_by_policy`,
-    and its parameters stay bf16.
+    Parameters aren't updated, and gradients are discarded. A model with checkpointed units is measured with its
+    recomputation. Backward leaves `units` when FSDP2 does, which may not be when the gradient of their input is
+    complete: another module may use that input, too. A profile for FSDP1 names its `flat_units`, an empty list if the
+    model is one unit. With `precision` "bf16", an fp32 model computes as under FSDP's mixed precision (see
+    `cast_by_policy`), and its parameters stay in bf16.
     """
     casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
     with casts:
@@ -68,7 +68,7 @@ def measure_step(
 def cast_by_policy(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
     """Within the block, `model` computes in bf16 as under FSDP's mixed precision; its parameters stay in bf16.
 
-    On a CPU, products in bf16 take scratch memory for each thread; there is one, as CPU ranks usually have.
+    On a CPU, bf16 products need scratch memory per thread; we use one thread, as CPU ranks usually do.
     """
     cast_parameters(model)
     threads = torch.get_num_threads()
@@ -89,11 +89,11 @@ def cast_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """Within the block, what enters the root or, under FSDP2, any of `units` is cast to bf16.
+    """Within the block, inputs to the root or, under FSDP2, to any of `units` are cast to bf16.
 
-    A cast copy takes memory of its own, and autograd may keep it until backward. What meets an fp32 buffer inside a
-    unit becomes fp32, as it does in a real run.
-    Sources: torch 2.15, `FSDPState._cast_forward_inputs` of FSDP2, `_root_cast_forward_input` of FSDP1.
+    The copy takes memory, and autograd may keep it until backward. A value that's combined with an fp32 buffer inside a
+    unit becomes fp32, as in a real run. Sources: torch 2.15, `FSDPState._cast_forward_inputs` of FSDP2,
+    `_root_cast_forward_input` of FSDP1.
     """
     handles = [
         module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
@@ -117,9 +117,10 @@ def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
 def profile_from(
     model: nn.Module, measure: Callable[[], tuple[Moment, ...]], flat_units: Sequence[str] | None = None
 ) -> StepProfile:
-    """Return the record of `model`, whose step `measure()` returns.
+    """Return the record of `model`, given `measure()`, which returns the profile of its step.
 
-    If frozen and trained parameters share one of FSDP1's flat units, it is called again with all of these trained.
+    If frozen and trained parameters share one of FSDP1's flat units, `measure` is called again with all of these
+    trainable.
     """
     profile = _record(model, measure())
     thawed = frozenset() if flat_units is None else frozen_beside_trained(profile, flat_units)
@@ -158,9 +159,9 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
 
 
 def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -> dict[str, Peak]:
-    """Return the peak of each run's step from arithmetic, over one micro-batch measured here, in one process.
+    """Return each run's predicted peak, from one micro-batch measured here in one process.
 
-    `backend` is "gloo" or "nccl"; by default it is the one that the run had.
+    `backend` is "gloo" or "nccl"; by default, the backend of the run.
     """
     return {name: _predicted_peak(run, backend) for name, run in runs.items()}
 
@@ -189,10 +190,10 @@ class StepMarks:
 
     @contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, note the events of `model`'s forward and backward.
+        """Within the block, record the events of `model`'s forward and backward.
 
-        What is allocated from here on counts, also before the model is called: noise that is added to a batch, say, or
-        a batch that is cast.
+        Everything allocated from here on counts, also before the model is called: noise added to a batch, say, or a
+        cast batch.
         """
         self._mark()
         handles = []
@@ -210,7 +211,7 @@ class StepMarks:
                 handle.remove()
 
     def moments(self, sizes: list[tuple[int, int]]) -> tuple[Moment, ...]:
-        """Return the events, with the bytes (at each, and the most until the next) besides state and gradients."""
+        """Return the events, with the bytes (at each, and the most until the next) apart from state and gradients."""
         (start_bytes, _), *sizes = sizes
         gradient_bytes, found = 0, []
         for (event, name, finished_bytes), (now, highest) in zip(self._events, sizes, strict=True):
@@ -241,7 +242,7 @@ class StepMarks:
         return hook
 
     def _left_as_a_unit(self, name: str, args: tuple, kwargs: dict, inputs: list[Tensor]) -> tuple[tuple, dict]:
-        """Put a function before a unit's inputs, as FSDP2 does; backward passes it when it leaves the unit."""
+        """Insert a function before a unit's inputs, as FSDP2 does; backward passes through it when it leaves the unit."""
         passed = LeaveBackward.apply(lambda: self._note("leave_backward", name), *inputs)
         instead = {id(tensor): other for tensor, other in zip(inputs, passed, strict=True)}
         return tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))
@@ -255,7 +256,7 @@ class StepMarks:
         return hook
 
     def _enter_once(self, name: str, outputs: list[Tensor]) -> None:
-        """Note that backward enters with the first output whose gradient is there."""
+        """Record that backward enters with the first output whose gradient is available."""
         entered = False
 
         def hook(_: Tensor) -> None:
@@ -272,7 +273,7 @@ class StepMarks:
 
 
 class LeaveBackward(torch.autograd.Function):
-    """A function that passes tensors on, and notes when their gradients come through."""
+    """A function that passes tensors through, and records when their gradients come back."""
 
     @staticmethod
     def forward(ctx: Any, said: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -291,9 +292,9 @@ def _mark_in_trace() -> None:
 
 
 def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Order the events at one tensor in backward: modules are left before others are entered, inner ones first.
+    """Order the events at the same tensor in backward: modules are left before others are entered, inner ones first.
 
-    One module's output is the next one's input, and its hooks are called in the order in which forward came by.
+    One module's output is the next one's input, and a tensor's hooks are called in the order of forward.
     """
     settled: list[Moment] = []
     at_tensor: list[Moment] = []

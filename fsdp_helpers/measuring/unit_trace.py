@@ -1,7 +1,7 @@
-"""One traced step of FSDP2, unit by unit: when each is gathered, freed and reduced, and when each gradient is there.
+"""One traced step of FSDP2, unit by unit: when it is unsharded, resharded and reduced, and when gradients are done.
 
-All times were measured in the run. All ranks run on one machine, and their processes share its clock. On a GPU a
-gradient's time is that of its launch; collectives and phases end when the GPU is done.
+All times are measured. The ranks run on one machine and share its clock. On a GPU, a gradient's time is that of its
+launch; collectives and phases end when the GPU is done.
 """
 
 import json
@@ -20,7 +20,7 @@ from fsdp_helpers.records import Collective, MemoryCurve, Phase, StepTrace
 
 @dataclass(frozen=True, kw_only=True)
 class TracedUnit:
-    """Parameters that are gathered and reduced together."""
+    """Parameters that are unsharded and reduced together."""
 
     name: str
     full_bytes: int  # as the collectives move it, padding included
@@ -28,7 +28,7 @@ class TracedUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMade:
-    """The whole gradient of one parameter, of this rank's own images."""
+    """One parameter's full gradient, from this rank's own images."""
 
     unit: str
     parameter: str
@@ -38,7 +38,7 @@ class GradientMade:
 
 @dataclass(frozen=True, kw_only=True)
 class Stay:
-    """A stretch in which a unit's parameters are whole on one rank."""
+    """An interval in which a unit's parameters are unsharded on one rank."""
 
     gather: Collective
     freed_s: float
@@ -66,7 +66,7 @@ class UnitTrace:
 
     @property
     def length_s(self) -> float:
-        """Return the time at which the last rank has ended its step."""
+        """Return the time at which the last rank finished its step."""
         return max(phase.end_s for rank in self.ranks for phase in rank.trace.curve.phases)
 
     def save(self, path: str | PathLike) -> None:
@@ -74,7 +74,7 @@ class UnitTrace:
 
 
 def read_unit_trace(path: str | PathLike) -> UnitTrace:
-    """Return the trace that `UnitTrace.save` has written."""
+    """Return a trace saved by `UnitTrace.save`."""
     kept = json.loads(Path(path).read_text())
     return UnitTrace(
         model=kept["model"],
@@ -85,9 +85,10 @@ def read_unit_trace(path: str | PathLike) -> UnitTrace:
 
 
 class UnitHooks:
-    """Hooks on the units of a sharded model that note when forward is entered and left, and gradients are finished.
+    """Hooks on the units of a sharded model that record when forward enters and leaves, and when gradients are done.
 
-    Add them after `fully_shard`, whose own hooks then come first: parameters are whole when a unit is entered here.
+    Add them after `fully_shard`, so that its own hooks run first: parameters are unsharded by the time these are
+    called.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -133,15 +134,15 @@ class UnitHooks:
         return hook
 
     def _own_parameters(self, unit: str) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that no unit within this one has taken."""
+        """Return the parameters that aren't in a unit within this one."""
         inner = [name for name in self._units if name != unit and name.startswith(f"{unit}." if unit else "")]
         found = self._units[unit].named_parameters(prefix=unit)
         return [(name, one) for name, one in found if not any(name.startswith(f"{other}.") for other in inner)]
 
     def seen_with(self, trace: StepTrace) -> RankUnits:
-        """Return the last step, with times from its beginning; `trace` is of the same step.
+        """Return the last step, with times from its start; `trace` must be of the same step.
 
-        Raises ValueError unless every unit was gathered and reduced in the order of units that lie side by side.
+        Raises ValueError unless units were unsharded and reduced in order, as units side by side in a root are.
         """
         root, *below = self._entered
         reduced = self._matched([*reversed(below), root], trace, "reduce_scatter")
@@ -162,7 +163,7 @@ class UnitHooks:
         )
 
     def _matched(self, order: Sequence[str], trace: StepTrace, op: str) -> list[tuple[str, Collective]]:
-        """Return the collectives of one kind, each with the unit whose turn it was; a unit's all have the same size."""
+        """Return the collectives of one kind, each with the unit it belongs to; a unit's all have the same size."""
         seen = [one for one in trace.collectives if one.op == op]
         sizes: dict[str, set[int]] = {}
         for name, one in zip(order, seen, strict=False):
@@ -170,20 +171,20 @@ class UnitHooks:
         if len(seen) != len(order) or any(len(found) > 1 for found in sizes.values()):
             moved = [f"{one.bytes:,}" for one in seen]
             raise ValueError(
-                f"{op} moved {', '.join(moved)} bytes, which does not fit the units {[name or 'root' for name in order]}; "
-                "only units that lie side by side in one root can be followed"
+                f"{op} moved {', '.join(moved)} bytes, which doesn't match the units {[name or 'root' for name in order]}; "
+                "this only works for units side by side in one root"
             )
         return list(zip(order, seen, strict=True))
 
 
 def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits]) -> UnitTrace:
-    """Combine the ranks of one step, with all times counted from the moment at which the first of them began.
+    """Combine the ranks of one step, with all times counted from when the first of them began.
 
-    Raises ValueError if the ranks did not gather the same bytes.
+    Raises ValueError if the ranks didn't unshard the same bytes.
     """
     sizes = [{name: stays[0].gather.bytes for name, stays in rank.stays.items()} for rank in ranks]
     if any(one != sizes[0] for one in sizes):
-        raise ValueError(f"the ranks gathered different units: {sizes}")
+        raise ValueError(f"the ranks unsharded different units: {sizes}")
     began_s = min(rank.trace.began_s for rank in ranks)
     units = tuple(TracedUnit(name=name, full_bytes=size) for name, size in sizes[0].items())
     shifted = tuple(_later(rank, rank.trace.began_s - began_s) for rank in ranks)
@@ -210,7 +211,7 @@ def _later(rank: RankUnits, delay_s: float) -> RankUnits:
 
 
 def _rounded(value: object) -> object:
-    """Round times to the microsecond: everything below is noise."""
+    """Round times to the microsecond: anything below is noise."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A Llama of any `LlamaShape`, with the parameter names of Hugging Face's, so that its files fit without a map.
+"""A Llama of any `LlamaShape`, with Hugging Face's parameter names, so its files need no key mapping.
 
 Touvron et al. 2023, arXiv:2302.13971; grouped keys and values: Ainslie et al. 2023, arXiv:2305.13245.
 """
@@ -18,9 +18,9 @@ Loss = Callable[[Tensor, nn.Module, Tensor], Tensor]  # of hidden states, the he
 
 
 class Rotary(nn.Module):
-    """Rotary positions: turns pairs of values by an angle that grows with position (Su et al. 2021, arXiv:2104.09864).
+    """Rotary positions: rotate pairs of values by an angle that grows with position (Su et al. 2021, arXiv:2104.09864).
 
-    The frequencies are a buffer that is in no file: `fill_buffers` computes them after a start on the meta device.
+    The frequencies are a buffer that isn't in any file: after a start on the meta device, `fill_buffers` computes them.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -42,7 +42,7 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies of Llama 3.1 for longer contexts: those below a few turns in its first context fall."""
+    """Return Llama 3.1's frequencies for longer contexts: low frequencies are scaled down."""
     turns = frequencies * scaling.original_context / (2 * math.pi)  # within the context it first learned from
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -55,7 +55,7 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Every token looks at those before it; several query heads share one head of keys and values."""
+    """Causal attention, in which several query heads share one head of keys and values."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: one projection decides how much of the other passes (Shazeer 2020, arXiv:2002.05202)."""
+    """SwiGLU: one projection gates the other (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a hidden layer, each behind a norm and each added to what came in."""
+    """Attention and an MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything except the head: token numbers (N, length) -> (N, length, width)."""
+    """Everything but the head: token IDs (N, length) -> (N, length, width)."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -123,11 +123,11 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token numbers (N, length) -> logits (N, length, vocabulary) or, given targets, the sum of their losses.
+    """Token IDs (N, length) -> logits (N, length, vocabulary) or, given targets, the sum of their losses.
 
-    The loss is computed inside forward, where FSDP has gathered the head, so `loss` may go through it in chunks.
-    `documents` (N, length) says which document a token belongs to, if several are packed into one sequence: a token
-    then looks at its own document only.
+    The loss is computed inside forward, while FSDP has the head unsharded, so `loss` can work in chunks. `documents`
+    (N, length) says which document each token belongs to, if several are packed into one sequence; a token then attends
+    to its own document only.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -140,7 +140,7 @@ class Llama(nn.Module):
         self.reset_matrices()
 
     def reset_matrices(self) -> None:
-        """Draw new values for tables and matrices; a norm's scale stays 1."""
+        """Draw new values for embeddings and matrices; the norms' scales stay 1."""
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=INITIAL_STD)
@@ -159,13 +159,13 @@ class Llama(nn.Module):
 
 
 def same_document(documents: Tensor) -> Tensor:
-    """Return which tokens each token may see, (N, 1, length, length): those before it in its own document."""
+    """Return which tokens each token may attend to, (N, 1, length, length): earlier ones of its own document."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril().unsqueeze(1)
 
 
 def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    """Return the sum of the tokens' losses, in fp32. A sum can be added up over chunks, micro-batches and ranks."""
+    """Return the sum of the tokens' losses, in fp32. Unlike a mean, it can be added up over chunks, micro-batches and ranks."""
     logits = head(hidden).float().flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -174,7 +174,7 @@ def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 def generate(
     model: nn.Module, prompt: str, num_bytes: int, *, context: int, seed: int = 0, temperature: float = 0.8
 ) -> str:
-    """Let a model of bytes continue `prompt`. Under FSDP every rank calls this, since each forward gathers."""
+    """Continue `prompt` with a model of bytes. Under FSDP, every rank has to call this, since each forward all-gathers."""
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(seed)  # on the CPU: the same draws on every rank and device
     numbers = list(prompt.encode())

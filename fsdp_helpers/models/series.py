@@ -1,4 +1,4 @@
-"""The models of the series, by name. Images (N, 1, 28, 28) become (N, 10); bytes (N, length), (N, length, 256)."""
+"""The models of the series, by name. They map images (N, 1, 28, 28) to (N, 10), or bytes (N, length) to (N, length, 256)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from fsdp_helpers.models.vit import ViT
 
 
 class ConvFeatures(nn.Sequential):
-    """The part that ShallowNet and DeepNet share: two convolutions, pooled and flattened to 9,216 features."""
+    """The layers that ShallowNet and DeepNet share: two convolutions, pooled and flattened to 9,216 features."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -45,8 +45,8 @@ class ShallowNet(nn.Module):
 class DeepNet(nn.Module):
     """ShallowNet's convolutions and six fully connected layers: 94,104,234 parameters. Returns log-probabilities.
 
-    88 % of the parameters sit in `fc1`. Between the later layers there is no activation, as in the
-    material this network comes from: it is a weight to carry, not an architecture to copy.
+    88 % of the parameters are in `fc1`. There's no activation function between the later layers, as in the material
+    this network comes from. It exists to be big; don't copy it.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class SimpleCNN(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A small vision transformer on 7 x 7 patches: 16 patches a digit, mean-pooled. Returns logits."""
+    """A small vision transformer on 7 x 7 patches: 16 patches per digit, mean-pooled. Returns logits."""
 
     def __init__(self, width: int = 64, depth: int = 4, num_heads: int = 4) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class VisionTransformer(nn.Module):
 
 
 class DeepVisionTransformer(VisionTransformer):
-    """Eight blocks of width 256: 6,338,058 parameters, 789,760 in each block. Deep enough that activations count."""
+    """Eight blocks of width 256: 6,338,058 parameters, 789,760 per block. Deep enough for activations to matter."""
 
     def __init__(self) -> None:
         super().__init__(width=256, depth=8, num_heads=8)
@@ -130,7 +130,7 @@ def build_model(name: str, *, dropout: bool = True) -> nn.Module:
     """Build the named model, freshly initialized.
 
     `dropout=False` sets every dropout probability to zero, for comparing one process with many:
-    each rank draws its own dropout mask, so with dropout on the two cannot agree.
+    each rank draws its own dropout masks, so with dropout the losses can't agree.
     """
     if name not in MODEL_CLASSES:
         raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODEL_CLASSES)}")

@@ -1,4 +1,4 @@
-"""Numbers that decide the size of a transformer. Models are built from them, and plans are made from them."""
+"""The numbers that determine a transformer's size. Models are built from them, and so are plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ViTShape:
-    """A vision transformer: patches, a class token where asked for, equal blocks, a norm and a head."""
+    """A vision transformer: patches, an optional class token, identical blocks, a norm and a head."""
 
     image_size: int  # images are square
     channels: int
@@ -47,10 +47,10 @@ VIT_SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Rotary positions stretched as Llama 3.1 does, for contexts longer than those it first learned from.
+    """Rotary positions stretched as in Llama 3.1, for contexts longer than in its first training phase.
 
-    A pair of values that turns less than `low_freq_factor` times within `original_context` turns `factor` times slower,
-    one that turns more than `high_freq_factor` times stays as it is, and between the two the change is gradual.
+    A pair of values that rotates fewer than `low_freq_factor` times within `original_context` rotates `factor` times
+    more slowly; one that rotates more than `high_freq_factor` times doesn't change; in between, the change is gradual.
     """
 
     factor: float
@@ -61,7 +61,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Hidden layers of which a router chooses some for each token (Shazeer et al. 2017, arXiv:1701.06538)."""
+    """Experts: MLPs of which a router picks some for each token (Shazeer et al. 2017, arXiv:1701.06538)."""
 
     number: int
     chosen: int  # of them, for each token
@@ -75,7 +75,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Attention over latent vectors: queries, keys and values go through narrow ones (DeepSeek-V2, arXiv:2405.04434)."""
+    """Latent attention: queries, keys and values are projected through narrow vectors (DeepSeek-V2, arXiv:2405.04434)."""
 
     query_rank: int | None  # numbers in a token's latent query; None: none, queries come from the token
     kv_rank: int
@@ -125,7 +125,7 @@ class LlamaShape:
         return self.experts is not None and block not in self.experts.dense
 
     def seen_tokens(self, block: int) -> int:
-        """Return how many tokens attention looks at in that block, the causal mask left aside."""
+        """Return how many tokens attention sees in that block, ignoring the causal mask."""
         has_window = self.window is not None and not (self.full_every and (block + 1) % self.full_every == 0)
         return min(self.context, self.window) if has_window else self.context
 
@@ -167,10 +167,10 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedi
 
 
 def shape_from_config(config: dict) -> LlamaShape:
-    """Return the shape that a Hugging Face `config.json` of a Llama, or of one of its RELATIVES, describes.
+    """Return the shape described by a Hugging Face `config.json` of a Llama or of one of its RELATIVES.
 
-    Keys that are left out have the defaults of the models' own configurations. Raises ValueError for other kinds of
-    models, and for a size that is missing.
+    Missing keys get the defaults of the models' own configurations. Raises ValueError for other kinds of models, and if
+    a size is missing.
     """
     kind = config.get("model_type")
     if kind not in RELATIVES:
@@ -202,7 +202,7 @@ def shape_from_config(config: dict) -> LlamaShape:
 
 
 def require_sizes(config: dict, keys: Sequence[str]) -> None:
-    """Raise ValueError, with their names, unless all `keys` are whole numbers above zero."""
+    """Raise ValueError, naming them, unless all `keys` are whole numbers above zero."""
     if missing := [key for key in keys if not isinstance(config.get(key), int) or isinstance(config[key], bool)]:
         raise ValueError(f"no whole number {', '.join(missing)}, which the size of the model depends on")
     if wrong := [key for key in keys if config[key] < 1]:
@@ -210,14 +210,14 @@ def require_sizes(config: dict, keys: Sequence[str]) -> None:
 
 
 def check_config(config: dict, *, num_heads: int, width: int, head_size: int | None) -> None:
-    """Raise ValueError for what no plan and no model here can do: heads that don't divide, experts, few bits."""
+    """Raise ValueError for what neither plan nor model can handle: heads that don't divide, experts, quantized weights."""
     if not head_size and width % num_heads:
         raise ValueError(
-            f"num_attention_heads {num_heads} does not divide hidden_size {width}, and there is no head_dim"
+            f"num_attention_heads {num_heads} doesn't divide hidden_size {width}, and head_dim isn't given"
         )
     num_kv_heads = config.get("num_key_value_heads", KV_HEADS.get(config.get("model_type")))
     if num_kv_heads is not None and (not isinstance(num_kv_heads, int) or num_kv_heads < 1 or num_heads % num_kv_heads):
-        raise ValueError(f"num_key_value_heads {num_kv_heads!r} does not divide num_attention_heads {num_heads}")
+        raise ValueError(f"num_key_value_heads {num_kv_heads!r} doesn't divide num_attention_heads {num_heads}")
     if found := [key for key in EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1]:
         kind = config.get("model_type")
         if kind in RELATIVES:
@@ -226,18 +226,18 @@ def check_config(config: dict, *, num_heads: int, width: int, head_size: int | N
 
 
 def check_quantization(config: dict) -> None:
-    """Raise ValueError if the weights in the files have few bits: they aren't what is trained."""
+    """Raise ValueError if the files hold quantized weights: those aren't the ones you train."""
     how = config.get("quantization_config")
     if how and (not isinstance(how, dict) or how.get("quant_method") not in RELEASED_IN):
         method = how.get("quant_method", "unknown") if isinstance(how, dict) else how
         raise ValueError(
-            f"quantization_config {method!r}: weights of 4 or 8 bits are not trained, and this plan does not count them; "
-            "give the config.json of the model before quantization"
+            f"quantization_config {method!r}: quantized weights of 4 or 8 bits aren't trained, so there's no plan "
+            f"for them; give the config.json of the unquantized model"
         )
 
 
 def rope_of_config(config: dict) -> tuple[dict, str]:
-    """Return what a `config.json` says of rotary positions, under its newer or its older name, and their type.
+    """Return the rotary settings of a `config.json`, under the key's newer or older name, and their type.
 
     Raises ValueError if that is not an object.
     """
@@ -250,8 +250,8 @@ def rope_of_config(config: dict) -> tuple[dict, str]:
 def llama_from_config(config: dict) -> LlamaShape:
     """Return the shape of a model that `fsdp_helpers.models.llama` can build from a Hugging Face `config.json`.
 
-    Raises ValueError, naming the key, for what this model does not have: biases, other activations, positions that
-    are scaled in a different way than Llama 3.1's.
+    Raises ValueError, naming the key, for features this model doesn't have: biases, other activation functions,
+    position scaling other than Llama 3.1's.
     """
     _, rope_type = rope_of_config(config)
     refused = {
@@ -264,7 +264,7 @@ def llama_from_config(config: dict) -> LlamaShape:
     for key, is_refused in refused.items():
         if is_refused:
             found = rope_type if key == "rope_type" else config.get(key)
-            raise ValueError(f"this config.json has {key} {found!r}, which a plain Llama does not have")
+            raise ValueError(f"this config.json has {key} {found!r}, which a plain Llama doesn't have")
     shape = shape_from_config(config)
     if shape.q_width != shape.width:
         raise ValueError(f"head_dim {shape.head_width} x {shape.num_heads} heads is not the hidden_size {shape.width}")
@@ -296,7 +296,7 @@ def _scaling_of(shape: LlamaShape) -> dict:
 
 
 def config_of_llama(shape: LlamaShape) -> dict:
-    """Return what Hugging Face's `config.json` says of a model of this shape."""
+    """Return Hugging Face's `config.json` for a model of this shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

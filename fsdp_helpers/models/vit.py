@@ -1,4 +1,4 @@
-"""A vision transformer as the field uses it, of any `ViTShape`: from a laptop's to ten billion parameters."""
+"""A standard vision transformer of any `ViTShape`, from laptop size to ten billion parameters."""
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +10,16 @@ POSITION_STD = 0.02  # of the first positions and class tokens, as in Dosovitski
 
 
 class Attention(nn.Module):
-    """Every token looks at every other, in several heads. (N, tokens, width) -> (N, tokens, width)
+    """Multi-head attention, not causal. (N, tokens, width) -> (N, tokens, width)
 
-    The rows of `qkv` are ordered by head, and within a head by query, key and value: so a shard of rows that ends
-    between two heads is an attention of its own, which is what tensor parallelism needs.
+    The rows of `qkv` are ordered by head, and within a head by query, key and value: so a shard whose rows end between
+    two heads is a complete attention, which is what tensor parallelism needs.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         if width % num_heads:
-            raise ValueError(f"a width of {width} does not divide by {num_heads} heads")
+            raise ValueError(f"a width of {width} isn't divisible by {num_heads} heads")
         self.head_width = width // num_heads
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a hidden layer, each behind a norm and each added to what came in."""
+    """Attention and an MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, width: int, num_heads: int, mlp_width: int) -> None:
         super().__init__()
@@ -47,16 +47,16 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches become tokens, blocks let them look at each other. (N, channels, size, size) -> (N, classes), logits.
+    """A vision transformer that classifies images: (N, channels, size, size) -> logits (N, classes).
 
-    The class token is classified or, without one, the mean over all tokens. `reset_parameters` draws new values for
-    what belongs to no layer, so that a model that began on the meta device can be filled module by module.
+    The head gets the class token or, if there is none, the mean over all tokens. `reset_parameters` initializes the
+    parameters outside the layers, so that a model created on the meta device can be filled module by module.
     """
 
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
         if shape.image_size % shape.patch_size:
-            raise ValueError(f"{shape.image_size} pixels do not divide by patches of {shape.patch_size}")
+            raise ValueError(f"{shape.image_size} pixels aren't divisible into patches of {shape.patch_size}")
         width = shape.width
         self.patches = nn.Conv2d(shape.channels, width, kernel_size=shape.patch_size, stride=shape.patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, width)) if shape.class_token else None

@@ -1,1 +1,1 @@
-"""Predictions of memory and time from arithmetic alone. No torch import."""
+"""Predictions of memory and time by arithmetic alone. No torch import."""

@@ -1,4 +1,4 @@
-"""A verdict on a plan in one sentence, what to change first if it does not fit, and what is fastest. No torch."""
+"""A verdict on a plan in one sentence, what to change first if it doesn't fit, and the fastest plan. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ AS_FAST = 0.02  # plans whose speeds differ by less are as fast as each other
 # What FSDP alone can't do: chapter 15 shows each, and this plan knows none of them.
 BEYOND = {
     "activations": "split the sequence or the layers over ranks (context or tensor parallelism)",
-    "gathered units": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
+    "unsharded units": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
     "communication buffers": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
 }
 STATE_BEYOND = "take larger devices, or give ranks different layers (pipeline parallelism)"
@@ -23,7 +23,7 @@ CHAPTER = "FSDP alone can't do that: notebook 15, 15_more_dimensions.ipynb"
 
 
 def verdict(plan: Plan, subject: Subject) -> str:
-    """Say in one sentence how much memory a plan leaves or, if it does not fit, what to change first."""
+    """Say in one sentence how much memory a plan leaves free or, if it doesn't fit, what to change first."""
     return sentence(plan, [] if plan.fits else changes_until_it_fits(plan, subject))
 
 
@@ -52,7 +52,7 @@ def _largest_part(plan: Plan) -> tuple[str, int]:
 
 
 def _host_sentence(plan: Plan) -> str:
-    """Say what offloading asks of the host, which a device's memory does not show."""
+    """Say how much host memory offloading takes, which the device's memory doesn't show."""
     if not plan.host_bytes:
         return ""
     ranks = plan.cluster.node_ranks
@@ -78,8 +78,8 @@ def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
 def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]]:
     """List the changes one after the other, each with the plan it leads to.
 
-    Of changes after which it fits, the first in the order of `possible_changes` is taken, which is that of what they
-    cost; where none does, the one that brings most, and so on.
+    If several changes make it fit, we take the first in the order of `possible_changes`, the cheapest. If none does, we
+    take the one that saves most, and so on.
     """
     taken: list[tuple[str, Plan]] = []
     while not plan.fits and len(taken) < MOST_CHANGES:
@@ -99,11 +99,11 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 
 
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
-    """Every single change that is left, in the order of what it costs.
+    """List every single change that's left, cheapest first.
 
-    A cut costs latency, reducing each part sends more often, bf16 costs precision where it does not matter, chunks of
-    the loss compute the head's forward twice, recomputing takes a third more arithmetic, a smaller batch gathers more
-    often for the same number of items, moments in 8 bits need a library, ranks cost money, pure bf16 loses small
+    More units cost latency, reducing after every part sends more often, bf16 costs precision where it matters little, a
+    chunked loss computes the head's forward twice, recomputing takes a third more arithmetic, a smaller batch needs
+    more all-gathers for the same number of items, 8-bit moments need a library, ranks cost money, pure bf16 loses small
     updates, and offloading waits for the host in every step.
     """
     settings, cluster = plan.settings, plan.cluster
@@ -150,17 +150,17 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
 
 
 def held_back(plan: Plan, subject: Subject) -> Plan | None:
-    """Return the same plan with gradients reduced only after the last part, if it has parts and does not do that."""
+    """Return the same plan with gradients reduced only after the last part, if that's different and possible."""
     if plan.settings.micro_batches == 1 or not plan.settings.config().reduces_every_part:
         return None
     return make_plan(subject, replace(plan.settings, sync_micro_batches=False), plan.cluster)
 
 
 def fastest(plan: Plan, subject: Subject) -> Plan | None:
-    """Return the plan with most items per second on the same cluster, in the same precision; None if no rate is known.
+    """Return the plan with the most items per second on the same cluster and in the same precision; None without a known rate.
 
-    Tried are one sequence, then twice as many until it does not fit, with nothing, products or only inputs kept, and
-    sharded over all ranks or within a node. Of plans that are as fast as each other, the one with the lowest peak.
+    It tries one sequence, then twice as many until it no longer fits, each recomputation setting, and sharding over all
+    ranks or within a node. Among equally fast plans, it takes the one with the lowest peak.
     """
     if plan.time is None:
         return None

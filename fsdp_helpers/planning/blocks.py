@@ -1,7 +1,7 @@
 """Bytes that blocks of vision transformers and Llama-like models keep and have in flight, counted by hand. No torch.
 
-Both use fused attention, which writes no scores and keeps a logarithm for each token and head, and no dropout. Norms
-and attention keep their statistics in fp32. The method is that of Korthikanti et al. 2022, arXiv:2205.05198, 4.1.
+Both use fused attention, which doesn't store the scores but keeps a logarithm per token and head, and no dropout. Norms
+and attention keep their statistics in fp32. The method is from Korthikanti et al. 2022, arXiv:2205.05198, 4.1.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from fsdp_helpers.planning.transformer import BlockBytes
 
 
 def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, value_bytes: int = 4) -> BlockBytes:
-    """Count a pre-norm block with GELU, for `tokens` in all. Values per token; h width, m the hidden layer's, a heads:
+    """Count a pre-norm block with GELU, for `tokens` in all. Values per token, with h the width, m the MLP's, a heads:
 
     - attention: the norm's input h and output h; q, k and v 3 h; the product, which the output projection keeps, h
     - hidden layer: the norm's input h and output h; GELU's input m and output m
@@ -64,9 +64,9 @@ def llama_block_bytes(
 
 
 def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int) -> BlockBytes:
-    """Count one block of a Llama or any of its relatives: what `llama_block_bytes` says, and what is special to it.
+    """Count one block of a Llama or a relative: `llama_block_bytes`, plus whatever is special to it.
 
-    Without a gate the block is `vit_block_bytes`. Values per token, besides:
+    Without a gate, the block is `vit_block_bytes`. Additional values per token:
 
     - a norm of each head's queries and keys: its input, q + k, and one statistic per head
     - norms behind attention and the hidden layer: their inputs, h each, and a statistic each
@@ -74,8 +74,8 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     - experts: the hidden layers of those that a token goes to count as one; the tokens laid out by expert and what the
       experts say, c x h each for c chosen ones; the router's logits and probabilities in fp32
 
-    Experts are computed one kernel for all (a grouped product), so the gradient of all their last weights is there at
-    once. Routing is taken to be even.
+    One kernel computes all experts (a grouped product), so the gradients of all their last weights exist at the same
+    time. Routing is assumed to be balanced.
     """
     if not shape.gated:
         sizes = {"tokens": tokens, "width": shape.width, "mlp_width": shape.mlp_width, "num_heads": shape.num_heads}

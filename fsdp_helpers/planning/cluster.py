@@ -1,4 +1,4 @@
-"""Devices and links that a plan is made for. No torch."""
+"""The devices and links that a plan is made for. No torch."""
 
 import math
 from dataclasses import dataclass, fields
@@ -19,9 +19,9 @@ MOST_RANKS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices, one for each rank: their memory, their links, their speed.
+    """Devices, one per rank: their memory, links and speed.
 
-    Raises ValueError for what no cluster can be.
+    Raises ValueError for an impossible cluster.
     """
 
     world_size: int
@@ -84,9 +84,9 @@ class Cluster:
 
     @classmethod
     def of(cls, device: str, world_size: int, precision: str = "bf16", **changes) -> "Cluster":
-        """Return `world_size` devices of that name, in the nodes that usually hold them; `changes` replace numbers.
+        """Return `world_size` devices of that name, in their usual nodes; `changes` override numbers.
 
-        Raises ValueError for an unknown device, and for a precision that it does not compute in.
+        Raises ValueError for an unknown device, and for a precision the device doesn't support.
         """
         found = named_device(device)
         peak = found.peak(precision)
@@ -106,14 +106,14 @@ class Cluster:
 
     @property
     def is_typical(self) -> bool:
-        """Return True if the rate is the share that published runs reach, not one that somebody stated."""
+        """Return True if the rate is the share that published runs reach, not one you stated."""
         if self.device is None or self.peak_flops_per_s is None:
             return False
         return self.flops_per_s == named_device(self.device).share * self.peak_flops_per_s
 
     @property
     def node_ranks(self) -> int:
-        """Return the ranks in a node that is as full as it gets."""
+        """Return the number of ranks in the fullest node."""
         return min(self.ranks_per_node, self.world_size)
 
     @property

@@ -16,7 +16,7 @@ LEFT_OUT = "saving, restarts, evaluation, waiting for data and for slow machines
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """A checkpoint's size, the time it takes, and how often it pays."""
+    """A checkpoint's size, the time to save it, and how often to save one."""
 
     checkpoint_bytes: int
     save_s: float
@@ -32,10 +32,10 @@ def save_plan(
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
     restart_s: float = RESTART_S,
 ) -> SavePlan:
-    """Return when to save: after the square root of twice the time to save times the time between failures.
+    """Return when to save: every sqrt(2 x time to save x time between failures).
 
     A checkpoint has parameters and moments, each once, and all nodes write at the same time, each
-    `storage_bytes_per_s`. A failure also costs `restart_s`, until it has been noticed and all ranks train again.
+    `storage_bytes_per_s`. A failure also costs `restart_s`, until it's noticed and all ranks are training again.
     Source: J. Young, *A first order approximation to the optimum checkpoint interval*, 1974.
     """
     nodes = -(-plan.cluster.world_size // plan.cluster.ranks_per_node)
@@ -52,9 +52,9 @@ def save_plan(
 
 
 def device_hours(plan: Plan, items: float, goodput: float = 1.0) -> float:
-    """Return the hours of all devices together for a number of items, of which a share of `goodput` is training.
+    """Return the device-hours for a number of items, if a share of `goodput` of the time is spent training.
 
-    Raises ValueError if no rate is known, or for a share that can't be.
+    Raises ValueError if no rate is known, or for an impossible share.
     """
     if plan.items_per_s_estimate is None:
         raise ValueError("GPU-hours need a rate; name a --device, or give --tflops")

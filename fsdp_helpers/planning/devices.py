@@ -1,14 +1,14 @@
-"""Devices by name: memory, rates, links, and the share of the data sheet that training reaches. No torch.
+"""Devices by name: memory, rates, links, and the share of the peak rate that training reaches. No torch.
 
-Rates are those of the data sheets, dense, without sparsity; links are one direction of what a sheet adds up for both.
-fp32 is torch's default, which does not use TF32.
+Rates come from data sheets, dense, without sparsity; link rates are for one direction, where data sheets add both. fp32
+is torch's default, which doesn't use TF32.
 
-The share is what matrix products reach while nothing waits. It is a median of published training runs, and they differ
-by a quarter to either side: torchtitan on A100s, 51 to 61 % MFU without and 69 % of the hardware's rate with recomputing
+The share is what matrix products reach while nothing waits. It's the median of published training runs, which vary by a
+quarter either way: torchtitan on A100s, 51 to 61 % MFU without and 69 % of the hardware's rate with recomputing
 (`docs/performance.md`); fms-fsdp on A100s, 57 % (README); torchtitan on H100s at 500 W, 33 to 39 %
 (`benchmarks/llama3_h100_202412_torchtitan.md`); the Llama 3 paper, 38 to 43 % (table 4); MPT on H100s, 40 to 46 %
-without recomputing (llm-foundry, `scripts/train/benchmarking/README.md`). For devices without such a run the share is
-that of the nearest one, and the plan says so.
+without recomputing (llm-foundry, `scripts/train/benchmarking/README.md`). Devices without such a run get the share of
+the nearest one, and the plan says so.
 
 Two constants are fitted to 47 runs of the last of these (`planning.published`): RECOMPUTED_GAIN and ATTENTION_COST. A
 third, LINK_SHARE, is what nccl-tests report.
@@ -25,7 +25,7 @@ LINK_SHARE = 0.8  # of the data sheet: 8 H100s gather at 360 of 450 GB/s (nccl-t
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The data sheet of a device, and of the machine that usually holds it."""
+    """The data sheet of a device and of the machine it usually comes in."""
 
     title: str
     memory_bytes: float
@@ -40,7 +40,7 @@ class Device:
     measured: bool = True  # whether published runs gave the share
 
     def peak(self, precision: str) -> float:
-        """Return the rate of the data sheet. Raises ValueError for a precision that the device has no units for."""
+        """Return the rate on the data sheet. Raises ValueError for a precision the device has no units for."""
         half = precision.removeprefix("pure-")
         rate = self.peak_flops.get(half, self.peak_flops.get("bf16") if half == "fp16" else None)
         if rate is None:
@@ -124,7 +124,7 @@ DEVICES = {
 
 
 def named_device(name: str) -> Device:
-    """Return the device of that name. Raises ValueError for one that is not among DEVICES."""
+    """Return the device of that name. Raises ValueError if it isn't in DEVICES."""
     if name not in DEVICES:
         raise ValueError(f"unknown device {name!r}; choose one of {', '.join(DEVICES)}, or give its numbers")
     return DEVICES[name]

@@ -1,7 +1,7 @@
 """Bytes that a rank sends in one step along each dimension of a mesh, from arithmetic alone. No torch import.
 
-All of them count a ring, as `collective_sent_bytes` does, and fp32 unless `value_bytes` says otherwise. `tokens` are those
-of one step that the ranks of the dimension work on together: sequences times their full length.
+All count a ring, as `collective_sent_bytes` does, and fp32 unless `value_bytes` says otherwise. `tokens` is the number
+of tokens that the ranks of the dimension process together in a step: sequences times their full length.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from fsdp_helpers.planning.traffic import collective_sent_bytes
 
 
 def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Every unit is gathered twice and its gradient reduce-scattered: 3 · (N−1)/N · P.
+    """Count FSDP: every unit is all-gathered twice, and its gradient reduce-scattered: 3 · (N−1)/N · P.
 
-    Padding is not counted, and every parameter is in a unit below the root.
+    Padding isn't counted, and every parameter is in a unit below the root.
     """
     full_bytes = params * value_bytes
     gathered = collective_sent_bytes("all_gather", 2 * full_bytes, ranks)
@@ -31,7 +31,7 @@ def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: i
 def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
     """Two all-reduces in a block's forward and two in its backward: 4 · L · 2 · (t−1)/t · tokens · width.
 
-    With sequence parallelism each all-reduce becomes its two halves, and the bytes stay the same.
+    With sequence parallelism, each all-reduce is split into its two halves; the bytes stay the same.
     Source: M. Shoeybi et al. 2019, arXiv:1909.08053, section 3; V. Korthikanti et al. 2022, arXiv:2205.05198.
     """
     return 4 * layers * collective_sent_bytes("all_reduce", tokens * width * value_bytes, ranks)
@@ -41,8 +41,8 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
     """Keys and values gathered in forward, their gradients scattered in backward: 4 · L · (c−1)/c · tokens · kv_width.
 
     `kv_width` is the width of the keys: less than the model's if several heads share them. A ring that keeps what it
-    receives sends as much; one that sends keys and values around again in backward sends half as much again.
-    Source: H. Liu et al. 2023, arXiv:2310.01889.
+    receives sends the same; one that passes keys and values around again in backward sends 1.5 times as much. Source:
+    H. Liu et al. 2023, arXiv:2310.01889.
     """
     full_bytes = 2 * tokens * kv_width * value_bytes  # keys and values
     gathered = collective_sent_bytes("all_gather", full_bytes, ranks)
@@ -52,16 +52,17 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
 def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:
     """One activation forward and one gradient back: 2 · tokens · width; half of it for a stage `at_the_end`.
 
-    The number of stages and of micro-batches does not matter.
+    The numbers of stages and micro-batches don't matter.
     Source: Y. Huang et al. 2018, arXiv:1811.06965.
     """
     return (1 if at_the_end else 2) * tokens * width * value_bytes
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """Return the part of a step in which a stage waits, under GPipe and 1F1B alike: (S−1) / (M+S−1).
+    """Return the share of a step in which a stage waits, the same for GPipe and 1F1B: (S−1) / (M+S−1).
 
-    Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead: by the time of the work.
+    Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead: by the time of the
+    work.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
@@ -71,7 +72,7 @@ def expert_sent_bytes(
 ) -> int:
     """Tokens sent to their experts and results sent back, in forward and in backward: 2 · L · (out + in) · width.
 
-    `rows_to_others` and `rows_from_others` are the tokens that leave and reach this rank in one layer. A balanced
+    `rows_to_others` and `rows_from_others` count the tokens that leave and reach this rank in one layer. A balanced
     router sends (e−1)/e of a rank's tokens out, and as many come in. The counts themselves are not included.
     Source: D. Lepikhin et al. 2020, arXiv:2006.16668.
     """
@@ -88,10 +89,10 @@ class PipelineWork(NamedTuple):
 
 
 def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) -> list[list[PipelineWork]]:
-    """Return when each stage does what, as early as possible; `orders` have each stage's work, such as "F0" or "B3".
+    """Return when each stage does what, as early as possible; `orders` lists each stage's work, such as "F0" or "B3".
 
-    A forward waits for the stage before, a backward for the stage behind; a forward takes 1, sending takes nothing.
-    Raises ValueError for orders that wait for each other.
+    A forward waits for the previous stage, a backward for the next one. A forward takes 1, sending takes no time.
+    Raises ValueError for orders that deadlock.
     """
     ends: dict[tuple[int, str], float] = {}
     spans: list[list[PipelineWork]] = [[] for _ in orders]
@@ -115,14 +116,14 @@ def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) ->
 
 
 def idle_share(spans: Sequence[Sequence[PipelineWork]]) -> float:
-    """Return the part of the stages' time in which they do nothing, from the first forward to the last backward."""
+    """Return the share of the stages' time that's idle, from the first forward to the last backward."""
     end = max(work.end for stage in spans for work in stage)
     busy = sum(work.end - work.start for stage in spans for work in stage)
     return 1 - busy / (end * len(spans))
 
 
 def most_in_flight(order: Sequence[str]) -> int:
-    """Return the most micro-batches whose activations a stage keeps at once: forwards without their backward."""
+    """Return the most micro-batches whose activations a stage holds at once: forwards without their backward so far."""
     in_flight = most = 0
     for name in order:
         in_flight += 1 if name.startswith("F") else -1
@@ -132,7 +133,7 @@ def most_in_flight(order: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DimensionedRun:
-    """A training run in several dimensions: its model, its mesh, and what was published of it."""
+    """A training run in several dimensions: its model, its mesh, and its published numbers."""
 
     model: str
     params: int
@@ -153,10 +154,10 @@ class DimensionedRun:
         return self.data * self.tensor * self.context * self.pipeline
 
     def sent_bytes(self, value_bytes: int = 2) -> dict[str, int]:
-        """Return what one rank sends in a step along each dimension, all of it in `value_bytes` a value.
+        """Return the bytes one rank sends in a step along each dimension, with `value_bytes` per value.
 
         A rank has layers / pipeline layers, works on 1 / context of the tokens, and keeps 1 / tensor of each matrix;
-        FSDP shards that over the ranks of data and context. Layers that do not divide are counted as a fraction.
+        FSDP shards that over the ranks of data and context. If layers don't divide evenly, they count as a fraction.
         """
         layers = self.layers / self.pipeline
         own_tokens = self.sequences * self.length // self.context

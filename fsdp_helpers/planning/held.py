@@ -1,7 +1,7 @@
-"""Bytes that one rank keeps between two steps, exactly: its own shards, without padding. No torch.
+"""Bytes one rank holds between two steps, exactly: its own shards, without padding. No torch.
 
-Shards are not equally long: with 10 rows over 4 ranks FSDP2 gives them 3, 3, 3 and 1, and FSDP1 cuts its flat tensor
-wherever the middle may be. On average a rank keeps what `planning.state` says.
+Shards have different sizes: FSDP2 splits 10 rows over 4 ranks into 3, 3, 3 and 1, and FSDP1 splits its flat tensor into
+equal shards, even in the middle of a parameter. On average, a rank holds what `planning.state` says.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,7 +27,7 @@ def own_state(
     optimizer: str = "adam",
     value_bytes: int = FP32_BYTES,
 ) -> StateBytes:
-    """Return what `rank` keeps: all parameters or its shards of them, and gradients and moments of the trained ones."""
+    """Return what `rank` holds: all parameters or its shards, and gradients and moments of the trained ones."""
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
     values = own_values(profile, config, shards, units, rank)
     trained = own_values(profile, config, shards, units, rank, counted=profile.trained)
@@ -46,7 +46,7 @@ def own_values(
     rank: int,
     counted: Collection[str] | None = None,
 ) -> int:
-    """Return the values of `rank`, one of `shards` that share a copy of the model: of all parameters, or of some."""
+    """Return the number of values on `rank`, one of `shards` that share a copy of the model: of all parameters, or of some."""
     counted = profile.shapes if counted is None else counted
     if not config.is_sharded or shards == 1:
         return sum(prod(profile.shapes[name]) for name in counted)
@@ -66,7 +66,7 @@ def own_values(
 
 
 def own_rows(rows: int, shards: int, place: int) -> int:
-    """FSDP2 gives every rank the rows of an equal share, rounded up, as long as there are some."""
+    """Return a rank's rows under FSDP2: an equal share, rounded up, until rows run out."""
     share = -(-rows // shards)
     return max(0, min(share, rows - place * share))
 

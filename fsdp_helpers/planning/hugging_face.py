@@ -1,6 +1,6 @@
-"""A model's `config.json` as a planner takes it: a file, a name, a shape. No torch, and no transformers.
+"""A model's `config.json` as the planner reads it: a file, a name, a shape. No torch, and no transformers.
 
-Keys that a file leaves out have the defaults of the model's own configuration in transformers, where it has one.
+Missing keys get the defaults of the model's configuration class in transformers, if it has one.
 """
 
 import json
@@ -24,10 +24,10 @@ Config = dict[str, Any]
 
 
 def read_config(path: str | Path) -> tuple[str, LlamaShape]:
-    """Return a name and the shape of the model that a `config.json` describes.
+    """Return a name and the shape of the model described by a `config.json`.
 
-    Raises ValueError, with the path, for a file that isn't one, for a kind of model that isn't among KINDS, and for
-    sizes that no model can have.
+    Raises ValueError, with the path, if the file isn't one, if the kind of model isn't in KINDS, and for impossible
+    sizes.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -47,7 +47,7 @@ def read_config(path: str | Path) -> tuple[str, LlamaShape]:
 
 
 def planned_shape(config: Config) -> tuple[str, LlamaShape]:
-    """Return the kind's title and the shape. Raises ValueError for a kind that is not among KINDS."""
+    """Return the kind's title and the shape. Raises ValueError for a kind that isn't in KINDS."""
     kind = config["model_type"]
     if kind in RELATIVES:
         return RELATIVES[kind][0], shape_from_config(config)
@@ -119,7 +119,7 @@ def _gemma2(config: Config) -> LlamaShape:
 
 
 def _gemma3(config: Config) -> LlamaShape:
-    """Return the text model's; a `gemma3` has one within, and a tower for images that this plan leaves out."""
+    """Return the shape of the text model; a `gemma3` contains one, next to an image tower that the plan leaves out."""
     usual = {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
@@ -143,7 +143,7 @@ def _mixtral(config: Config) -> LlamaShape:
 
 
 def _dense_blocks(config: Config) -> frozenset[int]:
-    """Return the blocks of a Qwen that have an ordinary hidden layer."""
+    """Return the blocks of a Qwen that have an ordinary MLP."""
     step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     depth = config.get("num_hidden_layers") or 0
     return frozenset(block for block in range(depth) if block in only or (block + 1) % step)

@@ -1,4 +1,4 @@
-"""Models that are planned by name, from the numbers that decide their size. Nothing is built; no torch."""
+"""Models you can plan by name, from the numbers that determine their size. No model is built; no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "pure-bf16": 2, "autocast": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model that can be planned for: what one process does with a batch of it, whatever the strategy."""
+    """A model to plan for: what one process does with a batch, whatever the strategy."""
 
     name: str
     item: str  # what a batch is counted in: "image", "token", "sample"
@@ -36,7 +36,7 @@ class Subject:
     refused: Callable[[str], str | None] = lambda precision: None  # why the model cannot run in a precision
 
     def check(self, batch: int, precision: str, activation_checkpointing: str, loss_chunks: int = 1) -> None:
-        """Raise ValueError for a batch, a precision or a lever that this model cannot have."""
+        """Raise ValueError for a batch, a precision or a lever that this model doesn't support."""
         if loss_chunks > 1 and not self.chunks_loss:
             raise ValueError(
                 f"--loss-chunks belongs to language models planned by their shape; leave it out of {self.name}"
@@ -52,11 +52,11 @@ class Subject:
             raise ValueError(reason)
 
     def backward_of(self, batch: int) -> float:
-        """Return what backward takes of a forward's operations, with nothing recomputed."""
+        """Return how many operations backward takes for a forward's, without recomputation."""
         return self.backward_factor(batch) if callable(self.backward_factor) else self.backward_factor
 
     def unit_flops_of(self, batch: int) -> dict[str, int]:
-        """Return the operations of a forward by module; all in the root, if that is all that is known."""
+        """Return the operations of a forward by module; all in the root, if that's all we know."""
         if self.unit_flops is not None:
             return self.unit_flops(batch)
         return {ROOT: self.forward_flops(batch)}
@@ -66,7 +66,7 @@ NAMED_MODELS = (*VIT_SHAPES, *LLAMA_SHAPES)
 
 
 def named_subject(name: str) -> Subject:
-    """Return the model of that name. Raises ValueError for one that is not among NAMED_MODELS."""
+    """Return the model of that name. Raises ValueError if it isn't in NAMED_MODELS."""
     if name in VIT_SHAPES:
         return vit_subject(name, VIT_SHAPES[name])
     if name in LLAMA_SHAPES:
@@ -79,7 +79,7 @@ def count_values(shapes: Shapes) -> int:
 
 
 def _autocast_copies(layer: Layer) -> Layer:
-    """Return the layer with what autocast keeps from forward to backward besides: a bf16 copy of each matrix."""
+    """Return the layer, plus what autocast keeps from forward to backward: a bf16 copy of each matrix."""
     copies = 2 * count_values({name: shape for name, shape in layer.shapes.items() if len(shape) > 1})
     return replace(layer, bytes=replace(layer.bytes, kept_bytes=layer.bytes.kept_bytes + copies))
 
@@ -88,7 +88,7 @@ def _autocast_copies(layer: Layer) -> Layer:
 
 
 def vit_subject(name: str, shape: ViTShape) -> Subject:
-    """Describe a vision transformer; a batch counts images."""
+    """Describe a vision transformer; batches are counted in images."""
     blocks = tuple(f"blocks.{number}" for number in range(shape.depth))
     block_shapes, root_shapes = vit_block_shapes(shape), vit_root_shapes(shape)
 
@@ -117,7 +117,7 @@ def vit_subject(name: str, shape: ViTShape) -> Subject:
 
 
 def vit_block_shapes(shape: ViTShape) -> Shapes:
-    """Parameters of one block, by name."""
+    """Return one block's parameter shapes, by name."""
     width, hidden = shape.width, shape.mlp_width
     layers = {
         "attention.qkv": (3 * width, width),
@@ -129,7 +129,7 @@ def vit_block_shapes(shape: ViTShape) -> Shapes:
 
 
 def vit_root_shapes(shape: ViTShape) -> Shapes:
-    """Parameters outside the blocks, by name."""
+    """Return the shapes of the parameters outside the blocks, by name."""
     width, patch = shape.width, shape.patch_size
     class_token = {"class_token": (1, 1, width)} if shape.class_token else {}
     return {
@@ -157,7 +157,7 @@ def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
 
 
 def vit_unit_flops(shape: ViTShape, images: int) -> dict[str, int]:
-    """Two operations for each weight and token, and 4 s h a token for attention over s tokens."""
+    """Count two operations per weight and token, and 4 s h per token for attention over s tokens."""
     tokens = images * shape.num_tokens
     weights = count_values({n: s for n, s in vit_block_shapes(shape).items() if len(s) == 2})
     patches = images * (shape.image_size // shape.patch_size) ** 2 * shape.channels * shape.patch_size**2 * shape.width
@@ -175,7 +175,7 @@ def norm_shapes(name: str, width: int) -> Shapes:
 
 
 def linear_shapes(layers: Shapes) -> Shapes:
-    """Weight and bias of each layer, by the shape of its weight."""
+    """Return the shapes of weight and bias of each layer, given the weight's shape."""
     both = [((f"{name}.weight", shape), (f"{name}.bias", shape[:1])) for name, shape in layers.items()]
     return dict(pair for pairs in both for pair in pairs)
 
@@ -184,10 +184,10 @@ def linear_shapes(layers: Shapes) -> Shapes:
 
 
 def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subject:
-    """Describe a Llama or a relative of it; a batch counts tokens, in sequences of `shape.context`.
+    """Describe a Llama or a relative; batches are counted in tokens, in sequences of `shape.context`.
 
-    The embedding and the head are units of their own, unless they are tied and belong to the root. With `lora_rank` two
-    small matrices are trained beside each matrix of a block, and everything else is frozen (Hu et al. 2021,
+    The embedding and the head each get their own unit, unless they're tied and belong to the root. With `lora_rank`,
+    two small matrices are trained for each matrix of a block, and everything else is frozen (Hu et al. 2021,
     arXiv:2106.09685).
     """
     names = tuple(f"layers.{number}" for number in range(shape.depth))
@@ -245,7 +245,7 @@ def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subjec
 
 
 def adapter_shapes(shapes: Shapes, rank: int) -> Shapes:
-    """Parameters of the adapters beside the matrices of a block; experts and the router have none."""
+    """Return the parameters of a block's adapters; experts and the router have none."""
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and "expert" not in name}
     matrices = {name.removesuffix(".weight"): shape for name, shape in matrices.items() if "router" not in name}
     pairs = [{f"{name}.lora_a": (rank, old), f"{name}.lora_b": (new, rank)} for name, (new, old) in matrices.items()]
@@ -253,7 +253,7 @@ def adapter_shapes(shapes: Shapes, rank: int) -> Shapes:
 
 
 def _block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int, lora_rank: int) -> BlockBytes:
-    """Count a block; beside each matrix an adapter keeps the narrow vector between its two."""
+    """Count a block; for each matrix, an adapter also keeps the narrow vector between its two factors."""
     found = decoder_block_bytes(shape, block, tokens, value_bytes)
     if not lora_rank:
         return found
@@ -262,7 +262,7 @@ def _block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int, l
 
 
 def llama_block_shapes(shape: LlamaShape, block: int = 0) -> Shapes:
-    """Parameters of one block, by name. Blocks differ if some have experts."""
+    """Return one block's parameter shapes, by name. Blocks differ if some have experts."""
     hidden = _experts_shapes(shape.width, shape.experts) if shape.is_routed(block) else _mlp_shapes(shape)
     return _attention_shapes(shape) | hidden | _norm_shapes(shape)
 
@@ -336,7 +336,7 @@ def _norm_shapes(shape: LlamaShape) -> Shapes:
 
 
 def llama_root_shapes(shape: LlamaShape) -> Shapes:
-    """Parameters outside the blocks, by name; a tied head is the embedding."""
+    """Return the shapes of the parameters outside the blocks, by name; a tied head is the embedding."""
     table = (shape.vocabulary, shape.width)
     outside: Shapes = {"embedding.weight": table, "norm.weight": (shape.width,)}
     outside |= {"positions.weight": (shape.positions, shape.width)} if shape.positions else {}
@@ -385,7 +385,7 @@ def llama_head_bytes(
 
 
 def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict[str, int]:
-    """Two operations for each weight that a token goes through, and attention's, by module."""
+    """Count two operations for each weight a token goes through, plus attention, by module."""
     attention = llama_attention_flops(shape, tokens)
     kinds = [shape.is_routed(number) for number in range(shape.depth)]
     weights = {kind: _used_weights(shape, kinds.index(kind), lora_rank) for kind in set(kinds)}
@@ -408,7 +408,7 @@ def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
 
 
 def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
-    """Return the values of the matrices of a block that one token goes through."""
+    """Return the number of matrix values in a block that one token goes through."""
     shapes = llama_block_shapes(shape, block)
     shapes |= adapter_shapes(shapes, lora_rank) if lora_rank else {}
     weights = count_values({n: s for n, s in shapes.items() if len(s) == 2 and "bias" not in n})
@@ -416,7 +416,7 @@ def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
 
 
 def _idle_in_a_block(width: int, experts: Experts) -> int:
-    """Return the weights of the experts that a token does not go to."""
+    """Return the number of weights in experts that a token isn't sent to."""
     return 3 * (experts.number - experts.chosen) * experts.width * width
 
 

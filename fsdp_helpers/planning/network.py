@@ -1,7 +1,7 @@
-"""The seconds of a collective: ranks within a node and between nodes, each with a bandwidth and a latency. No torch.
+"""The seconds a collective takes, from bandwidth and latency within nodes and between them. No torch.
 
 A ring of ranks passes through every node, and every rank has a link out of its node. NCCL runs as many rings as there
-are links, so a collective over whole nodes goes out over all links of a node at once, and each rank's link carries its
+are links, so a collective over full nodes leaves a node over all its links at once, and each rank's link carries its
 share. Within the node each ring passes from rank to rank over the fast links. The slower of the two decides.
 Sources: NCCL's own model of a ring, `src/graph/tuning.cc` (`ncclTopoTuneModel`), whose latency per step inside and
 between nodes is taken over; nccl-tests, `doc/PERFORMANCE.md`, on bus bandwidth.
@@ -18,7 +18,7 @@ WITHIN_LATENCY_S, BETWEEN_LATENCY_S, START_S = 3.4e-6, 9.6e-6, 8.4e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Links between ranks: bytes per second that one rank sends at, within its node and out of it."""
+    """Links between ranks: bytes per second one rank sends, within its node and out of it."""
 
     between_bytes_per_s: float
     within_bytes_per_s: float | None = None  # as between, if left out

@@ -1,4 +1,4 @@
-"""Bytes that optimizers keep between steps, and have in flight within one. No torch.
+"""Bytes that optimizers hold between steps, and have in flight within one. No torch.
 
 Bytes are for each trained value. Which temporaries a step has is read in torch 2.15, `torch/optim`: Adam in one fused
 kernel has none; its `foreach` form (torch's default on a GPU) computes all square roots before it uses the first; its
@@ -14,7 +14,7 @@ SCALED_TOGETHER = 256  # values of an 8-bit moment that share one fp32 scale
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """One optimizer's bytes: kept between steps, and needed within one."""
+    """One optimizer's bytes: held between steps, and needed within one."""
 
     title: str
     moments: int  # values kept for each trained one
@@ -52,7 +52,7 @@ OPTIMIZERS = {
 
 
 def named_optimizer(name: str) -> Optimizer:
-    """Return the optimizer of that name. Raises ValueError for one that is not among OPTIMIZERS."""
+    """Return the optimizer of that name. Raises ValueError if it isn't in OPTIMIZERS."""
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

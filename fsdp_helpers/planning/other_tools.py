@@ -1,6 +1,6 @@
 """The memory estimates of two widely used tools, by their published formulas. No torch.
 
-Both look at parameters alone: neither knows activations, units, or what a collective needs.
+Both look only at parameters: neither knows about activations, units, or the buffers of collectives.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ def deepspeed_zero3_bytes(profile: StepProfile, world_size: int) -> int:
 
 
 def largest_layer_params(profile: StepProfile) -> int:
-    """Parameters of the module that has most of its own, those of modules within it left out."""
+    """Return the size of the module with the most parameters of its own, excluding modules inside it."""
     layers: Counter[str] = Counter()
     for name, shape in profile.shapes.items():
         layers[name.rpartition(".")[0]] += prod(shape)

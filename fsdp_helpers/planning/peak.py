@@ -1,7 +1,7 @@
-"""One step of one rank, from arithmetic: a walk through forward and backward, its highest point, its collectives.
+"""One step of one rank, calculated: a walk through forward and backward, its peak, its collectives.
 
-A `StepProfile` says what one process does with one rank's images; the strategy says what is gathered, reduced and freed
-at each event. Padding counts. No torch.
+A `StepProfile` says what one process does with one rank's images; the strategy says what is unsharded, reduced and
+resharded at each event. Padding counts. No torch.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Step:
 def peak_of_step(
     profile: StepProfile, config: TrainConfig, world_size: int, units: Sequence[str] = (), *, backend: str = "gloo"
 ) -> Peak:
-    """Return the highest point of `walk_step`, with its arguments."""
+    """Return the peak of `walk_step`, which takes the same arguments."""
     return walk_step(profile, config, world_size, units, backend=backend).peak
 
 

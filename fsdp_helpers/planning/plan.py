@@ -1,6 +1,6 @@
-"""A plan: what a model takes on a number of devices, how long a step is, and whether it fits. No torch.
+"""A plan: how much memory a model takes on a number of devices, how long a step is, and whether it fits. No torch.
 
-GB are 10^9 bytes. What is counted is what PyTorch allocates for tensors; what lies outside the count is an allowance.
+GB are 10^9 bytes. We count what PyTorch allocates for tensors, and set aside an allowance for everything else.
 """
 
 import math
@@ -26,7 +26,7 @@ CATEGORIES = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "gathered": "gathered units",
+    "gathered": "unsharded units",
     "activations": "activations",
     "buffers": "communication buffers",
 }
@@ -36,7 +36,7 @@ CATEGORIES = {
 class Settings:
     """Training settings on the cluster, named as in `TrainConfig`.
 
-    Raises ValueError for settings that cannot work.
+    Raises ValueError for settings that can't work.
     """
 
     batch: int  # of one rank in one forward and backward, in the items of the model
@@ -113,7 +113,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A step on one rank of the cluster: bytes needed, bytes sent, seconds computing."""
+    """A step on one rank of the cluster: bytes needed, bytes sent, seconds of computing."""
 
     model: str
     item: str
@@ -132,12 +132,12 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Return one rank's bytes in host memory instead of the device's."""
+        """Return the bytes one rank holds in host memory instead of on the device."""
         return self.state.total_bytes if self.settings.strategy == "fsdp-offload" else 0
 
     @property
     def node_host_bytes(self) -> int:
-        """Return the bytes in the host memory of a node."""
+        """Return the bytes a node holds in host memory."""
         return self.host_bytes * self.cluster.node_ranks
 
     @property
@@ -146,12 +146,12 @@ class Plan:
 
     @property
     def spare_bytes(self) -> float:
-        """Below zero where the plan does not fit."""
+        """Return the free bytes; below zero if the plan doesn't fit."""
         return self.cluster.device_memory_bytes - self.needed_bytes
 
     @property
     def fits_host(self) -> bool:
-        """Return True if the hosts can hold what is offloaded, as far as their memory is known."""
+        """Return True if the hosts can hold the offloaded bytes, as far as their memory is known."""
         return self.node_host_bytes <= (self.cluster.host_memory_bytes or math.inf)
 
     @property
@@ -164,12 +164,12 @@ class Plan:
 
     @property
     def communication_s(self) -> float:
-        """The time in which the links carry what a rank sends in a step."""
+        """Return the seconds that a rank's links need for a step's bytes."""
         return self.time.communication_s if self.time else self.sent_bytes / self.cluster.bandwidth_bytes_per_s
 
     @property
     def arithmetic_s(self) -> float | None:
-        """The time for the arithmetic of a step, at the stated rate."""
+        """Return the seconds of arithmetic in a step, at the stated rate."""
         return self.time.arithmetic_s if self.time else None
 
     @property
@@ -179,12 +179,12 @@ class Plan:
 
     @property
     def items_per_step(self) -> int:
-        """Of all ranks together."""
+        """Return the items per step, over all ranks."""
         return self.settings.batch * self.settings.micro_batches * self.cluster.world_size
 
     @property
     def items_per_s(self) -> tuple[float, float] | None:
-        """All ranks together, in the shortest and in the longest step."""
+        """Return the items per second over all ranks, for the shortest and the longest step."""
         return (self.items_per_step / self.step_s[0], self.items_per_step / self.step_s[1]) if self.step_s else None
 
     @property
@@ -203,7 +203,7 @@ class Plan:
         return self.cluster.device is None or precision in named_device(self.cluster.device).peak_flops
 
     def by_category(self) -> dict[str, int]:
-        """Bytes at the peak, by the words of CATEGORIES."""
+        """Return the bytes at the peak, by the names in CATEGORIES."""
         sizes = self.peak.by_kind()
         return {words: sizes[kind] for kind, words in CATEGORIES.items()}
 
@@ -239,9 +239,9 @@ class Plan:
 
 
 def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
-    """Plan `subject` on `cluster`, for devices beside a host, whose collectives need no copies.
+    """Plan `subject` on `cluster`, for devices with a host, whose collectives need no copies.
 
-    Raises ValueError if the ranks do not go with the settings.
+    Raises ValueError if the ranks don't match the settings.
     """
     settings.check_world_size(cluster.world_size)
     subject.check(settings.batch, settings.precision, settings.activation_checkpointing, settings.loss_chunks)
@@ -278,7 +278,7 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
 
 
 def step_flops(subject: Subject, settings: Settings) -> int | None:
-    """Count the operations of one rank's step, with what is recomputed.
+    """Count the operations of one rank's step, recomputation included.
 
     Backward takes two products for each of forward, or one where a weight is frozen; recomputing takes forward once
     more, of all but a little. In chunks, the head's forward is computed twice.
@@ -339,7 +339,7 @@ def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> di
 
 
 def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
-    """Return the time of an update, which waits for memory: it reads everything, and writes all except gradients."""
+    """Return the time of an update, which is bound by memory: it reads everything, and writes all but the gradients."""
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes

@@ -1,7 +1,7 @@
-"""A step of one process, event by event: the record from which every peak is computed. No torch.
+"""A step of one process, event by event: the record every peak is computed from. No torch.
 
-It is measured once, on one process with one rank's images (`measuring.step_profile`), or put together from the bytes of
-a block (`planning.transformer`). Nothing in it depends on the strategy.
+It's measured once, in one process with one rank's images (`measuring.step_profile`), or built from the bytes of a block
+(`planning.transformer`). It doesn't depend on the strategy.
 """
 
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ ROOT = ""  # the name of the whole model among its modules
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """An event of a step, and the activations from it until the next event.
+    """An event of a step, and the bytes of activations until the next event.
 
-    Activations are all that is allocated besides parameters, finished gradients and optimizer state: what forward
-    keeps for backward, and what an operation has in flight.
+    Activations here are everything except parameters, finished gradients and optimizer state: tensors that forward
+    keeps for backward, and temporaries of an operation.
     """
 
     event: str  # enter_forward, leave_forward, enter_backward, leave_backward, or gradient: one is finished. What is
@@ -48,7 +48,7 @@ class StepProfile:
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters that are trained."""
+        """Return the shapes of the trained parameters."""
         return {name: shape for name, shape in self.shapes.items() if name not in self.frozen}
 
     @property

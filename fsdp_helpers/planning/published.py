@@ -1,4 +1,4 @@
-"""Training runs that others published, and the plan of each. No torch."""
+"""Published training runs, and the plan of each. No torch."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ FMS = "foundation-model-stack/fms-fsdp, README"
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One run: what was trained and how, and what was said of it."""
+    """One run: what was trained and how, and the published numbers."""
 
     source: str
     model: str

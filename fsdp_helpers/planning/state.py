@@ -1,7 +1,7 @@
-"""Bytes that a rank keeps between two steps, from arithmetic alone: fp32 parameters and Adam.
+"""Bytes that a rank holds between two steps, calculated for fp32 parameters and Adam.
 
-P parameters cost 4P bytes; so do their gradients, and each of Adam's two moments. N is the number of ranks. The state
-and its division follow Rajbhandari et al. 2020, arXiv:1910.02054. Padding is left aside.
+P parameters cost 4P bytes; so do their gradients, and each of Adam's two moments. N is the number of ranks. The
+accounting follows Rajbhandari et al. 2020, arXiv:1910.02054. Padding isn't counted.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ WHOLE_BYTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ValueBytes:
-    """Bytes of a value: as it is kept and updated, as it is gathered and computed with, as gradients are reduced."""
+    """Bytes per value: as it's stored and updated, as it's unsharded and computed with, and as gradients are reduced."""
 
     kept: int
     gathered: int
@@ -34,9 +34,9 @@ PRECISIONS = {
 
 
 def held_bytes(strategy: str, num_params: int, world_size: int, *, bucket_view: bool = False) -> int:
-    """Bytes between two steps: 16 P in one process, 4 P more in DDP's buckets, 16 P / N under FSDP.
+    """Return the bytes between two steps: 16 P in one process, 4 P more in DDP's buckets, 16 P / N under FSDP.
 
-    With `bucket_view` DDP's gradients lie in its buckets, and there are no 4 P more. Raises ValueError for an unknown
+    With `bucket_view`, DDP's gradients are views of its buckets, which saves the 4 P. Raises ValueError for an unknown
     strategy.
     """
     if is_sharded(strategy):

@@ -1,4 +1,4 @@
-"""The seconds of a step: its arithmetic and its collectives in queues, then the optimizer. No torch.
+"""The seconds of a step: arithmetic and collectives in queues, then the optimizer. No torch.
 
 What a rank does in a step, and in which order, is known from the walk (`planning.peak`). Here each thing gets its
 seconds, and the queues of `planning.streams` say what hides behind what. A step is one estimate with a range. If the
@@ -36,7 +36,7 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds that the arithmetic waits for collectives, or for the host."""
+        """Return the seconds that arithmetic waits for collectives, or for the host."""
         return self.estimate_s - self.arithmetic_s - self.optimizer_s
 
 

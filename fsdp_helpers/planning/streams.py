@@ -1,8 +1,8 @@
-"""A GPU's communication and its arithmetic on a time line, for given seconds: queues side by side. No torch import.
+"""A GPU's communication and arithmetic on a time line: queues that run side by side. No torch import.
 
-Arithmetic runs in one queue, collectives in another, and both can be busy at once if a gather was asked for in time.
-Hybrid sharding has a third: sums over the copies of the state travel in a ring of their own. What else costs time on a
-real GPU (launching kernels, copies within the device) is left out.
+Arithmetic runs in one queue, collectives in another, and both can be busy at once if an all-gather starts early enough.
+Hybrid sharding has a third: all-reduces over the copies of the state, in a ring of their own. Other costs on a real GPU
+(launching kernels, copies within the device) are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ AT_START, AT_END = "start", "end"  # of the arithmetic before: when a collective
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One thing that a rank does in a step, in the order in which it is asked for."""
+    """One task of a rank in a step, in the order of issue."""
 
     queue: str
     what: str  # "forward", "backward", or the name of a collective
@@ -37,11 +37,11 @@ class Span:
 
 
 def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> list[Span]:
-    """Return the stretch of each task.
+    """Return the time span of each task.
 
-    A queue does one thing after the other. A unit is computed once it has been gathered. A gradient is sent once its
-    arithmetic is done, and one reduction is under way at a time: the next unit's arithmetic waits for the one before
-    (FSDP2 keeps one reduce-scatter's input).
+    Tasks in a queue run one after the other. A unit computes once it's unsharded. A gradient is sent once it's
+    computed, and only one reduction runs at a time: the next unit's arithmetic waits for the one before (FSDP2 keeps
+    one reduce-scatter's input).
     """
     free_s = dict.fromkeys((ARITHMETIC, COMMUNICATION, COPIES), 0.0)
     gathered_s: dict[str | int, float] = {}
@@ -80,10 +80,10 @@ def busy_s(spans: Iterable[Span], *queues: str) -> float:
 
 
 def step_spans(num_units: int, *, forward_s: float, gather_s: float, reduce_s: float, prefetch: bool) -> list[Span]:
-    """Return every stretch of a step of equal units: forward one by one, backward in reverse, gathered for both.
+    """Return every span of a step of equal units: forward in order, backward in reverse, unsharded for both.
 
-    With `prefetch` a gather is asked for when the unit before begins to compute, without it when that unit is done. A
-    unit's gather goes before the reduction of the unit that was computed just before it.
+    With `prefetch`, an all-gather is issued when the previous unit begins to compute, without it when that unit is
+    done. A unit's all-gather goes before the reduction of the previous unit.
     """
     seconds = {
         "forward": forward_s,

@@ -1,4 +1,4 @@
-"""Many plans at once: ranks, sequences and levers, and the fewest devices that are done in time. No torch."""
+"""Many plans at once, over ranks, sequences and levers, and the fewest devices that finish in time. No torch."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ ClusterOf = Callable[[int], Cluster]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The fastest plan on that many ranks with that sequence, or None if nothing that was tried fits."""
+    """The fastest plan for a number of ranks and a sequence length, or None if nothing we tried fits."""
 
     world_size: int
     sequence: int
@@ -26,10 +26,10 @@ class Row:
 def sweep(
     subjects: Iterable[Subject], settings: Settings, cluster_of: ClusterOf, world_sizes: Iterable[int]
 ) -> Iterator[Row]:
-    """Yield a row for each model, one for each length of its sequence, and each number of ranks.
+    """Yield a row for each model, sequence length and number of ranks.
 
-    Tried are all batches that fit, in powers of two, with nothing, products or only inputs kept, the loss at once and in
-    chunks, and sharded over all ranks or within a node.
+    It tries all batches that fit, in powers of two, each recomputation setting, the loss at once and in chunks, and
+    sharding over all ranks or within a node.
     """
     sizes = list(world_sizes)
     for subject in subjects:
@@ -56,7 +56,7 @@ def best_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan | 
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return numbers of ranks, from FEWEST_RANKS on, doubled until `most`, which is the last one."""
+    """Return numbers of ranks, doubled from FEWEST_RANKS until `most`, which is the last one."""
     sizes = [FEWEST_RANKS]
     while sizes[-1] * 2 <= most:
         sizes.append(sizes[-1] * 2)
@@ -64,16 +64,17 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def days_of(plan: Plan, total: float, goodput: float = 1.0) -> float:
-    """Return the days of a run of `total` items."""
+    """Return how many days a run of `total` items takes."""
     return device_hours(plan, total, goodput) / plan.cluster.world_size / DAY_HOURS
 
 
 def fewest_ranks(
     subject: Subject, settings: Settings, cluster_of: ClusterOf, *, total: float, days: float, most: int, goodput: float
 ) -> Plan | None:
-    """Return the plan with the fewest ranks, in whole nodes, that is done with `total` items within `days`.
+    """Return the plan with the fewest ranks, in full nodes, that processes `total` items within `days`.
 
-    None if even `most` ranks are not. More ranks are taken to be faster, which holds until the network decides.
+    None if even `most` ranks are too few. This assumes that more ranks are faster, which holds until the network is the
+    bottleneck.
     """
     node = cluster_of(1).ranks_per_node
 
@@ -93,8 +94,7 @@ def fewest_ranks(
 def fewest_that_fit(subject: Subject, settings: Settings, cluster: Cluster, most: int = 2**14) -> int | None:
     """Return the fewest ranks on which a plan fits, None if even `most` are too few.
 
-    More ranks need less until padding outweighs what they divide, so ranks are doubled until it fits, and then the
-    distance to the last number that didn't is halved.
+    More ranks need less memory each, until padding takes over. So we double the ranks until it fits, then bisect.
     """
 
     def fits(ranks: int) -> bool:

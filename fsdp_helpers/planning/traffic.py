@@ -1,10 +1,10 @@
-"""Bytes that a rank sends, from arithmetic alone: for one collective, and in a step by strategy. No torch import.
+"""Bytes that a rank sends, calculated: for one collective, and in a step by strategy. No torch import.
 
-N ranks in a ring cut a tensor into N parts, and each rank passes one part on at a time: N - 1 times until the sums are
-complete (a reduce-scatter), N - 1 times until everyone has all parts (an all-gather), both for an all-reduce. No way of
-doing these operations lets every rank send less: P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for
-clusters of workstations*, 2009. A library may send more: gloo's reduce-scatter is an all-reduce, after which
-each rank keeps its part.
+N ranks in a ring split a tensor into N parts, and each rank passes on one part at a time: N - 1 times until the sums
+are complete (a reduce-scatter), N - 1 times until every rank has all parts (an all-gather), both for an all-reduce. No
+algorithm lets every rank send less: P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of
+workstations*, 2009. A library may send more: gloo's reduce-scatter is an all-reduce, after which each rank keeps its
+part.
 """
 
 from collections.abc import Sequence
@@ -47,14 +47,14 @@ def step_sent_bytes(
     """Bytes that one rank sends in a step, in fp32; gradients are reduced once, after the last micro-batch.
 
     `unit_params` are the parameters of each unit, the root first, padding included (see `padded_params`). Without
-    units the whole model is the root.
+    units, the root is the full model.
 
-    DDP all-reduces 4 P bytes. FSDP reduce-scatters each unit, gathers the root once, since it stays whole from forward
-    to backward, and every other unit twice: once for each of the two. With P parameters in all that is
-    (3 - root / P) / 2 times what DDP sends: as much with one unit, less than half as much again with many. Every
-    further micro-batch gathers again, unless units are `kept_whole` from the first forward to the last backward: then
-    each is gathered once in a step.
-    Source: S. Rajbhandari et al. 2020, arXiv:1910.02054, section 7: 2 P for data parallelism, 3 P with all sharded.
+    DDP all-reduces 4 P bytes. FSDP reduce-scatters each unit, all-gathers the root once, since it stays unsharded from
+    forward to backward, and every other unit twice, once for each. With P parameters in all that is (3 - root / P) / 2
+    times what DDP sends: as much with one unit, less than half as much again with many. Every further micro-batch
+    gathers again, unless units are `kept_whole` from the first forward to the last backward: then each is gathered once
+    in a step. Source: S. Rajbhandari et al. 2020, arXiv:1910.02054, section 7: 2 P for data parallelism, 3 P with all
+    sharded.
     """
     root, total = unit_params[0], sum(unit_params)
     reduced = FP32_BYTES * total
@@ -69,7 +69,7 @@ def step_sent_bytes(
 
 
 def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, float]:
-    """Return the shortest and the longest step, in seconds: all communication hidden behind arithmetic, or none of it.
+    """Return the shortest and the longest step, in seconds: with all communication hidden behind arithmetic, or none.
 
     The longest is at rates that are TYPICAL_RANGE below those stated, as far as published runs lie from theirs.
 
@@ -85,10 +85,10 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
 
 
 def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
-    """Values of one unit with the padding that makes all shards equal; `shapes` are those of its parameters.
+    """Return the size of one unit with the padding that makes all shards equal; `shapes` are those of its parameters.
 
-    FSDP1 lays them into one flat tensor, each at an aligned place, and fills the end up; FSDP2 fills up the rows of
-    each parameter.
+    FSDP1 packs them into one flat tensor, each at an aligned offset, and pads the end; FSDP2 pads the rows of each
+    parameter.
     """
     if api == "fsdp2":
         return sum(_round_up(shape[0], num_ranks) * prod(shape[1:]) for shape in shapes)

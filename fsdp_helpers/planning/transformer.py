@@ -1,4 +1,4 @@
-"""The memory of a transformer block and of a stack of equal blocks in a step, from arithmetic alone: no torch import."""
+"""The memory of a transformer block and of a stack of equal blocks in a step, calculated. No torch import."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class BlockBytes:
     leaving_bytes: int = 0  # kept and in flight at the block's first product, when all later gradients are there
 
     def waiting_bytes(self, activation_checkpointing: str) -> int:
-        """Return the bytes kept of the block until backward reaches it."""
+        """Return the block's bytes that wait until backward reaches it."""
         if activation_checkpointing == "units":
             return self.input_bytes
         return self.kept_bytes if activation_checkpointing == "none" else self.input_bytes + self.products_bytes
@@ -90,7 +90,7 @@ def stack_profile(
     head: HeadBytes | None = None,
     **others,
 ) -> StepProfile:
-    """One step of a model of equal blocks, called `blocks`; everything else is as in `layers_profile`."""
+    """Return one step of a model of equal blocks, called `blocks`; the rest is as in `layers_profile`."""
     layer = Layer(shapes=block_shapes, bytes=block)
     return layers_profile(dict.fromkeys(blocks, layer), root_shapes, activation_checkpointing, head, **others)
 
@@ -105,10 +105,10 @@ def layers_profile(
     tied: dict[str, str] | None = None,
     frozen: Collection[str] = (),
 ) -> StepProfile:
-    """One step of a model of blocks, for one rank's images or tokens; without a `head` all else is small.
+    """Return one step of a model of blocks, for one rank's images or tokens; without a `head`, the rest is small.
 
     Backward walks from the last block to the first. At each it holds what the earlier blocks keep and all of this one,
-    because what was not kept has been recomputed. Its gradients are finished one after the other; a wide block with few
+    because the rest has been recomputed. Gradients are finished one after the other; a wide block with few
     tokens peaks with the last of them. The modules `outer_units`, if there are two, are in front of the blocks and
     behind them. Parameters in `frozen` get no gradient.
     """

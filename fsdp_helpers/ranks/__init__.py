@@ -1,1 +1,1 @@
-"""Processes that work together: started, joined, stopped, leaving nothing behind."""
+"""Processes that work together: started, joined and stopped, with nothing left behind."""

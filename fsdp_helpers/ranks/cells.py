@@ -37,7 +37,7 @@ CELLS = "<cells>"  # the file of the module in which all cells run
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says at the end of a cell."""
+    """A rank's message at the end of a cell."""
 
     value: str | None = None  # of the last line, as it is shown
     failure: Failure | None = None  # with the frames that are the reader's
@@ -46,7 +46,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A DTensor as it is on one rank: the shape of the full tensor, its placements, and the local part."""
+    """A DTensor as one rank sees it: the shape of the full tensor, its placements, and the local shard."""
 
     local: Tensor
     placements: tuple
@@ -54,7 +54,7 @@ class LocalShard:
 
 
 def serve(rank: int, setup: Setup, send: Send, link: Connection) -> None:
-    """Join the group, then run cells until the parent ends, or closes the link."""
+    """Join the group, then run cells until the parent ends or closes the link."""
     with process_group(rank, setup.world_size, **setup.group):
         cells = Cells(rank, setup, send)
         send("answer", (setup.payload, None))
@@ -67,7 +67,7 @@ def serve(rank: int, setup: Setup, send: Send, link: Connection) -> None:
 
 
 def limit_all_groups(timeout_s: float) -> None:
-    """Give a collective so many seconds, in all groups that there are and in those that a cell makes."""
+    """Set the timeout of collectives, in all existing groups and in those that a cell creates."""
     limit = timedelta(seconds=timeout_s)
     if dist.distributed_c10d.default_pg_timeout != limit:
         for group in dist.distributed_c10d._world.pg_map:
@@ -77,7 +77,7 @@ def limit_all_groups(timeout_s: float) -> None:
 
 
 class Cells:
-    """The module in which a rank's cells run: its names stay from cell to cell."""
+    """The module in which a rank's cells run: its names persist from cell to cell."""
 
     def __init__(self, rank: int, setup: Setup, send: Send) -> None:
         # Its name is that of a script's module, so that what is shown can be copied into a script.
@@ -134,7 +134,7 @@ class Cells:
                     defined.__firstlineno__ += offset
 
     def _limit_waiting(self, text: str) -> None:
-        """Give collectives longer from the first cell on that compiles, and for the first of NCCL: ranks may differ."""
+        """Give collectives longer from the first cell that compiles, and NCCL's first one: ranks may take different times."""
         self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
         limit_all_groups(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
@@ -143,10 +143,10 @@ class Cells:
         return {value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"}
 
     def _keep_source(self, text: str) -> int:
-        """Let `inspect.getsource` find the classes of all cells in the file of their module; return this cell's offset.
+        """Make `inspect.getsource` find the classes of all cells in the file of their module; return this cell's offset.
 
-        Up to 3.12, Python takes the first class of the name that it looks for: the newest cell stands first. Since
-        3.13 it goes to the line where the class says that it begins: cells stand in the order in which they ran.
+        Up to 3.12, Python finds the first class of that name, so the newest cell comes first. Since 3.13, it goes to
+        the line where the class says it begins, so cells are in the order in which they ran.
         """
         lines = f"{text}\n".splitlines(keepends=True)
         newest_first = sys.version_info < (3, 13)
@@ -156,7 +156,7 @@ class Cells:
         return offset
 
     def _count_collectives(self) -> dict[tuple, int]:
-        """Count the collectives of each group that this rank is in, messages from rank to rank left out."""
+        """Count the collectives of each group that this rank is in, without messages between single ranks."""
         return {
             (group.group_name, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
             - self.point_to_point.get(group.group_name, 0)
@@ -164,12 +164,12 @@ class Cells:
         }
 
     def get(self, name: str) -> tuple[bool, bytes]:
-        """Return whether there is such a variable, and its value, as bytes."""
+        """Return whether the variable exists, and its value, as bytes."""
         return name in self.names, pickle.dumps(portable(self.names.get(name)))
 
 
 def _count_point_to_point() -> dict[str, int]:
-    """Count messages from rank to rank from now on: groups number them together with their collectives."""
+    """Count messages from rank to rank from now on, since groups number them together with their collectives."""
     counts: dict[str, int] = {}
 
     def counted(method: Any) -> Any:
@@ -185,14 +185,14 @@ def _count_point_to_point() -> dict[str, int]:
 
 
 def show_value(value: object) -> str:
-    """Return a value as a cell shows it: containers broken into lines, no memory addresses."""
+    """Format a value as a cell shows it: containers broken into lines, no memory addresses."""
     if type(value) in (dict, list, tuple, set):
         return without_addresses(pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False))
     return without_addresses(repr(value))
 
 
 def portable(value: Any) -> Any:
-    """Return `value` as another process can read it: tensors on the CPU, and what cannot be sent as its repr."""
+    """Return `value` in a form that another process can read: tensors on the CPU, and the repr of anything unpicklable."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):

@@ -1,6 +1,6 @@
 """The GPUs of this machine: counted and tried in a separate process, hidden from everything that runs on the CPU.
 
-Torch uses a GPU that it sees even when all tensors are on the CPU: in `fully_shard` without a mesh, in the group of a
+torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in the group of a
 mesh, in every step of an optimizer. Hiding works only before torch has looked, since torch and the driver remember what
 they found; so nothing here looks from a process that may still run on the CPU.
 """
@@ -41,7 +41,7 @@ class Gpus:
 
 
 def find_gpus(wanted: int = 0) -> Gpus:
-    """Count the GPUs and, if the `wanted` number of them is there, at least one, compute on the first.
+    """Count the GPUs and, if there are `wanted` of them and at least one, compute on the first.
 
     The first call takes as long as torch takes to load; without a driver, calls cost nothing.
     """
@@ -56,7 +56,7 @@ def hide_gpus() -> None:
 
 
 def unhide_gpus() -> None:
-    """Undo `hide_gpus` for processes that start from now on; the reader's own choice stays."""
+    """Undo `hide_gpus` for processes that start from now on; the reader's own setting stays."""
     if _hidden:
         before = _hidden.pop()
         if before is None:
@@ -87,14 +87,14 @@ def _may_have_gpus() -> bool:
 
 @cache
 def _ask_a_child(wanted: int, visible: str | None) -> Gpus:
-    """Run the trial, once for each number that is wanted and each choice of visible devices."""
+    """Run the trial, once per wanted number and setting of visible devices."""
     command = [sys.executable, "-c", TRIAL, str(wanted)]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # it is not one of them
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRIAL_S, check=False)
     except subprocess.TimeoutExpired:
-        return Gpus(1, f"it did not answer within {TRIAL_S:.0f} s")
+        return Gpus(1, f"it didn't answer within {TRIAL_S:.0f} s")
     count, problem = (*done.stdout.splitlines(), "", "")[:2]
     if done.returncode and not problem:
-        problem = f"the process that tried it left with exit status {done.returncode}"
+        problem = f"the process that tried it exited with status {done.returncode}"
     return Gpus(int(count or 1), problem)

@@ -1,6 +1,6 @@
-"""Inside one rank: join the group, take a device and a share of the cores, and leave the group again.
+"""Inside one rank: join the group, choose a device and a share of the cores, and leave the group again.
 
-It makes no difference to a worker whether `launch` or torchrun started it.
+A worker can't tell whether `launch` or torchrun started it.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _collective_timeout: timedelta | None = None  # of a single collective, while it
 def choose_device(device: str, ranks_on_this_machine: int) -> str:
     """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if every rank gets a GPU that torch can use.
 
-    This process does not touch a GPU here. Raises ValueError for any other word, and for "cuda" if there are more ranks
+    This process doesn't touch a GPU here. Raises ValueError for any other word, and for "cuda" if there are more ranks
     than CUDA devices or torch cannot use them.
     """
     if device not in ("auto", "cpu", "cuda"):
@@ -75,7 +75,7 @@ def check_seconds(**limits_s: float | None) -> None:
 
 
 def roll_call_s(timeout_s: float) -> float:
-    """Return the part of a time-out that is reserved for the roll call; a collective may wait for the rest."""
+    """Return the part of a timeout that's reserved for the roll call; a collective may wait for the rest."""
     return min(ROLL_CALL_S, timeout_s / 4)
 
 
@@ -89,10 +89,10 @@ def process_group(
     timeout_s: float | None = None,
     launched: bool = False,
 ) -> Iterator[None]:
-    """Join the group of all ranks for the length of the block: gloo between CPUs; nccl, one device per rank, on CUDA.
+    """Join the group of all ranks for the duration of the block: gloo between CPUs; nccl, with one device per rank, on CUDA.
 
-    The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up somewhat
-    before `timeout_s` (half an hour if it is None): the rest is for `silent_ranks_named`. Joining gives up after JOIN_S
+    The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up a little
+    before `timeout_s` (half an hour if it's None); the rest is for `silent_ranks_named`. Joining gives up after JOIN_S
     at the earliest, because one rank may take much longer than the others to load PyTorch. Ranks that `launch` started
     know that all of them are on one host, and end with the block: host names are not exchanged, and gloo's connections
     end with the process, since closing them one by one costs 10 ms each.
@@ -132,11 +132,11 @@ def process_group(
 
 
 def compute_repeatably() -> None:
-    """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is asked for.
+    """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is requested.
 
-    The series compares runs to the last bit (06) or to 1e-5. By default cuDNN may choose a different algorithm in the
-    next run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, 10 bits of 23. All of
-    that is faster; leave it on for a training that nobody compares. Call this before the first use of the GPU.
+    The series compares runs bitwise (06) or to 1e-5. By default, cuDNN may choose a different algorithm in the next
+    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, 10 bits of 23. All of that is
+    faster, so leave it on for runs you don't need to compare. Call this before the first use of the GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
     torch.backends.cudnn.deterministic = True
@@ -159,11 +159,11 @@ def keep_freed_memory() -> None:
 
 
 def wait_in_the_open() -> None:
-    """Make NCCL raise an error in the rank that waited in vain.
+    """Make NCCL raise an error in a rank whose wait times out.
 
     By default NCCL's `wait()` returns at once, and a watchdog thread later aborts the process (SIGABRT): the healthy
-    one, without naming the rank that it waited for. With this setting `wait()` waits and raises, for the roll call, and
-    there is no watchdog. The price: communication no longer overlaps with arithmetic. DDP, which never calls `wait()`,
+    one, without naming the missing rank. With this setting, `wait()` waits and raises, so the roll call can run, and
+    there's no watchdog. The price: communication no longer overlaps with arithmetic. DDP, which never calls `wait()`,
     would hang, hence `wait_for_buckets`.
     """
     os.environ.setdefault(WAIT_IN_THE_OPEN, "1")
@@ -174,7 +174,7 @@ def waits_in_the_open() -> bool:
 
 
 def limit_waiting(group: dist.ProcessGroup) -> None:
-    """Give a further group the time-out of the group of all ranks: by default a new one waits half an hour."""
+    """Give another group the timeout of the group of all ranks; by default, a new one waits for half an hour."""
     if _collective_timeout is not None:
         set_timeout(_collective_timeout, group)
 
@@ -182,8 +182,8 @@ def limit_waiting(group: dist.ProcessGroup) -> None:
 def share_cores() -> None:
     """Give this rank an equal share of its machine's cores, among the ranks on this host only.
 
-    By default every rank starts one thread per core, and a laptop's ranks fight for them. Two torchruns on one host
-    do not know of each other, so host names are counted instead of trusting LOCAL_WORLD_SIZE.
+    By default every rank starts one thread per core, and ranks on a laptop compete for them. Two torchruns on one host
+    don't know of each other, so we count host names instead of trusting LOCAL_WORLD_SIZE.
     """
     hosts = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())

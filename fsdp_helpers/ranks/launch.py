@@ -98,7 +98,7 @@ def run_worker(rank: int, setup: Setup, send: Send, link: Connection) -> None:
 
 
 class _Launch:
-    """What the ranks of one launch have said so far."""
+    """The messages of one launch's ranks so far."""
 
     def __init__(self, world_size: int, bar: ProgressBar | None, names: bool) -> None:
         self.world_size, self.bar, self.names = world_size, bar, names
@@ -112,11 +112,11 @@ class _Launch:
 
     @property
     def waiting(self) -> list[int]:
-        """The ranks whose processes have not ended."""
+        """Return the ranks whose processes haven't ended."""
         return [rank for rank in range(self.world_size) if rank not in self.processes.ends]
 
     def collect(self, timeout_s: float | None, hang: HangDetector) -> None:
-        """Receive what ranks send until all have ended, or one has failed, or their time is up."""
+        """Receive messages from the ranks until all have ended, one has failed, or time runs out."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while waiting := self.waiting:
             failed_before, num_writes = bool(self.failures), self.num_writes
@@ -162,7 +162,7 @@ class _Launch:
             self.bar.update(report, rank)
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Print the lines that are complete now; the rest of a line waits for its end."""
+        """Print the complete lines; the rest waits for the end of its line."""
         self.num_writes += 1
         *lines, rest = (self.unfinished.pop((rank, stream), b"") + data).split(b"\n")
         if rest:
@@ -175,7 +175,7 @@ class _Launch:
         print_above_bar(name + text if text else name.rstrip(), getattr(sys, STREAMS[stream]))
 
     def _timeout(self, why: str) -> RankTimeout:
-        """Make the error that says where each rank was, asking those that still run."""
+        """Make the error that says where each rank was, asking those still running."""
         waiting = self.waiting
         places = [f"rank {rank} {describe(stack)}" for rank, stack in self.processes.stacks(waiting).items()]
         done = self.world_size - len(waiting)
@@ -188,7 +188,7 @@ class _Launch:
             try:
                 results.append(pickle.loads(self.results[rank]))
             except Exception as error:
-                said = f"its result arrived and cannot be read: {type(error).__name__}: {error}"
+                said = f"its result arrived, but can't be read: {type(error).__name__}: {error}"
                 raise RankError(rank, self.world_size, said) from error
         return results
 

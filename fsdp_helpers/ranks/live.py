@@ -1,4 +1,4 @@
-"""Ranks that stay: processes in one group that run a cell, keep its variables, and wait for the next one."""
+"""Live ranks: processes in one group that run a cell, keep its variables, and wait for the next one."""
 
 import atexit
 import math
@@ -30,7 +30,7 @@ _open: list[weakref.ref["Ranks"]] = []
 
 
 def open_ranks() -> list["Ranks"]:
-    """Return all ranks that are open, those opened last at the end."""
+    """Return all open ranks, the most recent ones last."""
     return [ranks for reference in _open if (ranks := reference()) is not None]
 
 
@@ -88,7 +88,7 @@ class Ranks:
             self.close()
 
     def close(self) -> None:
-        """End the ranks; their variables are gone. It may be called again."""
+        """End the ranks; their variables are gone. You can call it more than once."""
         _open[:] = [reference for reference in _open if reference() not in (None, self)]
         with interrupts_wait():
             processes, self._processes = self._processes, None
@@ -108,14 +108,14 @@ class Ranks:
     def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
         """Run `code` on every rank, or on `ranks`; show what it prints and the value of its last line.
 
-        The output is shown once where all ranks agree, else rank by rank. Raises SyntaxError before anything runs,
-        RankError if a rank fails or dies, Interrupted after ^C or Stop, ValueError for a rank that there is not.
+        Output is shown once if all ranks agree, else rank by rank. Raises SyntaxError before anything runs, RankError
+        if a rank fails or dies, Interrupted after ^C or Stop, ValueError for a rank that doesn't exist.
         """
         self._num_cells += 1
         self.run_cell(code, ranks, f"cell {self._num_cells}")
 
     def run_cell(self, code: str, ranks: Sequence[int] | None, name: str) -> None:
-        """Run a cell that tracebacks call by this name."""
+        """Run a cell under this name, which tracebacks show."""
         chosen = self._choose(ranks)
         compile(code, name, "exec")  # a syntax error runs on no rank
         self._get_ready()
@@ -141,8 +141,8 @@ class Ranks:
     def __getitem__(self, name: str) -> list:
         """Return this variable on every rank, in rank order.
 
-        Tensors come detached and on the CPU, a DTensor as a LocalShard, what cannot be sent as its repr. Raises
-        NameError if a rank has no such variable.
+        Tensors are detached and on the CPU, a DTensor becomes a LocalShard, and values that can't be sent become their
+        repr. Raises NameError if a rank has no such variable.
         """
         everyone = range(self.world_size)
         answers: dict[int, tuple[bool, bytes]] = {}
@@ -175,7 +175,7 @@ class Ranks:
             for rank in self._processes.ends:
                 raise RankError(rank, self.world_size, self._processes.describe_end(rank))
             if len(answers) < self.world_size:
-                raise TimeoutError(f"the ranks did not start within {START_S:.0f} s")
+                raise TimeoutError(f"the ranks didn't start within {START_S:.0f} s")
         except BaseException:
             self.close()
             raise
@@ -186,7 +186,7 @@ class Ranks:
         self._start()
 
     def _get_ready(self) -> None:
-        """Have ranks that can run a cell: if some have ended since the last one, say so, and start new ones."""
+        """Make sure that there are ranks to run a cell: if some have ended since the last one, say so, and start new ones."""
         if self._processes is None:
             raise RuntimeError("these ranks are closed; open new ones: ranks = Ranks(2)")
         follow_edits()
@@ -216,7 +216,7 @@ class Ranks:
                 self._processes.links[rank].send_bytes(pickle.dumps((self._number, kind, content)))
 
     def _collect(self, ranks: Iterable[int], answers: dict[int, Any], limit_s: float | None = None) -> None:
-        """Receive the answers to the last message; after one failure or end, those that come soon."""
+        """Receive the answers to the last message; after one failure or end, only those that arrive soon."""
         until_s = math.inf if limit_s is None else time.monotonic() + limit_s
         failed = False
         while waiting := [rank for rank in ranks if rank not in answers and rank not in self._processes.ends]:
@@ -249,7 +249,7 @@ class Ranks:
         return {rank: count for rank, count in behind.items() if count}
 
     def _settle(self, chosen: list[int], answers: dict[int, Answer]) -> tuple[tuple[int, str, str], list[str]]:
-        """Have all ranks ready for the next cell, restarted if need be; return the cause, and the lines that tell it."""
+        """Get all ranks ready for the next cell, restarting them if necessary; return the cause, and the lines that describe it."""
         missing = [rank for rank in chosen if rank not in answers]
         self._processes.note_ends()
         running = [rank for rank in missing if rank not in self._processes.ends]

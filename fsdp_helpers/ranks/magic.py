@@ -8,7 +8,7 @@ from fsdp_helpers.ranks.live import opened_last
 
 
 class CellSyntaxError(Exception):
-    """A cell that no rank can run; IPython would show the lines of a SyntaxError's callers, too."""
+    """A cell that no rank can run; for a SyntaxError, IPython would show the callers' lines, too."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]

@@ -8,7 +8,7 @@ _seen: dict[str, tuple[int, int]] = {}  # a module's name: its file's time of ch
 
 
 def is_notebook() -> bool:
-    """Return True in a kernel, whatever shows its output: JupyterLab, nbconvert, an editor."""
+    """Return True in a kernel, whatever front end shows its output: JupyterLab, nbconvert, an editor."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

@@ -31,7 +31,7 @@ def adopt_orphans() -> None:
 
 
 def children(pid: int) -> set[int]:
-    """Return the children of a process, those included that it has adopted."""
+    """Return the children of a process, including those it has adopted."""
     found = ""
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended meanwhile
@@ -40,7 +40,7 @@ def children(pid: int) -> set[int]:
 
 
 def end_children(pid: int, spare: Iterable[int] = ()) -> None:
-    """End the children of a process, and theirs as they become orphans, until there are none left."""
+    """End the children of a process, and theirs as they become orphans, until none are left."""
     while left := children(pid) - set(spare):
         for child in left:
             with suppress(ProcessLookupError):
@@ -51,14 +51,14 @@ def end_children(pid: int, spare: Iterable[int] = ()) -> None:
 
 
 def end_own_children() -> None:
-    """End whatever this process has started and adopted; it is about to end itself."""
+    """End everything this process has started or adopted, since it's about to end itself."""
     for child in multiprocessing.active_children():
         child.kill()
     end_children(os.getpid())
 
 
 def watch_over_ranks(parent: int) -> None:
-    """In the server of ranks: adopt orphans, and end everything below it when its parent has ended, even by a kill."""
+    """In the server of ranks: adopt orphans, and end everything below it when its parent ends, even if it's killed."""
     os.setsid()  # Jupyter kills a kernel together with its process group
     adopt_orphans()
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # of an orphan

@@ -1,4 +1,4 @@
-"""What cells on ranks show: live while they run, at the end once where ranks agree, rank by rank where they differ."""
+"""Output of cells on ranks: live while they run; at the end, once where ranks agree, rank by rank where they differ."""
 
 import math
 import re
@@ -31,7 +31,7 @@ class CellOutput:
         return {rank: without_addresses(text) for rank, text in texts.items()}
 
     def finish(self, values: dict[int, str | None]) -> None:
-        """Show everything for good: what was printed, then the values of the last line."""
+        """Show the final output: printed lines, then the values of the last line."""
         texts = self._texts()
         ranks = sorted(values.keys() | texts.keys())
         printed = merge({rank: texts.get(rank, "") for rank in ranks})

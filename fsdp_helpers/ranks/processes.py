@@ -1,6 +1,6 @@
 """The processes of one group, as their parent sees them: started, listened to, asked where they are, and ended.
 
-`launch` and `Ranks` both stand on it; torch's own `start_processes`, which `mp.spawn` calls too, starts them.
+`launch` and `Ranks` both use it; torch's own `start_processes`, which `mp.spawn` calls too, starts them.
 """
 
 import os
@@ -88,9 +88,9 @@ class Processes:
         return [process.pid for process in self._processes]
 
     def wait(self, ranks: Iterable[int], wait_s: float) -> list[tuple[int, str, Any]]:
-        """Wait for messages, output or ends; pass output on; return (rank, kind, content) of the messages.
+        """Wait for messages, output or exits; pass output on; return (rank, kind, content) of the messages.
 
-        The end of one of `ranks` is a message too, its last one, of the kind "end".
+        The end of one of `ranks` is also a message, its last one, of kind "end".
         """
         links = {self.links[rank]: rank for rank in ranks if rank not in self.ends}
         sentinels = {self._processes[rank].sentinel: rank for rank in links.values()}
@@ -110,7 +110,7 @@ class Processes:
             return self._note_end(rank)
 
     def _note_end(self, rank: int) -> tuple[int, str, None]:
-        """Wait for a process that ends, and note its exit code; return its last message."""
+        """Wait for a process to end, and record its exit code; return its last message."""
         self._processes[rank].join(TERM_S)
         self.ends[rank] = self._processes[rank].exitcode
         if self.ends[rank] == NO_MAIN_GUARD:
@@ -118,13 +118,13 @@ class Processes:
         return rank, "end", None
 
     def note_ends(self) -> None:
-        """Note the ranks that have ended since the last look."""
+        """Record the ranks that have ended since the last check."""
         for rank, process in enumerate(self._processes):
             if rank not in self.ends and not process.is_alive():
                 self._note_end(rank)
 
     def describe_end(self, rank: int) -> str:
-        """Return how a process ended that sent no message of its own."""
+        """Describe how a process ended that sent no message."""
         code = self.ends[rank]
         if code is None or code >= 0:
             return f"the process left with exit status {code}"
@@ -133,7 +133,7 @@ class Processes:
         return f"the process was ended by {name}{hint}"
 
     def read_outputs(self) -> None:
-        """Pass on what lies in the pipes now; a rank that never stops writing does not hold us up."""
+        """Pass on what's in the pipes now; a rank that never stops writing doesn't hold us up."""
         for output, (rank, stream) in list(self._outputs.items()):
             if output.poll():
                 if data := os.read(output.fileno(), READ_BYTES):

@@ -43,7 +43,7 @@ def send_reports_to(sink: Callable[[Report], None] | None) -> None:
 
 
 def wants_report(done: int, total: int) -> bool:
-    """Return True if a report now would be drawn (the first and the last always are): ask before costly details."""
+    """Return True if a report would be drawn now (the first and the last always are); ask this before computing costly details."""
     is_end = done in (0, total)
     return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
@@ -92,7 +92,7 @@ def timed(what: str) -> Iterator[None]:
 
 @contextmanager
 def in_lines() -> Iterator[None]:
-    """Within the block, log a bar that nobody watches: a line every few seconds says how far the run has come."""
+    """Within the block, log a bar that nobody is watching: a line every few seconds says how far the run has come."""
     global _in_lines
     before, _in_lines = _in_lines, True
     try:
@@ -158,7 +158,7 @@ class ProgressBar:
             print(f"{report.title}: {report.done} of {report.total}{details}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Wipe the bar; in a notebook its last state stays, or the time taken by work that reported nothing."""
+        """Remove the bar; in a notebook its last state stays, or the time taken by work without reports."""
         if self._bar is not None:
             if self._starting is not None:
                 seconds = time.monotonic() - self._began_s

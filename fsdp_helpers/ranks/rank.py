@@ -1,4 +1,4 @@
-"""The process of one rank: everything between its first moment and its end, whatever it is there to run."""
+"""The process of one rank: everything from its first moment to its end, whatever it runs."""
 
 import ctypes
 import multiprocessing.connection
@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a worker, or of a cell, that did not end well."""
+    """The failure of a worker, or of a cell."""
 
     when_s: float
     summary: str  # the last line of the traceback
@@ -89,7 +89,7 @@ def run_rank(rank: int, setup: Setup, links: Sequence[Connection], outputs: Sequ
 
 @contextmanager
 def failures_sent(send: Send) -> Iterator[None]:
-    """Tell the parent about every end except a normal one, sys.exit() included."""
+    """Tell the parent about every end but a normal one, sys.exit() included."""
     try:
         yield
     except BaseException as error:
@@ -98,9 +98,9 @@ def failures_sent(send: Send) -> Iterator[None]:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit without Python's clean-up, but with multiprocessing's, and after waiting for non-daemon threads.
+    """Exit without Python's cleanup, but with multiprocessing's, and after waiting for non-daemon threads.
 
-    gloo's threads outlive their group, and one that releases a tensor while Python is shutting down aborts the process.
+    gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     """
     end_own_children()
     for thread in threading.enumerate():
@@ -112,7 +112,7 @@ def leave(status: int) -> NoReturn:
 
 
 def write_into(outputs: Sequence[Connection]) -> None:
-    """Send what this process writes into the parent's pipes: Python line by line, C libraries, programs it starts."""
+    """Send this process's output into the parent's pipes: Python's line by line, C libraries', and that of programs it starts."""
     for name, number, output in zip(STREAMS, (1, 2), (outputs[0], outputs[-1]), strict=True):
         os.dup2(output.fileno(), number)
         stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
@@ -120,14 +120,14 @@ def write_into(outputs: Sequence[Connection]) -> None:
 
 
 def flush() -> None:
-    """Send what Python and C libraries have not written yet."""
+    """Flush the output of Python and C libraries."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     ctypes.CDLL(None).fflush(None)
 
 
 def _end_with_parent(folder: str) -> None:
-    """End this rank, and all that it has started, when its parent ends in any way: a kernel is killed, or restarted."""
+    """End this rank, and everything it has started, when its parent ends in any way: a kernel is killed, or restarted."""
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:

@@ -1,8 +1,7 @@
-"""The ranks that do not answer when a collective times out.
+"""The ranks that don't answer when a collective times out.
 
-A collective that times out says so on every rank that waits, but never names the rank that was missing. So the ranks
-that gave up call the roll in the store where the group met: each signs, and a rank that has not signed in time is
-stopped, stuck or gone.
+A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks call
+the roll in the store where the group met: each signs, and a rank that hasn't signed in time is stopped, stuck or gone.
 """
 
 import os
@@ -32,7 +31,7 @@ def waited_in_vain(message: str) -> bool:
 
 @contextmanager
 def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
-    """Within the block, a collective that waits in vain raises SilentRanks with the ranks that did not come.
+    """Within the block, a collective that times out raises SilentRanks, with the ranks that didn't come.
 
     Every rank of the group has to be in the block. A silent rank of the same torchrun is ended at once: torchrun itself
     would give a stopped process 30 seconds.
@@ -61,7 +60,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
 
 
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
-    """Return the ranks that did not sign within `wait_s` seconds; [0] if the store, which rank 0 holds, is silent."""
+    """Return the ranks that didn't sign within `wait_s` seconds; [0] if the store, which rank 0 serves, is silent."""
     signed: set[int] = set()
     caller = threading.Thread(  # a store in a process that is stopped never answers
         target=_collect, args=(rank, world_size, signed, time.monotonic() + wait_s), daemon=True
@@ -85,7 +84,7 @@ def list_ranks(ranks: list[int]) -> str:
 
 
 def _describe(silent: list[int], timeout_s: float | None) -> str:
-    """Describe the silent ranks; `timeout_s` is None if the connection ended before anybody could wait that long."""
+    """Describe the silent ranks; `timeout_s` is None if the connection broke before anyone could wait that long."""
     who = list_ranks(silent)
     if timeout_s is None:
         return f"{who} did not answer any more: gone, or cut off; see its own last lines, and its machine"

@@ -103,14 +103,14 @@ def why_it_takes_long(start_method: str) -> str:
 
 
 def end_orphans() -> None:
-    """End what ranks have left behind: below the server, and no process that this one has started."""
+    """End whatever ranks have left behind: below the server, but no process this one has started."""
     with start_lock:
         if (server := _fork_server()._forkserver_pid) is not None:
             end_children(server, spare={child.pid for child in multiprocessing.active_children()})
 
 
 def _tidy_up_on_sigterm() -> None:
-    """Make SIGTERM remove this process's temporary folders before it ends it; the server's socket is in one of them.
+    """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
 
     Jupyter ends every kernel that has launched in this way: a kernel that is asked to shut down first waits for all its
     children, and one of them, multiprocessing's resource tracker, waits for the kernel.
@@ -130,7 +130,7 @@ def _tidy_up_and_end(number: int, frame: object) -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold interrupts back until the end of the block: ranks are started, and stopped, all or none."""
+    """Hold back interrupts until the end of the block, so that either all ranks are started, or stopped, or none."""
     if threading.current_thread() is not threading.main_thread():
         yield  # interrupts are the main thread's alone
         return
@@ -156,7 +156,7 @@ def loading_worker() -> Iterator[None]:
 
 
 def check_not_imported() -> None:
-    """Exit or raise if this is a rank that only imports a program that launches: ranks must not launch ranks.
+    """Exit or raise if this is a rank that's importing a program that launches: ranks must not launch ranks.
 
     A rank imports the program's script, which calls `launch` again if it has no main guard, and its worker's module.
     """

@@ -1,4 +1,4 @@
-"""Gradients over ranks: when they are reduced, and how long the whole gradient is."""
+"""Gradients over ranks: when they're reduced, and the norm of the full gradient."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 @contextmanager
 def hold_back_reduction(model: nn.Module) -> Iterator[None]:
-    """Within the block, forward and backward add up gradients on this rank alone.
+    """Within the block, gradients add up on this rank and aren't reduced.
 
-    The first backward after the block reduces the sum. Until then FSDP keeps whole gradients instead of shards.
+    The first backward after the block reduces the sum. Until then, FSDP holds full gradients instead of shards.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
@@ -32,7 +32,7 @@ def hold_back_reduction(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Within the block, backward keeps FSDP2's units unsharded, so that the next forward need not gather them again.
+    """Within the block, FSDP2's units stay unsharded after backward, so the next forward needs no all-gathers.
 
     The first backward after the block reshards them. Until then all units are unsharded at once.
     """
@@ -50,11 +50,11 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients down together so that their norm is at most `max_norm`; return the norm before, shape ().
 
-    It is the norm of the whole model's gradient, the same number on every rank: squares are summed over the shards,
-    then over the ranks that share them. Clipping each shard by its own norm would change the gradient's direction.
-    `clip_grad_norm_`, of FSDP1 and of `torch.nn.utils`, does the same in fp32; on a CPU that loses digits with size,
-    1e-5 of the norm for a million values, 1e-2 for a hundred million, so here the squares are summed in fp64.
-    A parameter that FSDP2 ignores counts as this rank has it: average its gradient over the ranks first.
+    It's the norm of the full gradient, the same on every rank: squares are summed over a rank's shards, then over the
+    ranks. Clipping each shard by its own norm would change the gradient's direction. `clip_grad_norm_`, of FSDP1 and of
+    `torch.nn.utils`, does the same in fp32. On a CPU, fp32 loses more digits the larger the model is, 1e-5 of the norm
+    for a million values, 1e-2 for a hundred million, so here the squares are summed in fp64. A parameter that FSDP2
+    ignores counts with this rank's gradient, so average that over the ranks first.
     """
     own = []
     squares = {}  # the groups that share a gradient -> the squares of what this rank keeps of such gradients
@@ -76,7 +76,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def ranks_that_share(model: nn.Module, parameter: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
-    """Return the groups of ranks whose shards make the whole `parameter`, one per sharded dimension, and the device.
+    """Return the groups of ranks whose shards make up the full `parameter`, one per sharded dimension, and the device.
 
     Without a group, each rank has all of it.
     """

@@ -21,10 +21,10 @@ MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torc
 
 
 def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) -> nn.Module:
-    """Wrap the named modules of `model`, in place: "units" recomputes all of each, "selective" all except its products.
+    """Wrap the named modules of `model`, in place: "units" recomputes everything, "selective" all but matrix products.
 
-    Of nested modules only the outermost is wrapped, since it recomputes what is in it. The names in a state dict stay
-    those of the plain model. Raises ValueError if there is nothing to wrap.
+    If modules are nested, only the outermost is wrapped, since it recomputes everything inside. A state dict keeps the
+    names of the plain model. Raises ValueError if there's nothing to wrap.
     """
     if not names:
         raise ValueError(f"no module of {type(model).__name__} is large enough to checkpoint; lower min_num_params")
@@ -38,16 +38,16 @@ def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) ->
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Return the names that are not inside any other of `names`."""
+    """Return the names that aren't inside any other name."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return True for a wrapper that `checkpoint_activations` has put around a module."""
+    """Return True for a wrapper that `checkpoint_activations` has added."""
     return isinstance(module, CheckpointWrapper)
 
 
 def with_wrapper(model: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return each of `modules`, or the wrapper that `checkpoint_activations` has put around it in `model`."""
+    """Return each of `modules` or, where `checkpoint_activations` has wrapped it in `model`, its wrapper."""
     around = {wrapper._checkpoint_wrapped_module: wrapper for wrapper in model.modules() if is_checkpointed(wrapper)}
     return {around.get(module, module) for module in modules}

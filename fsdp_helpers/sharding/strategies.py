@@ -41,12 +41,12 @@ BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefe
 
 
 def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Keep the whole model in one process."""
+    """Keep the full model in one process."""
     return recompute_units(model, config).to(device)
 
 
 def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a whole model; gradients are averaged in buckets while backward still runs."""
+    """Give every rank the full model; gradients are averaged in buckets while backward is still running."""
     return DistributedDataParallel(
         recompute_units(model, config).to(device),
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -55,17 +55,17 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a shard of the model as one unit, gathered whole for forward and backward."""
+    """Give every rank a shard of the model as one unit, unsharded for forward and backward."""
     return shard_with_api(model, device, config, policy=None)
 
 
 def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a shard of each unit; units are chosen by size and gathered one after the other."""
+    """Give every rank a shard of each unit; units are chosen by size and unsharded one after the other."""
     return shard_with_api(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)))
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Do as auto-wrap, and keep each shard, its gradient and its optimizer state in host memory between uses."""
+    """Like auto-wrap, but keep each shard, its gradient and its optimizer state in host memory when they aren't in use."""
     return shard_with_api(
         model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True
     )
@@ -103,7 +103,7 @@ def shard_with_api(
 def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
     """Wrap the units of the size policy for activation checkpointing, if `config` asks for it.
 
-    Call this before sharding: backward then gathers a unit once, for its second forward and its backward together.
+    Call this before sharding: backward then unshards a unit once for both its second forward and its backward.
     """
     if config.activation_checkpointing == "none":
         return model
@@ -140,7 +140,7 @@ def shard_fsdp2(
 ) -> nn.Module:
     """Apply `fully_shard`, in place: every parameter becomes a DTensor sharded along its first dimension.
 
-    The root is never freed after forward: backward begins with it.
+    The root isn't resharded after forward, because backward begins with it.
     """
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # pinning needs an accelerator
@@ -156,10 +156,10 @@ def shard_fsdp2(
 
 
 def settle_buckets(model: nn.Module, images: Tensor) -> None:
-    """Let DDP arrange its buckets as in a run that is under way; other strategies have none.
+    """Let DDP arrange its buckets as in a run that's under way; a no-op for other strategies.
 
-    It does so after the first backward, and the last bit of a sum over three or more ranks depends on where in a bucket
-    a gradient lies. A resumed run has to have done that already. The gradients are discarded.
+    DDP rearranges them after the first backward, and the last bit of a sum over three or more ranks depends on a
+    gradient's place in its bucket. A resumed run has to start with the final buckets. The gradients are discarded.
     """
     if isinstance(model, DistributedDataParallel):
         model(images).sum().backward()
@@ -167,16 +167,17 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 
 
 def wait_for_buckets(model: nn.Module) -> None:
-    """Let DDP wait for each bucket if a time-out is set on CUDA; other strategies do so by themselves.
+    """Make DDP wait for each bucket if a timeout is set on CUDA; other strategies wait anyway.
 
-    DDP only makes later kernels wait. A rank that waits in vain would then hang when it next synchronizes with the GPU.
+    DDP only makes later kernels wait. If a rank is missing, the others would then hang the next time they synchronize
+    with the GPU.
     """
     if isinstance(model, DistributedDataParallel) and waits_in_the_open():
         model.register_comm_hook(None, average_and_wait)
 
 
 def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, and return it when it is there."""
+    """Average a bucket over all ranks, and return it once it's done."""
     buffer = bucket.buffer()
     dist.all_reduce(buffer.div_(dist.get_world_size()))
     done = torch.futures.Future()
@@ -185,7 +186,7 @@ def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    """Return the FSDP units of `model`, by their names in the unwrapped model; the root is called "root"."""
+    """Return the FSDP units of `model` by their names in the plain model; the root is called "root"."""
     return [
         plain_name(name) or "root"
         for name, module in model.named_modules()
@@ -194,12 +195,12 @@ def unit_names(model: nn.Module) -> list[str]:
 
 
 def count_units(model: nn.Module) -> int:
-    """Count the FSDP units in `model`, the root included; 0 if nothing is sharded."""
+    """Count the FSDP units in `model`, the root included; 0 if the model isn't sharded."""
     return len(unit_names(model))
 
 
 def make_mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
-    """Make a mesh: all ranks in a row or, for "hybrid", two groups: copies along dimension 0, shards along 1."""
+    """Make a mesh: one dimension over all ranks or, for "hybrid", two: replicas along 0, shards along 1."""
     if config.sharding == "hybrid":
         mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
         for group in mesh.get_all_groups():

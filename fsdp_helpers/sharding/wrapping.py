@@ -1,9 +1,9 @@
 """Wrapping policies: which modules become FSDP units, the same for both APIs.
 
 A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. Asked with
-`recurse=True` it says whether to look at the children; with `recurse=False`, whether `module` becomes a unit,
-`nonwrapped_numel` being the parameters in it that no unit below has taken. torch's `CustomPolicy`, which holds a
-function from a module to True or False, is a policy too.
+`recurse=True` it says whether to look at the children; with `recurse=False`, whether `module` becomes a unit, where
+`nonwrapped_numel` counts the parameters in it that aren't in a unit further down. torch's `CustomPolicy`, which calls a
+function with each module, is a policy, too.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ Policy: TypeAlias = Callable[..., bool] | CustomPolicy
 def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:
     """Return a policy: modules with at least `min_num_params` parameters outside smaller units become units.
 
-    It leaves out those in `tied` (see `holders_of_ties`), whose parameters then belong to a unit around all holders.
+    It skips the modules in `tied` (see `holders_of_ties`), whose parameters then go into a unit around all of them.
     """
     if min_num_params < 0:
         raise ValueError(f"min_num_params is {min_num_params}; it must be 0 or more")
@@ -32,12 +32,12 @@ def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Poli
 
 
 def unless_tied(by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Decide as `by_size` does, but leave modules with a tied parameter to the unit around them."""
+    """Decide as `by_size` does, but leave modules with tied parameters to the unit around them."""
     return (recurse or module not in tied) and by_size(module, recurse, nonwrapped_numel)
 
 
 def holders_of_ties(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that share a parameter with a module outside them: none of them can be a unit."""
+    """Return the modules that share a parameter with a module outside of them, and so can't be units."""
     homes: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         homes[parameter].append(name)
@@ -49,10 +49,10 @@ def holders_of_ties(model: nn.Module) -> set[nn.Module]:
 
 
 def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
-    """Return the names of the modules below the root that `policy` makes units, inner ones before outer ones.
+    """Return the names of the modules below the root that `policy` turns into units, inner ones before outer ones.
 
-    FSDP1 walks the model in this way itself (`auto_wrap_policy`); FSDP2 leaves the choice to you. Raises ValueError for
-    a `CustomPolicy` that gives a unit its own settings.
+    FSDP1 does this walk itself (`auto_wrap_policy`); FSDP2 leaves the choice to you. Raises ValueError if a
+    `CustomPolicy` gives a unit its own settings.
     """
     if isinstance(policy, CustomPolicy):
         policy = as_callable(policy)
@@ -64,9 +64,10 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
 
 
 def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
-    """Append the units in `module`, and its own `name` if it is one, to `names`; return how many parameters they took.
+    """Append the units in `module`, and `name` if it's a unit itself, to `names`; return how many parameters they have.
 
-    The policy is asked twice: whether to look at the children, and, with what they left, whether to take `module`.
+    The policy is asked twice: whether to look at the children, and then, with the parameters left over, whether
+    `module` is a unit.
     """
     num_params = count_params(module)
     if not policy(module=module, recurse=True, nonwrapped_numel=num_params):
@@ -79,7 +80,7 @@ def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str])
 
 
 def as_callable(policy: CustomPolicy) -> Policy:
-    """Turn torch's `CustomPolicy` into a callable like any other. It must answer yes or no: see `choose_units`."""
+    """Turn torch's `CustomPolicy` into a plain callable. It must return True or False: see `choose_units`."""
     return partial(lambda_auto_wrap_policy, lambda_fn=partial(_yes_or_no, policy))
 
 
@@ -87,7 +88,7 @@ def _yes_or_no(policy: CustomPolicy, module: nn.Module) -> bool:
     answer = policy._lambda_fn(module)
     if answer and answer is not True:
         raise ValueError(
-            f"the policy answers {answer!r} for a {type(module).__name__}: settings of a single unit exist in FSDP1 "
-            "only; let it return True or False"
+            f"the policy answers {answer!r} for a {type(module).__name__}: only FSDP1 has settings per unit; return "
+            f"True or False"
         )
     return bool(answer)

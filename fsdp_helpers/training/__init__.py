@@ -1,1 +1,1 @@
-"""A run: its rank function, its loop, what watches it, and what starts it."""
+"""A run: its rank function, its loop, what observes it, and what starts it."""

@@ -1,4 +1,4 @@
-"""The closing comparison: every strategy, both APIs, side by side on this machine."""
+"""The final comparison: every strategy and both APIs, side by side on this machine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
-    """Return every model with every strategy, in all ways that run on `device`; see `left_out` for the rest."""
+    """Return every model with every strategy, in all variants that run on `device`; see `left_out` for the rest."""
     chosen = [
         replace(base, model=model, strategy=strategy, **way)
         for model in models
@@ -34,7 +34,7 @@ def ways_to_run(strategy: str) -> list[dict]:
 
 
 def left_out(config: TrainConfig, device: str) -> str | None:
-    """Return why this configuration cannot run on `device`; None if it can."""
+    """Return why this configuration can't run on `device`; None if it can."""
     try:
         config.check_device(device)
     except ValueError as reason:
@@ -79,7 +79,7 @@ def comparison_row(record: RunRecord) -> ComparisonRow:
 
 
 def comparison_cells(row: ComparisonRow) -> list[str]:
-    """Return a row as text, under HEADERS."""
+    """Format a row as text, under HEADERS."""
     return [
         row.model,
         row.label,
@@ -93,9 +93,9 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
 
 
 def plain_table(rows: Sequence[ComparisonRow]) -> str:
-    """Return the comparison for a terminal of 80 columns: names to the left, numbers to the right.
+    """Return the comparison for an 80-column terminal: names on the left, numbers on the right.
 
-    Times are medians, bytes those of one rank, sent in one step; the loss is that of the last step.
+    Times are medians; bytes are those one rank sends in one step; the loss is the last step's.
     """
     lines = [list(SHORT_HEADERS), *(comparison_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(SHORT_HEADERS))]

@@ -1,6 +1,6 @@
-"""A run that is watched in a notebook: a line for each rank, the loss as a curve, and memory, drawn while it trains.
+"""Watching a run in a notebook: a line per rank, the loss as a curve, and memory, redrawn while it trains.
 
-It shows text and a picture that are replaced in place, not a widget, so a saved notebook keeps the last of them.
+It updates text and a picture in place instead of using a widget, so a saved notebook keeps the last state.
 """
 
 import base64
@@ -71,7 +71,7 @@ class LiveView:
             self._show_lines()
 
     def summarize(self, record: RunRecord) -> None:
-        """Show a run that has ended: what each rank held, and the loss of every step over the global batch."""
+        """Summarize a finished run: each rank's held bytes, and the loss of every step over the global batch."""
         text = [f"{self._title}: {len(record.step_losses)} steps, test accuracy {record.epochs[-1].test_accuracy:.2%}"]
         for rank in record.ranks:
             if rank.peak_bytes is not None:
@@ -129,14 +129,14 @@ def run_picture(
 
 
 def curve_title(subject: str, losses: Sequence[float]) -> str:
-    """Return what the curve shows, with the two ends of the line that is drawn."""
+    """Return the curve's title, with the values at both ends of the line."""
     smooth = smoothed(losses)
     how = ", smoothed" if smooth != losses else ""
     return f"{subject}{how}: from {smooth[0]:.3f} to {smooth[-1]:.3f}"
 
 
 def draw_loss(ax, steps: Sequence[int], losses: Sequence[float]) -> None:
-    """Draw the smoothed loss over the pale loss of each step; the axis ends where the run is."""
+    """Draw the smoothed loss over the pale loss of each step; the axis ends at the current step."""
     smooth = smoothed(losses)
     ax.plot(steps, losses, color=BLUE, linewidth=1, alpha=0.3)
     ax.plot(steps, smooth, color=BLUE, linewidth=1.5)
@@ -149,7 +149,7 @@ def draw_loss(ax, steps: Sequence[int], losses: Sequence[float]) -> None:
 
 
 def draw_memory(ax, memory: Mapping[int, tuple[int, int]]) -> None:
-    """Draw a bar for each rank: what it holds between two steps (solid), and its peak within one (pale)."""
+    """Draw a bar for each rank: held bytes (solid) and the peak (pale)."""
     ranks = sorted(memory)
     ax.barh(ranks, [memory[rank][1] / MB for rank in ranks], color=BLUE, alpha=0.3)
     ax.barh(ranks, [memory[rank][0] / MB for rank in ranks], color=BLUE)
@@ -159,7 +159,7 @@ def draw_memory(ax, memory: Mapping[int, tuple[int, int]]) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> Sequence[float]:
-    """Return, for each step, the mean of its loss and the losses just before it."""
+    """Return, for each step, the mean of its loss and the preceding losses."""
     window = max(1, round(len(losses) * SMOOTHED_OVER))
     if window == 1:
         return losses  # differences of sums are rounded

@@ -48,8 +48,8 @@ def train_step(
 ) -> Tensor:
     """Take one step of training; return the mean loss over this rank's images, before the update.
 
-    The batch goes through in `micro_batches` equal parts, see `add_up_gradients`. With `clip_norm` the gradients are
-    scaled down to that norm, and their norm before is appended to `norms`. The named phases cost next to nothing and
+    The batch is processed in `micro_batches` equal parts, see `add_up_gradients`. With `clip_norm`, gradients are
+    scaled down to that norm, and their original norm is appended to `norms`. The named phases cost next to nothing and
     show up in every trace.
     """
     with record_function("train step"):
@@ -74,10 +74,10 @@ def add_up_gradients(
 ) -> Tensor:
     """Run forward and backward of each micro-batch in turn; return the mean loss over all images.
 
-    Ranks reduce the sum of the gradients once, after the last part, or each part's with `sync_micro_batches`. They free
-    gathered parameters after every part, or with `reshard_after_backward=False` (FSDP2) only after the last.
+    Ranks reduce the sum of the gradients once, after the last part, or after each part with `sync_micro_batches`. They
+    reshard after every part or, with `reshard_after_backward=False` (FSDP2), only after the last.
     """
-    assert len(images) % micro_batches == 0, f"{len(images)} images do not divide by {micro_batches} micro-batches"
+    assert len(images) % micro_batches == 0, f"{len(images)} images aren't divisible by {micro_batches} micro-batches"
     losses = []
     for part_images, part_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
         is_last = len(losses) == micro_batches - 1
@@ -94,9 +94,9 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32 whatever the model computes in.
+    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32, whatever the model computes in.
 
-    Cross-entropy serves logits and log-probabilities alike, since log-softmax leaves log-probabilities as they are.
+    Cross-entropy works for both logits and log-probabilities, since log-softmax doesn't change log-probabilities.
     """
     return F.cross_entropy(model(images).float().flatten(0, -2), labels.flatten())
 
@@ -105,8 +105,8 @@ def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 def layer_by_layer() -> Iterator[None]:
     """Within the block, transformer layers call their inner layers in evaluation, as they do in training.
 
-    Otherwise `nn.TransformerEncoderLayer` takes a fast path, which reads the weights of its layers without calling
-    them. FSDP1 gathers the weights of a unit when the unit is called.
+    Otherwise, `nn.TransformerEncoderLayer` takes a fast path that reads its layers' weights without calling the layers,
+    and FSDP1 unshards a unit only when it's called.
     """
     usual = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -119,9 +119,9 @@ def layer_by_layer() -> Iterator[None]:
 @torch.no_grad()
 @layer_by_layer()
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
-    """Return this rank's sums over its test images or tokens: loss, correct answers, number. Shape (3,), float64.
+    """Return this rank's sums over its test images or tokens: loss, correct answers, count. Shape (3,), float64.
 
-    Sums, not means: ranks with different numbers of images can add them up and divide once.
+    They're sums, not means, so ranks with different numbers of images can add them up and divide once.
     """
     model.eval()
     sums = None

@@ -1,4 +1,4 @@
-"""The colors that figures in a run and in the chapters share: legible on a white page and on a black one."""
+"""The colors shared by figures of a run and figures of the chapters: readable on a white page and on a black one."""
 
 BLUE = "#0072b2"
 TEXT_COLOR, FRAME_COLOR = "#767676", "#9ca3af"

@@ -1,4 +1,4 @@
-"""One run, from its settings to its record: ranks of our own with `train`, or one rank among those of torchrun."""
+"""One run, from settings to record: with ranks we start (`train`), or as one rank of torchrun."""
 
 import gc
 import sys
@@ -45,13 +45,13 @@ def train(
 ) -> RunRecord:
     """Run `config`, with `changes` to its fields, in new processes; return the record of rank 0.
 
-    `world_size` is 1 for strategy "local" and 2 for the others, unless it is given. The data are prepared before any
-    process starts, and `on_data` is called with their source, "mnist" or "digits". With `watch` a notebook shows a line
-    for each rank and the loss, step by step; otherwise one line says how far the run has come.
+    `world_size` defaults to 1 for strategy "local" and 2 for the others. The data are prepared before any process
+    starts, and `on_data` is called with their source, "mnist" or "digits". With `watch`, a notebook shows a line per
+    rank and the loss, step by step; otherwise, there's one line of progress.
 
-    Raises ValueError, DataError or CheckpointError before anything starts, for settings that cannot work, data that
-    cannot be used and checkpoints that do not fit; RankError and RankTimeout as `launch` does, which also says what
-    `timeout_s` (of the whole run) and `group_timeout_s` (of one collective) are.
+    Raises ValueError, DataError or CheckpointError before anything starts, for settings that can't work, data that
+    can't be used and checkpoints that don't match; RankError and RankTimeout as `launch` does, which also explains
+    `timeout_s` (for the entire run) and `group_timeout_s` (for one collective).
     """
     with shown_by_message(ValueError):
         config = replace(config, **changes)
@@ -96,9 +96,9 @@ def train_each(
     device: str = "auto",
     progress: bool = True,
 ) -> dict[Name, RunRecord]:
-    """Train `config` with each variant's changes, one after the other in one launch; return the records by name.
+    """Train `config` with each variant's changes, one after the other in a single launch; return the records by name.
 
-    The records are those of a `train` for each; what PyTorch prepares in a process it prepares only once. Raises as
+    The records are the same as with a `train` for each, but PyTorch's start-up costs are paid only once. Raises as
     `train` does, and ValueError for a variant with a `checkpoint_dir`.
     """
     with shown_by_message(ValueError, DataError):
@@ -114,7 +114,7 @@ def train_each(
 
 
 def _train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`. The model of one is gone when the next begins: its bytes are those of a `train`."""
+    """Train each of `configs`. One model is gone before the next begins, so its bytes are those of a `train`."""
     records = []
     for config in configs:
         records.append(train_worker(rank, world_size, config))
@@ -123,7 +123,7 @@ def _train_one_after_the_other(rank: int, world_size: int, configs: list[TrainCo
 
 
 def _check_ranks(config: TrainConfig, world_size: int, device: str) -> str:
-    """Return the ranks' device, "cpu" or "cuda", after checking that `config` can run on `world_size` ranks there."""
+    """Return the ranks' device, "cpu" or "cuda", after checking that `config` can run there on `world_size` ranks."""
     config.check_world_size(world_size)
     device = choose_device(device, world_size)
     config.check_device(device)
@@ -141,8 +141,8 @@ def train_as_rank_of_torchrun(
     """Train as one rank; the first rank of each machine prepares the data, and rank 0 returns the record.
 
     A run with a `checkpoint_dir` that receives SIGTERM saves after the current step, and no rank returns a record.
-    Raises ValueError, DataError or CheckpointError as `train` does, and also for an environment that is incomplete or
-    contradicts itself; RankError for a worker that fails, or waits in vain for other ranks.
+    Raises ValueError, DataError or CheckpointError as `train` does, and also for an environment that's incomplete or
+    inconsistent; RankError for a worker that fails or times out waiting for other ranks.
     """
     place = read_place()
     if world_size not in (None, place.world_size):
@@ -171,7 +171,7 @@ def train_as_rank_of_torchrun(
 
 @contextmanager
 def _failures_of_rank(place: Place) -> Iterator[None]:
-    """Turn any error within the block into this rank's failure: it is not bad input."""
+    """Turn any error within the block into a failure of this rank, since it isn't bad input."""
     try:
         yield
     except Exception as error:
@@ -179,7 +179,7 @@ def _failures_of_rank(place: Place) -> Iterator[None]:
 
 
 def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str], None] | None) -> Exception | None:
-    """Prepare data on every machine and check checkpoints on rank 0; every rank raises what is wrong on any of them."""
+    """Prepare data on every machine and check checkpoints on rank 0; every rank raises whatever went wrong on any of them."""
     problem = None
     try:
         if place.local_rank == 0:
@@ -218,16 +218,16 @@ def prepare_run_data(config: TrainConfig) -> str:
 
 
 def prepare_text(config: TrainConfig) -> str:
-    """Return the name of the text that `config` trains on, after checking that it is readable and long enough."""
+    """Return the name of the text that `config` trains on, after checking that it's readable and long enough."""
     text, context = read_text(config.text), BYTE_LLAMA.context
     num_test = text.num_test_sequences(context)
     if num_test == 0:
         raise DataError(
-            f"the text has {len(text.content)} bytes, which are not enough for {TEST_PART} sequences of {context}; "
+            f"the text has {len(text.content)} bytes, which isn't enough for {TEST_PART} sequences of {context}; "
             f"give one of at least {TEST_PART * context + 1} bytes"
         )
     if config.export is not None and Path(config.export).exists():
-        raise ValueError(f"export: {config.export} is there already; give the name of a new folder")
+        raise ValueError(f"export: {config.export} already exists; give the name of a new folder")
     config.check_data_size(text.source, text.num_sequences(context) - num_test, num_test)
     return text.source
 

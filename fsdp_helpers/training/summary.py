@@ -5,7 +5,7 @@ from fsdp_helpers.records import RankRecord, RunRecord
 
 
 def print_summary(record: RunRecord) -> None:
-    """Print what was run, how well it learned, and the bytes of each rank."""
+    """Print the settings of the run, how well it learned, and the bytes of each rank."""
     config = record.config
     print(
         f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "

@@ -1,4 +1,4 @@
-"""Looking on while a rank trains: time, memory and progress, off the clock."""
+"""Observing a rank while it trains: time, memory and progress, without slowing it down."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +19,8 @@ STEADY_STEP = 3  # the first step creates optimizer state, the second may rearra
 class StepWatch:
     """An observer of a rank's training: times every step, measures a steady one, reports progress.
 
-    Start it before the model is built and after the images are loaded: the memory trace counts everything after that.
-    A resumed run has already taken `steps_before` steps; its reports count on from there.
+    Start it after the images are loaded and before the model is built, because the memory trace counts everything from
+    then on. A resumed run has already taken `steps_before` steps, and its reports continue from there.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StepWatch:
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, between_steps: Callable[[], None] = lambda: None
     ) -> None:
-        """Watch these two from now on; `between_steps` is called after every step, and its time does not count."""
+        """Observe these two from now on; `between_steps` is called after every step, and its time does not count."""
         self._model, self._optimizer, self._between_steps = model, optimizer, between_steps
         if self._num_steps == 0:  # a resumed run with nothing left to train
             self._memory.stop()
@@ -66,7 +66,7 @@ class StepWatch:
         return sum(self.step_seconds[self._first_step :])
 
     def after_step(self, loss: Tensor, batch_bytes: int) -> None:
-        """Note a step that has ended; the time spent in here is not counted."""
+        """Record the end of a step; the time spent in here isn't counted."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.step_seconds.append(time.perf_counter() - self._clock_s)
@@ -83,7 +83,7 @@ class StepWatch:
             self.trace = self._memory.last("train step", uncounted_bytes=batch_bytes)
 
     def rank_record(self, rank: int) -> RankRecord:
-        """Return the bytes that this rank kept, held and sent."""
+        """Return the bytes this rank held, had at its peak, and sent."""
         return RankRecord(
             rank=rank,
             parameter_bytes=self.state.parameter_bytes,
@@ -96,7 +96,7 @@ class StepWatch:
         )
 
     def evaluation(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `batches`, and report how many images have been evaluated."""
+        """Yield `batches`, and report the number of images evaluated so far."""
         num_images, done, last = 0, self._done, self._last_step
         for images, labels in batches:
             if progress.wants_report(done, last):
@@ -135,6 +135,6 @@ class StepWatch:
 
 
 def run_title(config: TrainConfig, world_size: int, device: str) -> str:
-    """Return a title that tells runs apart: "shallow, fsdp (fsdp2), 2 ranks on cpu"."""
+    """Return a title that identifies a run: "shallow, fsdp (fsdp2), 2 ranks on cpu"."""
     way = f" ({config.api})" if config.is_sharded else ", lean" if config.bucket_view else ""
     return f"{config.model}, {config.strategy}{way}, {progress.count_ranks(world_size)} on {device}"

@@ -43,7 +43,7 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
 def run_training(
     rank: int, world_size: int, config: TrainConfig, dataset: Dataset, checkpoints: RunCheckpoints
 ) -> RunRecord:
-    """Set up, train the epochs and return the record, from the beginning or from where `checkpoints` are."""
+    """Set up, train the epochs and return the record, from the beginning or from where `checkpoints` left off."""
     first_step = checkpoints.step  # 0, unless the run is resumed
     parts = epochs_to_train(config, len(dataset.train) // config.global_batch_size, first_step)
     num_steps = sum(part.num_steps for part in parts)
@@ -67,7 +67,7 @@ def run_training(
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model under its strategy, and its optimizer, built from the parameters that the strategy leaves."""
+    """Return the model under its strategy, and an optimizer built from the parameters that it then has."""
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
     model = APPLY_STRATEGY[config.strategy](model, rank_device(), config)
@@ -78,7 +78,7 @@ def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optim
 
 
 class EpochPart(NamedTuple):
-    """The steps of one epoch that a run trains: all of them, unless it is resumed or ends early."""
+    """The steps of one epoch that a run trains: all of them, unless it's resumed or ends early."""
 
     epoch: int  # 0 is the first
     first_step: int  # within the epoch
@@ -88,7 +88,7 @@ class EpochPart(NamedTuple):
 def epochs_to_train(config: TrainConfig, steps_per_epoch: int, steps_done: int) -> list[EpochPart]:
     """Return what is left to train after `steps_done` steps, epoch by epoch.
 
-    A run with nothing left is still in the epoch of its last step: one part, without a step, to be evaluated.
+    A run with nothing left is still in the epoch of its last step: one part without steps, which is evaluated.
     """
     last_step = max(steps_done, min(config.epochs * steps_per_epoch, config.max_steps or math.inf))
     first_epoch = min(steps_done, last_step - 1) // steps_per_epoch
@@ -113,8 +113,8 @@ def train_epochs(
 ) -> tuple[list[EpochRecord], list[float]]:
     """Train, then evaluate, epoch by epoch; return the epochs' records and the loss of every step.
 
-    A rank sees only its own images, so it knows only part of each sum: the parts are added up over the ranks, and the
-    sum is divided once. Every rank returns the same.
+    A rank sees only its own images, so it has only part of each sum. The parts are added up over the ranks and divided
+    once. Every rank returns the same.
     """
     epochs, step_losses = [], []
     settings = step_settings(config, watch.gradient_norms)
@@ -143,7 +143,7 @@ def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
 
 
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
-    """Load the images or the text that `config` asks for, all of it on every rank's device."""
+    """Load the images or the text that `config` asks for, all of it onto every rank's device."""
     if config.learns_text:
         dataset = text_dataset(
             read_text(config.text),
@@ -157,7 +157,7 @@ def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
         raise DataError(
             "the ranks read different texts; give every machine the same file and the same Python"
             if config.learns_text
-            else "some ranks find MNIST and others do not; give every machine the same data folder"
+            else "some ranks find MNIST and others don't; give every machine the same data folder"
         )
     config.check_data_size(dataset.source, len(dataset.train), len(dataset.test))
     return Dataset(source=dataset.source, train=dataset.train.to(device), test=dataset.test.to(device))
@@ -180,7 +180,7 @@ def config_batches(
 
 @record_function("data")  # under this name a trace leaves the images out
 def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's part of the first `config.max_steps` batches, on its device, for a short lesson."""
+    """Return this rank's share of the first `config.max_steps` batches, on its device, for a short lesson."""
     dataset = load_rank_data(config, rank_device())
     return list(islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps))
 
@@ -214,7 +214,7 @@ def run_record(
     step_losses: list[float],
     watch: StepWatch,
 ) -> RunRecord:
-    """Gather what every rank saw; return the same record on all of them."""
+    """Collect what every rank saw; return the same record on all of them."""
     ranks = gather_over_ranks(watch.rank_record(rank))
     traces = gather_over_ranks(watch.trace)
     return RunRecord(

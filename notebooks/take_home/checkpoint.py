@@ -1,6 +1,6 @@
-"""Save every few steps, so that a run that is killed, at any moment, goes on from its newest checkpoint.
+"""Save every few steps, so that a run killed at any moment continues from its newest checkpoint.
 
-`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` takes 3 steps; with 2 and 6, two ranks go on to 6 steps.
+`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` takes 3 steps; with 2 and 6, two ranks continue to step 6.
 Restarts, with `--max-restarts 3`, need the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
@@ -57,7 +57,7 @@ def choose_device() -> torch.device:
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed; it would train on beside the next start."""
+    """Have Linux kill this rank if torchrun is killed; otherwise it would keep training during the next run."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
@@ -66,7 +66,7 @@ def end_with_torchrun() -> None:
 
 
 def take(lock: FileLock, folder: Path) -> None:
-    """Keep other runs from writing to `folder` until this process ends. Leave if one has it already."""
+    """Keep other runs from writing to `folder` until this process ends. Exit if one already has the lock."""
     try:
         lock.acquire(timeout=2)
     except Timeout:
@@ -79,7 +79,7 @@ def state_to_keep(model: nn.Module, adam: Adam, schedule: CosineAnnealingLR, ste
 
 
 def save_checkpoint(folder: Path, state: dict) -> None:
-    """Replace the checkpoint in `folder`. Only a complete one has a number for its name."""
+    """Replace the checkpoint in `folder`. Only a complete one has a number as its name."""
     rank = dist.get_rank()
     unfinished = folder / "unfinished"
     if rank == 0:
@@ -95,7 +95,7 @@ def save_checkpoint(folder: Path, state: dict) -> None:
 
 
 def load_newest(folder: Path, model: nn.Module, adam: Adam, schedule: CosineAnnealingLR) -> int:
-    """Load the newest checkpoint, if there is one. Return the number of steps that are done."""
+    """Load the newest checkpoint, if there is one. Return the number of steps done."""
     checkpoints = list(folder.glob("[0-9]*"))
     if not checkpoints:
         return 0

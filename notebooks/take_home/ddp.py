@@ -1,4 +1,4 @@
-"""DDP: every rank has the whole model and its own part of the batch, and gradients are averaged.
+"""DDP: every rank has the full model and its own share of the batch, and gradients are averaged.
 
 Run it with `torchrun --nproc-per-node 2 ddp.py`, on GPUs or, if there are too few, on the CPU.
 `ddp.py FILE 3` takes 3 steps and saves them in FILE, as DDP scripts do.

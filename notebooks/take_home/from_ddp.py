@@ -1,4 +1,4 @@
-"""From DDP to FSDP2 in mid-training: read what a DDP script saved, Adam and schedule included, and go on.
+"""From DDP to FSDP2 in mid-training: read a DDP script's checkpoint, Adam and schedule included, and continue.
 
 `torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves them;
 `torchrun --nproc-per-node 2 from_ddp.py FILE` takes the rest under FSDP2, on any number of ranks.
@@ -93,7 +93,7 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
 
 
 def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: LambdaLR) -> int:
-    """Read the file on rank 0 and hand each rank its shards. Return the number of steps that are done.
+    """Read the file on rank 0 and send each rank its shards. Return the number of steps done.
 
     `schedule` has to be there before: it gives each rank's groups the `initial_lr` that the load then fills.
     """

@@ -1,4 +1,4 @@
-"""FSDP2 with offload: between their uses, shards, gradients and moments are in host memory.
+"""FSDP2 with offload: shards, gradients and moments are in host memory when they aren't in use.
 
 Run it with `torchrun --nproc-per-node 2 offload.py`, on GPUs or, if there are too few, on the CPU.
 """

@@ -1,7 +1,7 @@
-"""A vision transformer, one unit per block, whose whole weights are on rank 0 alone before training.
+"""A vision transformer, one unit per block, whose full weights are only on rank 0 before training.
 
 Run it with `torchrun --nproc-per-node 2 vit.py`, on GPUs or, if there are too few, on the CPU.
-`vit.py FILE` begins with what `torch.save(model.state_dict(), FILE)` saved.
+`vit.py FILE` starts from a file that `torch.save(model.state_dict(), FILE)` saved.
 """
 
 import os

@@ -137,7 +137,7 @@ def test_every_type_that_safetensors_knows(suffix, tmp_path):
 
 def test_a_type_that_safetensors_does_not_know(tmp_path, capfd):
     path = save_by_hand(tmp_path / "run", {"wave": torch.ones(3, dtype=torch.complex64)})
-    message = "model.wave is of type torch.complex64, which safetensors does not know; write a .pt"
+    message = "model.wave is of type torch.complex64, which safetensors doesn't support; write a .pt"
     check_refused(path, tmp_path / "model.safetensors", message, capfd)
     consolidate(path, tmp_path / "model.pt")
     assert torch.equal(READERS[".pt"](tmp_path / "model.pt")["wave"], torch.ones(3, dtype=torch.complex64))
@@ -209,7 +209,7 @@ def test_another_prefix(foreign, tmp_path, capfd):
     assert found.keys() == {"step", "exp_avg", "exp_avg_sq"} and found["exp_avg"].shape == model.weight.shape
     consolidate(folder, tmp_path / "all.pt", prefix="")
     assert {"model.weight", f"{first}exp_avg"} < READERS[".pt"](tmp_path / "all.pt").keys()
-    message = "has no tensor whose name begins with 'net.', but such as model.weight, model.bias; give another prefix"
+    message = "has no tensor whose name begins with 'net.'; it has, for example, model.weight, model.bias; give another prefix"
     capfd.readouterr()
     assert main_in_process("consolidate", folder, tmp_path / "none.pt", "--prefix", "net.") == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -360,7 +360,7 @@ def garble(path: Path) -> None:
         (lambda path: garble(path / "__1_0.distcp"), "step-00000002"),
         (lambda path: (path / ".metadata").unlink(), ".metadata is missing. Put it back"),
         (lambda path: garble(path / ".metadata"), ".metadata is not the index of a sharded checkpoint"),
-        (lambda path: garble(path / "checkpoint.json"), "there is no readable checkpoint.json"),
+        (lambda path: garble(path / "checkpoint.json"), "it has no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 2}'), "update fsdp_helpers to load it"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
     ],
@@ -425,7 +425,7 @@ def test_a_shard_that_calls_a_function_does_not(checkpoint, tmp_path, capfd):
     code = b"cos\nsystem\n(S'touch %s'\ntR." % os.fsencode(mark)
     place = checkpoint / ".metadata"
     place.write_bytes(code + b" " * (place.stat().st_size - len(code)))
-    check_refused(checkpoint, tmp_path / "model.pt", "names os.system, which has no place in an index", capfd)
+    check_refused(checkpoint, tmp_path / "model.pt", "names os.system, which doesn't belong in an index", capfd)
     assert not mark.exists()
 
 

@@ -82,14 +82,14 @@ def test_files_that_do_not_fit(exported, tmp_path):
     values = read_all(folder)
     values.pop("model.norm.weight")
     save_file(values, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="does not fit the model: .*model.norm.weight"):
+    with pytest.raises(CheckpointError, match="doesn't match the model: .*model.norm.weight"):
         load_hugging_face(Llama(BYTE_LLAMA), tmp_path)
     with pytest.raises(CheckpointError, match="config.json cannot be read .* give the folder of a Hugging Face model"):
         read_config(tmp_path)
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):
-    with pytest.raises(CheckpointError, match="is there already; give the name of a new folder"):
+    with pytest.raises(CheckpointError, match="already exists; give the name of a new folder"):
         save_hugging_face(Llama(BYTE_LLAMA), tmp_path, config_of_llama(BYTE_LLAMA))
     assert list(tmp_path.iterdir()) == []
 

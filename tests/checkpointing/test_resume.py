@@ -400,7 +400,9 @@ def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_conf
     ends = launch(
         workers.train_and_be_asked, saving_config(folder), asked, 5, world_size=2, device="cpu", timeout_s=240
     )
-    assert ends == [f"asked to end by SIGTERM: saved after step 5 of 8 in {folder}; go on from there with --resume"] * 2
+    assert (
+        ends == [f"ended early by SIGTERM: saved after step 5 of 8 in {folder}; continue from there with --resume"] * 2
+    )
     assert find_steps(folder)[-1] == 5
     check_that_nothing_is_lost(folder, 5, saving_config, undisturbed)
 
@@ -521,7 +523,7 @@ DAMAGES = {
     "a list": (lambda path: (path / "checkpoint.json").write_text("[1]"), "no readable checkpoint.json"),
     "more than known": (lambda path: rewrite(path, color="red"), "checkpoint.json is damaged"),
     "files unnamed": (lambda path: rewrite(path, files=[]), "checkpoint.json is damaged"),
-    "a newer format": (lambda path: rewrite(path, format=3), "reads up to format 2; update fsdp_helpers"),
+    "a newer format": (lambda path: rewrite(path, format=3), "reads formats up to 2; update fsdp_helpers"),
     "no step": (lambda path: rewrite(path, step=None), "checkpoint.json is damaged"),
     "settings unnamed": (lambda path: rewrite(path, settings=[]), "checkpoint.json is damaged"),
 }
@@ -601,7 +603,7 @@ def test_checkpoints_are_not_mixed_with_those_of_a_run_from_the_start(saved_run,
     before = listing(saved_run)
     assert resume(saved_run, no_mnist) == 2
     (line,) = complaints(capfd)
-    assert "holds checkpoints up to step-00000004; go on from there with --resume" in line
+    assert "holds checkpoints up to step-00000004; continue from there with --resume" in line
     assert listing(saved_run) == before
 
 
@@ -638,7 +640,7 @@ def skip_if_this_torch_is_older(saved: Path) -> None:
     try:
         read_index(saved / checkpoint_name(4))
     except CheckpointError as error:
-        if "a newer one wrote it" not in str(error):
+        if "a newer version wrote it" not in str(error):
             raise
         pytest.skip(str(error).rpartition(": ")[2])
 

@@ -47,7 +47,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
         "parameters",
         "gradients",
         "optimizer state",
-        "gathered units",
+        "unsharded units",
         "activations",
         "communication buffers",
     ]
@@ -77,7 +77,10 @@ def test_micro_batches_do_not_need_full_gradients(capsys):
     one, four = (said(capsys, *LLAMA_70B, *RECOMPUTED, "--micro-batches", parts) for parts in ("1", "4"))
     assert "It fits: the peak of 26.9 GB" in one and "It fits: the peak of 28.0 GB" in four
     # 4 bytes for each of 70.6 billion parameters wait otherwise
-    assert "Held back until the last (--no-sync-micro-batches), a rank sends 843 GB less and peaks at 309 GB" in four
+    assert (
+        "If they're held back until the last (--no-sync-micro-batches), a rank sends 843 GB less and peaks at 309 GB"
+        in four
+    )
     held = said(capsys, *LLAMA_70B, *RECOMPUTED, "--micro-batches", "4", "--no-sync-micro-batches")
     assert "first reduce gradients after every part (without --no-sync-micro-batches) (peak 28.0 GB)" in held
 
@@ -133,7 +136,7 @@ def test_the_sweep_finds_the_fewest(capsys):
     assert lines[1].split() == [*"GPUs sequence batch recompute chunks sharding peak tokens/s GPU-hours days".split()]
     assert [line.split()[0] for line in lines[2:5]] == ["8", "16", "32"]
     fewest = int(lines[5].split(": ")[1].split()[0])
-    assert "are the fewest that are done in 30 days" in lines[5] and 8 <= fewest <= 32
+    assert "are the fewest that finish in 30 days" in lines[5] and 8 <= fewest <= 32
 
 
 def planned(*arguments: str) -> Plan:

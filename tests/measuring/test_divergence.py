@@ -29,7 +29,7 @@ def test_in_words():
     text = str(Divergence(2, (event("all_gather", 16), None)))
     assert (
         text
-        == "2 collectives in common, then the ranks part:\nrank 0: all_gather of 16 B\nrank 1: no further collective"
+        == "2 collectives in common, then the ranks diverge:\nrank 0: all_gather of 16 B\nrank 1: no further collective"
     )
 
 

@@ -130,7 +130,7 @@ def test_what_a_batch_may_be():
     assert num_samples({"a": torch.zeros(3, 2), "b": [torch.zeros(3), "text"]}) == 3
     assert num_samples({"positions": torch.zeros(64), "tokens": torch.zeros(4, 64), "mask": torch.zeros(1, 64)}) == 4
     for bad in (torch.tensor(1.0), [torch.zeros(2), torch.zeros(3)], "none"):
-        with pytest.raises(ValueError, match="all need the same number, at least one"):
+        with pytest.raises(ValueError, match="all need the same number of samples, at least one"):
             num_samples(bad)
     images, labels, name = first_samples((torch.zeros(4, 2), torch.zeros(4, dtype=torch.long), "x"), 2, torch.bfloat16)
     assert (images.shape, images.dtype, labels.dtype, name) == ((2, 2), torch.bfloat16, torch.long, "x")
@@ -166,7 +166,7 @@ class Router(nn.Module):
 
 
 def test_a_router_on_the_meta_device_ends_in_a_sentence():
-    with pytest.raises(ValueError, match="Router decides by values .* on the meta device there are no values"):
+    with pytest.raises(ValueError, match="Router decides by values .* the meta device has no values"):
         plan_model(lambda: on_meta(Router), torch.zeros(4, 8), world_size=2, device_memory_gb=8)
 
 
@@ -290,8 +290,8 @@ class Tied(nn.Module):
         ),
         (adapted, torch.randn(4, 64), {"unit_names": ["3"]}, "Sequential has no module '3'"),
         (adapted, torch.randn(4, 64), {"activation_checkpointing": "units"}, "Sequential has no units"),
-        (lambda: nn.Linear(64, 64).requires_grad_(False), torch.randn(4, 64), {}, "has no parameter that is trained"),
-        (ConvNet, torch.randn(4, 3, 8, 8), {"precision": "bf16"}, "is a BatchNorm, whose statistics stay fp32"),
+        (lambda: nn.Linear(64, 64).requires_grad_(False), torch.randn(4, 64), {}, "has no trainable parameters"),
+        (ConvNet, torch.randn(4, 3, 8, 8), {"precision": "bf16"}, "is a BatchNorm, whose statistics stay in fp32"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_a_reason(factory, batch, settings, message):

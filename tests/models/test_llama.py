@@ -219,8 +219,8 @@ def test_logits_of_transformers(shape):
     [
         (["--text", "some.txt"], "text belongs to model 'llama', model is 'shallow'"),
         (["--model", "llama", "--text", "not-there.txt"], "the text not-there.txt cannot be read"),
-        (["--model", "llama", "--text", "short.txt"], "5 bytes, which are not enough for 10 sequences of 128"),
-        (["--model", "llama", "--export", "there"], "there is there already"),
+        (["--model", "llama", "--text", "short.txt"], "5 bytes, which isn't enough for 10 sequences of 128"),
+        (["--model", "llama", "--export", "there"], "there already exists"),
         (["--model", "llama", "--global-batch-size", "100000"], "training sequences do not fill one global batch"),
     ],
 )

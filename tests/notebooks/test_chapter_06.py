@@ -47,9 +47,21 @@ def test_a_background_save_has_the_state_of_the_call(chapter):
     chapter.run("app-state")
     chapter.run("live-async")
     assert chapter.value("ranks['in_background']") == [True, True]
-    line = 'dcp.load(app, checkpoint_id=f"{folder}/background")\n'
+    line = 'dcp.load({"training": AppState(model, optimizer, index)}, checkpoint_id=f"{folder}/background")\n'
     chapter.run("live-async", {"live-async": (line, "")})  # two steps later
     assert chapter.value("ranks['in_background']") == [False, False]
+
+
+def test_a_parameter_without_a_gradient_so_far_is_no_obstacle(chapter):
+    chapter.run_all(["live-load", "app-state"])
+    chapter.execute("%%ranks\ndel optimizer.state[model.fc2.bias]  # as if it had had no gradient yet")
+    by_index = {"live-async": ("AppState(model, optimizer, index)", "AppState(model, optimizer)")}
+    assert "Missing key in checkpoint state_dict: training.optimizer." in failure(chapter, "live-async", by_index)
+    chapter.run("live-load")
+    chapter.execute("%%ranks\ndel optimizer.state[model.fc2.bias]")
+    chapter.run("live-async")
+    assert chapter.value("ranks['in_background']") == [True, True]
+    chapter.run("live-load")
 
 
 def test_a_plain_state_dict_loses_the_moments(chapter):

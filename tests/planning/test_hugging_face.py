@@ -104,18 +104,21 @@ WRONG = [
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be 1 or more"),
     ({"vocab_size": "many"}, "no whole number vocab_size"),
     ({"hidden_size": True}, "no whole number hidden_size"),
-    ({"num_attention_heads": 25}, "num_attention_heads 25 does not divide hidden_size 3072"),
-    ({"num_key_value_heads": 7}, "num_key_value_heads 7 does not divide num_attention_heads 24"),
-    ({"num_key_value_heads": 0}, "num_key_value_heads 0 does not divide"),
+    ({"num_attention_heads": 25}, "num_attention_heads 25 doesn't divide hidden_size 3072"),
+    ({"num_key_value_heads": 7}, "num_key_value_heads 7 doesn't divide num_attention_heads 24"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads 0 doesn't divide"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3 without factor"),
     ({"num_local_experts": 8}, "num_local_experts is 8, but a model_type 'llama' has no experts"),
-    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "'bitsandbytes': weights of 4"),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "'bitsandbytes': quantized weights of 4",
+    ),
     ({"quantization_config": "4bit"}, "quantization_config '4bit'"),
     (ROUTED | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8"),
     (ROUTED | {"num_experts": None}, "no whole number num_experts"),
     ({"model_type": "deepseek_v3"}, "no whole number n_routed_experts"),
-    ({"model_type": "gpt2", "n_head": 7}, "num_attention_heads 7 does not divide hidden_size 768"),
+    ({"model_type": "gpt2", "n_head": 7}, "num_attention_heads 7 doesn't divide hidden_size 768"),
 ]
 
 

@@ -49,7 +49,7 @@ def test_a_plan_hand_worked():
         "parameters": 1_008,
         "gradients": 0,
         "optimizer state": 2_016,
-        "gathered units": 4_064,
+        "unsharded units": 4_064,
         "activations": 20_000,
         "communication buffers": 4_000,
     }

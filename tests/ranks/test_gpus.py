@@ -63,8 +63,8 @@ def test_without_a_driver_nobody_is_asked(monkeypatch):
     [
         ("print(2)", Gpus(2)),
         ("print(1); print('The driver is too old.')", Gpus(1, "The driver is too old.")),
-        ("print(1, flush=True); import os; os.abort()", Gpus(1, "the process that tried it left with exit status -6")),
-        ("import time; time.sleep(600)", Gpus(1, "it did not answer within 1 s")),
+        ("print(1, flush=True); import os; os.abort()", Gpus(1, "the process that tried it exited with status -6")),
+        ("import time; time.sleep(600)", Gpus(1, "it didn't answer within 1 s")),
         ("import os; print(1 + ('RANK' in os.environ))", Gpus(1)),
     ],
 )

@@ -181,7 +181,7 @@ def test_what_reports_nothing_leaves_one_line(kernel):
 
 def test_a_rank_that_fails_shows_its_own_traceback_alone(kernel):
     lines = the_error(kernel.run("launch(raise_on, 1, world_size=2, device='cpu')"))
-    assert lines[0] == "RankError: rank 1 of 2 failed, with this traceback of its own:"
+    assert lines[0] == "RankError: rank 1 of 2 failed, with this traceback:"
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-1] == "ZeroDivisionError: on purpose, on rank 1"
     files = [line.split('"')[1] for line in lines if line.lstrip().startswith("File ")]
@@ -316,7 +316,7 @@ def test_a_cell_on_ranks_shows_its_lines_while_it_runs(with_variable):
 
 def test_the_lines_of_an_error_are_those_of_the_cell(with_variable):
     first, *lines = the_error(with_variable.run("%%ranks\nif rank == 1:\n    1 / 0"))
-    assert first == "RankError: rank 1 of 2 failed, with this traceback of its own:"
+    assert first == "RankError: rank 1 of 2 failed, with this traceback:"
     assert lines[1].startswith('  File "Cell In[') and lines[1].endswith("line 3, in <module>")
     assert lines[-2:] == ["rank 0 had finished the cell", "The ranks keep their variables."]
     (line, *_) = the_error(with_variable.run("%%ranks\n\nx = (\n"))

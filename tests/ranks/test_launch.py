@@ -124,7 +124,7 @@ def test_a_rank_that_leaves():
 def test_a_result_that_cannot_travel():
     with pytest.raises(RankError, match="rank [01] of 2 failed: ValueError: the result of 'return_unpicklable' is of"):
         launch(workers.return_unpicklable, world_size=2, device="cpu")
-    with pytest.raises(RankError, match="rank 0 of 1 failed: its result arrived and cannot be read: ValueError: inv"):
+    with pytest.raises(RankError, match="rank 0 of 1 failed: its result arrived, but can't be read: ValueError: inv"):
         launch(workers.return_what_cannot_be_read, world_size=1, device="cpu")
 
 

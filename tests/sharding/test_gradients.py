@@ -155,7 +155,7 @@ def test_add_up_gradients_returns_the_mean_loss():
     parts = add_up_gradients(model, images, labels, micro_batches=2)
     assert parts.item() == pytest.approx(whole.item(), abs=1e-6)
     assert torch.allclose(model.weight.grad, gradient)
-    with pytest.raises(AssertionError, match="4 images do not divide by 3 micro-batches"):
+    with pytest.raises(AssertionError, match="4 images aren't divisible by 3 micro-batches"):
         add_up_gradients(model, images, labels, micro_batches=3)
 
 

@@ -155,9 +155,9 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     "arguments, message",
     [
         (["--models", "huge"], "huge"),
-        (["--steps", "3"], "--steps 3: the first 3 are not timed, give 4 or more"),
+        (["--steps", "3"], "--steps 3: the first 3 aren't timed; use 4 or more"),
         (["--world-size", "0"], "world_size is 0"),
-        (["--world-size", "3"], "64 does not divide by world_size 3"),
+        (["--world-size", "3"], "64 isn't divisible by world_size 3"),
         (["--global-batch-size", "0"], "global_batch_size is 0"),
         (["--figure", "table.txt"], "choose a name that ends in one of .png, .svg, .pdf"),
         (["--figure", "no-such-folder/table.png"], "no-such-folder does not exist"),

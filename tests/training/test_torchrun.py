@@ -88,7 +88,7 @@ def test_after_a_kill_all_ranks_restart_and_sigterm_ends_in_a_checkpoint(undistu
         job.process.send_signal(signal.SIGTERM)
         job.wait()
         step = find_steps(run)[-1]
-        assert job.output.count(f"asked to end by SIGTERM: saved after step {step} of 5000 in ") == 1
+        assert job.output.count(f"ended early by SIGTERM: saved after step {step} of 5000 in ") == 1
     assert (run / "step-00000002").stat().st_mtime_ns == first_saved_ns  # the restart did not begin anew
     resumed = [*arguments, "--max-steps", step + 3, "--world-size", 2, "--json", tmp_path / "next.json"]
     assert main_in_process("train", "--device", "cpu", "--data-dir", tmp_path / "no-mnist", *resumed) == 0
@@ -189,7 +189,7 @@ def test_a_machine_that_comes_back_joins(tmp_path):
             saved_at, together = wait_for_output(joined, stays, back)
             stays.process.send_signal(signal.SIGTERM)
             stays.wait(), back.wait()
-            saved = (stays.output + back.output).count("asked to end by SIGTERM: saved after step")
+            saved = (stays.output + back.output).count("ended early by SIGTERM: saved after step")
             assert saved == 2  # by the one rank for the machine that came back, and by two at the end
     assert 5 <= int(alone) <= int(saved_at) < int(together) < 5000
     last = find_steps(tmp_path / "run")[-1]
@@ -233,7 +233,7 @@ DDP = ["--strategy", "ddp"]
         (WHOLE | {"WORLD_SIZE": "0"}, DDP, "RANK is 0 and WORLD_SIZE 0; ranks are counted from 0"),
         (WHOLE | {"LOCAL_RANK": "2"}, DDP, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE 2"),
         (WHOLE | {"LOCAL_WORLD_SIZE": "3"}, DDP, "LOCAL_WORLD_SIZE is 3, above the WORLD_SIZE of 2"),
-        (WHOLE | {"WORLD_SIZE": "3"}, DDP, "global_batch_size 256 does not divide by world_size 3"),
+        (WHOLE | {"WORLD_SIZE": "3"}, DDP, "global_batch_size 256 isn't divisible by world_size 3"),
         (WHOLE, [*DDP, "--world-size", 4], "--world-size 4, but torchrun started 2 ranks; leave it out"),
         (WHOLE, [], "strategy 'local' trains in one process, world_size is 2"),
         (WHOLE, [*DDP, "--timeout", "0"], "timeout is 0.0; it must be a number of seconds above 0"),
@@ -266,5 +266,5 @@ def test_bad_input_that_one_rank_finds_ends_all_of_them(tmp_path):
     with torchrun_job(one_agent(2), arguments, tmp_path) as job:
         assert job.wait() == 1
     (line,) = [line for line in job.output.splitlines() if line.startswith("fsdp_helpers: ")]
-    assert "holds checkpoints up to step-00000002; go on from there with --resume" in line
+    assert "holds checkpoints up to step-00000002; continue from there with --resume" in line
     assert "Traceback" not in job.output.partition("ChildFailedError")[0].partition(line)[0]

@@ -1,4 +1,4 @@
-"""Checks of the Python environment: its versions, and whether Jupyter finds it."""
+"""Checks of the Python environment: its versions, and whether Jupyter finds them."""
 
 import importlib
 import importlib.metadata as metadata
@@ -16,12 +16,14 @@ LOCK = Path(__file__).resolve().parents[3] / "requirements.lock"
 OURS = "fsdp-helpers"
 LOADED = ("torch", "torchvision")  # compiled parts that have to fit each other
 KERNEL = "python3"
+JUPYTER = ("jupyterlab", "ipykernel")
+WITH_NOTEBOOKS = "`pip install '.[notebooks]'`"
 PINNED = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^ ;]+)(?P<marker> *;.*)?$", re.MULTILINE)
 INSTALL = "install again with `make lab`, or `pip install -r requirements.lock` and `pip install --no-deps -e .`"
 
 
 def python_is_new_enough() -> Outcome:
-    """Compare this interpreter with the oldest one that the series runs on."""
+    """Compare this interpreter with the oldest one we support."""
     version, oldest = platform.python_version(), ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info < OLDEST_PYTHON:
         return Outcome(False, f"{version} is older than {oldest}; make a new environment: make lab PYTHON=python3.12")
@@ -29,7 +31,7 @@ def python_is_new_enough() -> Outcome:
 
 
 def versions_fit() -> Outcome:
-    """Compare what our package, torch and torchvision ask for with what is installed, and load the two."""
+    """Compare what our package, torch and torchvision require with what's installed, and load torch and torchvision."""
     problems = [problem for name in (OURS, *LOADED) for problem in unmet(name)]
     if problems:
         return Outcome(False, f"{'; '.join(problems)}; {INSTALL}")
@@ -42,7 +44,7 @@ def versions_fit() -> Outcome:
 
 
 def unmet(name: str) -> list[str]:
-    """Return what `name` requires and this environment does not have, in words."""
+    """Return, in words, which requirements of `name` this environment doesn't meet."""
     from packaging.requirements import Requirement
 
     try:
@@ -54,7 +56,7 @@ def unmet(name: str) -> list[str]:
 
 
 def why_unmet(name: str, requirement: Any) -> str:
-    """Return why a requirement of `name` is not met, or ""."""
+    """Return why a requirement of `name` isn't met, or ""."""
     try:
         found = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
@@ -67,7 +69,7 @@ def why_unmet(name: str, requirement: Any) -> str:
 def versions_as_locked() -> Outcome:
     """Count the packages whose versions are not the ones that the tests run with; that is allowed."""
     if not LOCK.is_file():
-        raise Unfit("no requirements.lock beside the package, so there is nothing to compare with")
+        raise Unfit("there's no requirements.lock next to the package, so there's nothing to compare with")
     locked = locked_versions(LOCK.read_text())
     installed = {name: version_or_none(name) for name in locked}
     other = [
@@ -79,7 +81,7 @@ def versions_as_locked() -> Outcome:
 
 
 def locked_versions(text: str) -> dict[str, str]:
-    """Return name -> version of each package that the lock wants on this machine."""
+    """Return name -> version of each package in the lock file, for this machine."""
     from packaging.markers import Marker
 
     found = {}
@@ -98,13 +100,15 @@ def version_or_none(name: str) -> str | None:
 
 
 def differs(installed: str | None, locked: str) -> bool:
-    """Compare versions without a local part such as +cpu; `versions_fit` deals with what is not installed."""
+    """Compare versions, ignoring local parts such as +cpu; missing packages are the business of `versions_fit`."""
     return installed is not None and installed.partition("+")[0] != locked.partition("+")[0]
 
 
 def jupyter_finds_this_environment() -> Outcome:
     """Ask Jupyter which interpreter the notebooks' kernel starts."""
-    missing = [name for name in ("jupyterlab", "ipykernel") if importlib.util.find_spec(name) is None]
+    missing = [name for name in JUPYTER if importlib.util.find_spec(name) is None]
+    if missing == [*JUPYTER]:  # as after `pip install .`
+        return note(f"not installed: commands and scripts work, notebooks don't; {WITH_NOTEBOOKS} brings it")
     if missing:
         return Outcome(False, f"{' and '.join(missing)} cannot be imported; {INSTALL}")
     from jupyter_client.kernelspec import KernelSpecManager
@@ -117,6 +121,6 @@ def jupyter_finds_this_environment() -> Outcome:
 
 
 def starts_this_python(command: str) -> bool:
-    """Return whether a kernel's command starts this Python: a bare name does, a path must lie in this environment."""
+    """Return whether a kernel's command starts this Python: a bare name does, a path has to be in this environment."""
     path = Path(command)
     return not path.is_absolute() or path.parent == Path(sys.executable).parent

@@ -1,6 +1,6 @@
 """What this machine's GPUs can do: `python -m fsdp_helpers doctor --gpu`, a table to paste into an issue.
 
-Developers have more: `pytest -m gpu` in a clone.
+Developers can also run `pytest -m gpu` in a clone.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ ASK = {
 
 
 def ask(question: str) -> list[str]:
-    """Return the lines in which a child process answers; RuntimeError with the last line of its error."""
+    """Return the lines a child process answers with; RuntimeError with the last line of its error."""
     import sys
 
     code = f"import torch; COUNT = torch.cuda.device_count(); {ASK[question]}"
@@ -36,13 +36,13 @@ def ask(question: str) -> list[str]:
 
 
 def count() -> int:
-    """Return the number of GPUs; Unfit if there is none, or if none of them can be used, with torch's words."""
+    """Return the number of GPUs; Unfit if there are none, or if torch can't use them, in torch's words."""
     import torch
 
     if are_hidden():
         raise Unfit(f"no GPU: {VISIBLE} hides them")
     if not torch.backends.cuda.is_built():
-        raise Unfit("no GPU: this torch is built for the CPU alone")
+        raise Unfit("no GPU: this torch is built for the CPU only")
     if not (gpus := find_gpus(1)).count:
         raise Unfit("no GPU here")
     return gpus.count
@@ -67,14 +67,14 @@ def memory() -> Outcome:
         f"{name}: {format_bytes(int(free))} of {format_bytes(int(size))} free" for name, free, size in gpus
     )
     if any(int(free) < LITTLE_FREE * int(size) for _, free, size in gpus):
-        return note(f"{said}; somebody uses them: nvidia-smi says who")
+        return note(f"{said}; something is using them: see nvidia-smi")
     return Outcome(True, said)
 
 
 def product() -> Outcome:
     count()
     difference = float(ask("product")[0])
-    return Outcome(difference < 1e-2, f"a product of matrices differs from the CPU's by {difference:.1e}, relative")
+    return Outcome(difference < 1e-2, f"a matrix product differs from the CPU's by {difference:.1e}, relative")
 
 
 def links() -> Outcome:
@@ -82,7 +82,9 @@ def links() -> Outcome:
         raise Unfit("needs 2 GPUs, this machine has 1")
     pairs, all_pairs = int(ask("links")[0]), found * (found - 1)
     said = f"{pairs} of {all_pairs} pairs reach each other's memory"
-    return Outcome(True, said) if pairs == all_pairs else note(f"{said}; the others go through the host, more slowly")
+    return (
+        Outcome(True, said) if pairs == all_pairs else note(f"{said}; the others go through the host, which is slower")
+    )
 
 
 def collectives() -> Outcome:
@@ -91,7 +93,9 @@ def collectives() -> Outcome:
 
     found = launch(collectives_on_device, world_size=count(), device="cuda", timeout_s=LIMIT_S, progress=False)
     right = found == expected_of_collectives("cuda", count())
-    return Outcome(right, "sums, gathers and scatters are right" if right else f"they are wrong: {found}")
+    return Outcome(
+        right, "all-reduce, all-gather and reduce-scatter are right" if right else f"they are wrong: {found}"
+    )
 
 
 @cache

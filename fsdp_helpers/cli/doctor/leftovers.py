@@ -1,4 +1,4 @@
-"""Processes of earlier runs: fork servers without a notebook, and ranks without a torchrun."""
+"""Processes left over from earlier runs: fork servers without a notebook, and ranks without a torchrun."""
 
 import time
 from collections.abc import Iterator
@@ -27,15 +27,15 @@ class Orphan:
 
 
 def processes_of_earlier_runs() -> Outcome:
-    """List what may be left over. Never more than a note: whether a process is still wanted, only its owner knows."""
+    """List what may be left over. It's only ever a note, since only the owner knows whether a process is still needed."""
     left = list(orphans())
     if not left:
         return Outcome(True, "no process of an earlier run")
-    return note(f"{', '.join(map(str, left))}: the program that started it has ended; if it is yours, end it")
+    return note(f"{', '.join(map(str, left))}: the program that started it has ended; if it's yours, end it")
 
 
 def orphans() -> Iterator[Orphan]:
-    """Yield each fork server and rank that an earlier run seems to have left behind."""
+    """Yield each fork server and rank that seems to be left over from an earlier run."""
     import psutil
 
     for process in psutil.process_iter():
@@ -48,10 +48,10 @@ def orphans() -> Iterator[Orphan]:
 
 
 def is_orphan(process: Any) -> bool:
-    """Return True if the process has lost its parent: its parent is the first process, or one that is not Python.
+    """Return True if the process is orphaned: its parent is the first process, or one that isn't Python.
 
     In a container the first process may be torchrun itself (`exec torchrun`), or the Python that started the ranks.
-    A rank's parent may also be a script that torchrun started in its stead; then the script's parent decides.
+    A rank's parent may also be a script that torchrun started; then the script's parent counts.
     """
     parent = process.parent()
     if parent is None:
@@ -70,7 +70,7 @@ def starts_ranks(process: Any) -> bool:
 
 
 def belongs_to_rank(process: Any) -> bool:
-    """Return True if torchrun started this process, or one above it."""
+    """Return True if torchrun started this process or one of its ancestors."""
     import psutil
 
     try:

@@ -24,7 +24,7 @@ def cores() -> Outcome:
     count = num_cores()
     if count > 1:
         return Outcome(True, f"{count}")
-    return note("1: two ranks share it, so allow twice the stated times")
+    return note("1: two ranks share it, so expect twice the stated times")
 
 
 def memory() -> Outcome:
@@ -41,21 +41,21 @@ def memory() -> Outcome:
 
 
 def shared_memory() -> Outcome:
-    """Look for room in /dev/shm, where data loaders and NCCL exchange buffers."""
+    """Check for room in /dev/shm, through which data loaders and NCCL exchange buffers."""
     if not SHARED_MEMORY.is_dir():
-        raise Unfit(f"{SHARED_MEMORY} does not exist on this system")
+        raise Unfit(f"{SHARED_MEMORY} doesn't exist on this system")
     room = shutil.disk_usage(SHARED_MEMORY)
     found = f"{format_bytes(room.free)} of {format_bytes(room.total)} free in {SHARED_MEMORY}"
     if room.free < LEAST_SHARED_BYTES:
-        remedy = f"remove what ended programs left there (ls -l {SHARED_MEMORY})"
+        remedy = f"remove what dead programs left there (ls -l {SHARED_MEMORY})"
         return Outcome(False, f"{found}, too little for a batch of a data loader; {remedy}, or {LARGER_SHARED}")
     if room.total <= DOCKERS_SHARED_BYTES:
-        return note(f"{found}, as Docker has it; data loaders with workers and NCCL may run out: {LARGER_SHARED}")
+        return note(f"{found}, Docker's default; data loaders with workers and NCCL may run out: {LARGER_SHARED}")
     return Outcome(True, found)
 
 
 def open_files() -> Outcome:
-    """Compare the limit on open files with what a launch and a data loader with workers open."""
+    """Compare the limit on open files with the number that a launch and a data loader with workers open."""
     try:
         import resource
     except ImportError:
@@ -72,19 +72,19 @@ def open_files() -> Outcome:
 
 
 def temporary_folder() -> Outcome:
-    """Look whether temporary files can be written where the variables say."""
+    """Check whether temporary files can be written where the variables say."""
     chosen = {name: os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)}
     for name, folder in chosen.items():
         problem = why_not_writable(Path(folder)) if Path(folder).is_dir() else "there is no such folder"
         if problem and usable_temporary_folder():
             return note(f"{name}={folder} cannot be used ({problem}): Python takes {usable_temporary_folder()} instead")
     if not usable_temporary_folder():
-        return Outcome(False, "no folder for temporary files can be written; `export TMPDIR=` one that can")
+        return Outcome(False, "no folder for temporary files is writable; `export TMPDIR=` one that is")
     return Outcome(True, usable_temporary_folder())
 
 
 def usable_temporary_folder() -> str:
-    """Return the folder that Python takes for temporary files, or ""."""
+    """Return the folder that Python uses for temporary files, or ""."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -92,7 +92,7 @@ def usable_temporary_folder() -> str:
 
 
 def data_can_be_used() -> Outcome:
-    """Check the checksums of MNIST's files or, if there are none, that they could be written; download nothing."""
+    """Check the checksums of MNIST's files or, if there are none, that they could be written; nothing is downloaded."""
     from fsdp_helpers.data.images import find_data_dir, offline
     from fsdp_helpers.data.mnist import MNIST_FILES, DataError, mnist_is_there, packed_files
 
@@ -101,21 +101,21 @@ def data_can_be_used() -> Outcome:
     folder = find_data_dir()
     try:
         if mnist_is_there(folder, checksums=True):
-            return Outcome(True, "MNIST is there, and whole")
+            return Outcome(True, "MNIST is there, and complete")
         is_packed = len(packed_files(folder)) == len(MNIST_FILES)
     except DataError as error:
         return Outcome(False, str(error))
     if problem := why_not_writable(folder):
         remedy = "make it writable, set FSDP_DATA_DIR to a different one, or FSDP_OFFLINE=1 for the bundled digits"
         where = "is packed" if is_packed else "is not"
-        return Outcome(False, f"MNIST {where} in {folder}, and that folder cannot be written ({problem}); {remedy}")
+        return Outcome(False, f"MNIST {where} in {folder}, and that folder isn't writable ({problem}); {remedy}")
     if is_packed:
-        return Outcome(True, "MNIST is there, packed and whole: the first run unpacks it")
-    return Outcome(True, "no MNIST yet: the first run downloads it, and without a network takes the bundled digits")
+        return Outcome(True, "MNIST is there, packed and complete: the first run unpacks it")
+    return Outcome(True, "no MNIST yet: the first run downloads it or, without a network, uses the bundled digits")
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why a file cannot be written to `folder`, or ""; a missing folder is not made."""
+    """Return why `folder` isn't writable, or ""; a missing folder isn't created."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=existing).close()
@@ -132,6 +132,6 @@ def gpu_is_usable_or_absent() -> Outcome:
         raise Unfit(f"{VISIBLE} hides all GPUs; ranks run on the CPU")
     gpus = find_gpus(1)
     if gpus.problem:
-        remedy = f"update the driver, or torch to one that fits it; until then {VISIBLE}= hides it"
+        remedy = f"update the driver, or install a torch that matches it; until then, {VISIBLE}= hides it"
         return Outcome(False, f"torch cannot use the GPU of this machine ({gpus.problem}); {remedy}")
     return Outcome(True, f"{gpus.count} that torch can use" if gpus.count else "none: ranks run on the CPU")

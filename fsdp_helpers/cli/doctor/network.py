@@ -1,4 +1,4 @@
-"""Checks of how ranks find and reach each other: variables, names, interfaces, ports, and two ranks that talk."""
+"""Checks of how ranks find and reach each other: variables, names, interfaces, ports, and two ranks that communicate."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"
 
 
 def rank_variables() -> Outcome:
-    """Look for torchrun's variables outside torchrun: `train` would take itself for a rank, and wait for the others."""
+    """Look for torchrun's variables outside torchrun: `train` would believe it's a rank, and wait for the others."""
     found = {name: os.environ[name] for name in dict.fromkeys((*TELLING, *RANK_VARIABLES)) if name in os.environ}
     said, names = ", ".join(f"{name}={value}" for name, value in found.items()), " ".join(found)
     if not found:
@@ -25,7 +25,9 @@ def rank_variables() -> Outcome:
     if any(agent in word for word in command_of(os.getppid())[:4] for agent in AGENTS):
         return Outcome(True, "set by torchrun, which started this")
     if not any(name in found for name in TELLING):
-        return note(f"{said}: left over? a script with its own `init_process_group` would use it; else `unset {names}`")
+        return note(
+            f"{said}: left over? A script with its own `init_process_group` would use them; otherwise, `unset {names}`"
+        )
     if found.items() <= variables_of(1).items():
         return note(f"{said}: this container's job has them; start ranks with torchrun, or `unset {names}`")
     return Outcome(False, f"{said} without torchrun: `train` would wait for other ranks; `unset {names}`")
@@ -41,7 +43,7 @@ def command_of(pid: int) -> Sequence[str]:
 
 
 def variables_of(pid: int) -> Mapping[str, str]:
-    """Return the environment in which a process was started; nothing if it is not ours to read, or not Linux's."""
+    """Return the environment a process was started with; {} if we aren't allowed to read it, or not on Linux."""
     import psutil
 
     try:
@@ -56,7 +58,7 @@ def interfaces_exist() -> Outcome:
     if missing := missing_for_gloo():
         remedy = f"name one of {', '.join(there)}, or `unset GLOO_SOCKET_IFNAME`"
         return Outcome(
-            False, f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, which this machine does not have; {remedy}"
+            False, f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, which this machine doesn't have; {remedy}"
         )
     chosen = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if chosen and not matches_nccl(chosen, there):
@@ -69,13 +71,13 @@ def interfaces() -> list[str]:
 
 
 def missing_for_gloo() -> list[str]:
-    """Return the names in GLOO_SOCKET_IFNAME, separated by commas, that are no interface of this machine."""
+    """Return the comma-separated names in GLOO_SOCKET_IFNAME that aren't interfaces of this machine."""
     names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     return [name for name in names if name not in interfaces()]
 
 
 def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
-    """Return whether NCCL would use any interface: prefixes, `=` before exact names, `^` before what it leaves out."""
+    """Return whether NCCL would use any interface: prefixes, `=` before exact names, `^` before those to exclude."""
     is_excluded, chosen = chosen.startswith("^"), chosen.removeprefix("^")
     is_exact, names = chosen.startswith("="), chosen.removeprefix("=").split(",")
 
@@ -86,13 +88,13 @@ def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
 
 
 def proxies_leave_this_machine_alone() -> Outcome:
-    """Look for a proxy that requests to this machine would go through: Jupyter's, and the debug server's."""
+    """Look for a proxy that would intercept requests to this machine: Jupyter's, and the debug server's."""
     found = [name for name in PROXIES if os.environ.get(name)]
     if not found:
         return Outcome(True, "none")
     spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     if spared == "*" or {"localhost", "127.0.0.1"} <= set(spared.replace(" ", "").split(",")):
-        return Outcome(True, f"{', '.join(found)}; localhost is spared")
+        return Outcome(True, f"{', '.join(found)}; not used for localhost")
     return note(
         f"{', '.join(found)} is set: `export no_proxy=localhost,127.0.0.1`, or requests to this machine leave it"
     )
@@ -102,13 +104,13 @@ def proxies_leave_this_machine_alone() -> Outcome:
 
 
 def host_name_is_this_machine() -> Outcome:
-    """Look the host's own name up, as torchrun does to tell ranks where they meet."""
+    """Look up the host's own name, as torchrun does to tell ranks where to meet."""
     name = socket.gethostname()
     remedy = f"torchrun's ranks meet at that name; add the line `127.0.0.1 {name}` to /etc/hosts"
     try:
         address = socket.getaddrinfo(name, None, family=socket.AF_INET)[0][4][0]
     except OSError as error:
-        return Outcome(False, f"{name} does not resolve ({error.strerror}); {remedy}")
+        return Outcome(False, f"{name} doesn't resolve ({error.strerror}); {remedy}")
     if not is_own_address(address):
         return Outcome(False, f"{name} resolves to {address}, which is not this machine; {remedy}")
     return Outcome(True, f"{name} is {address}")
@@ -148,4 +150,6 @@ def two_ranks_add_up() -> Outcome:
     right = expected_of_collectives("cpu", 2)
     if found != right:
         return Outcome(False, f"they found {found}, not {right}; run again, then open an issue with this line")
-    return Outcome(True, f"they talk through gloo; {time.monotonic() - began_s:.1f} s, most of it for loading PyTorch")
+    return Outcome(
+        True, f"they communicate through gloo; {time.monotonic() - began_s:.1f} s, most of it for loading PyTorch"
+    )

@@ -1,4 +1,4 @@
-"""Look at this machine and its environment: `python -m fsdp_helpers doctor`, one line per check."""
+"""Check this machine and its environment: `python -m fsdp_helpers doctor`, one line per check."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,7 +28,7 @@ LOOKS = (
 
 
 def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
-    """Look at everything in turn, and hand each row to `on_row` as soon as it is there."""
+    """Run every check in turn, and pass each row to `on_row` as soon as it's there."""
     rows = []
     for look in looks:
         rows.append(look_at(look))
@@ -37,15 +37,15 @@ def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
 
 
 def line(row: Row) -> str:
-    """Return a row as people read it."""
+    """Format a row for people."""
     return f"{row.result:6}{row.check:15} {row.measured}"
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return the last line: is this machine ready?"""
+    """Return the last line: whether this machine is ready."""
     wrong = [row.check for row in rows if row.result == FAIL]
     if wrong:
         return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."
     notes = [row.check for row in rows if row.result == NOTE]
-    doubts = f" Worth a look: {', '.join(notes)}." if notes else ""
+    doubts = f" Worth checking: {', '.join(notes)}." if notes else ""
     return f"This machine is ready for all notebooks on CPU ranks.{doubts} For its GPUs: python -m fsdp_helpers doctor --gpu"

@@ -7,12 +7,12 @@ PASS, NOTE, FAIL, SKIP = "ok", "note", "WRONG", "-"
 
 
 class Unfit(Exception):
-    """This machine cannot run the check, which is therefore skipped; the message says what is missing."""
+    """This machine can't run the check, which is skipped; the message says what's missing."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check in words. A doubt is a note: it does not make the machine wrong."""
+    """The result of a check in words. With a doubt it's a note, and the machine still passes."""
 
     passed: bool
     measured: str
@@ -26,13 +26,13 @@ class Outcome:
 
 
 def note(measured: str) -> Outcome:
-    """Return the outcome of a check that passed with a doubt."""
+    """Return the outcome of a check that passed, with a doubt."""
     return Outcome(True, measured, is_note=True)
 
 
 @dataclass(frozen=True)
 class Look:
-    """One line of the report: `run` looks, and says what it found and, if that is wrong, what to do about it."""
+    """One line of the report: `run` checks something, and says what it found and, if that's wrong, what to do."""
 
     title: str
     run: Callable[[], Outcome]
@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Row:
-    """The line of a check that was made."""
+    """The line of a finished check."""
 
     check: str
     result: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def look_at(look: Look) -> Row:
-    """Return the row of one look; an error that it raises is what is wrong."""
+    """Return the row of one check; if it raises an error, that's what's wrong."""
     try:
         outcome = look.run()
         result, measured = outcome.result, outcome.measured

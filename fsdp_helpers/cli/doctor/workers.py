@@ -15,7 +15,7 @@ Collectives = tuple[str, float, list[float], list[float]]
 
 
 def collectives_on_device(rank: int, world_size: int) -> Collectives:
-    """Return this rank's device, and what three collectives of known numbers give there."""
+    """Return this rank's device, and the results of three collectives on known numbers there."""
     device = rank_device()
     own = torch.tensor([float(rank + 1)], device=device)
     total, every = own.clone(), torch.empty(world_size, device=device)
@@ -27,7 +27,7 @@ def collectives_on_device(rank: int, world_size: int) -> Collectives:
 
 
 def expected_of_collectives(device: str, world_size: int) -> list[Collectives]:
-    """Return what `collectives_on_device` gives on each rank where all is well."""
+    """Return the results of `collectives_on_device` on each rank if all is well."""
     every = [rank + 1.0 for rank in range(world_size)]
     names = [device if device == "cpu" else f"{device}:{rank}" for rank in range(world_size)]
     return [(name, sum(every), every, [world_size * own]) for name, own in zip(names, every, strict=True)]

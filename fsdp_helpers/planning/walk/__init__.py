@@ -1,1 +1,1 @@
-"""The events of one step, in order, as each way of training has them."""
+"""The events of one step, in order, for each way of training."""

@@ -1,4 +1,4 @@
-"""A rank of FSDP1: what `FullyShardedDataParallel` gathers, joins, reduces and frees, event by event. No torch.
+"""A rank of FSDP1: what `FullyShardedDataParallel` unshards, joins, reduces and frees, event by event. No torch.
 
 The order is that of torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `torch/distributed/fsdp`.
 
@@ -18,7 +18,7 @@ FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the ot
 
 
 class FlatParameters:
-    """A unit's parameters are views of one flat tensor. On one rank it is not sharded, and always there."""
+    """A unit's parameters as views of one flat tensor. On one rank it isn't sharded, and is always there."""
 
     def __init__(self, shards: Shards, config: TrainConfig, profile: StepProfile) -> None:
         # an empty unit does nothing; an empty root computes
@@ -44,7 +44,7 @@ class FlatParameters:
         self._gather(self.units[name])
 
     def leave_forward(self, name: str) -> None:
-        """Free the parameters, unless they are recomputed for a backward that has begun."""
+        """Reshard, unless the parameters are recomputed for a backward that has begun."""
         unit = self.units[name]
         if name in self._in_backward:
             return
@@ -58,7 +58,7 @@ class FlatParameters:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Gather the unit, unless it is there, and prefetch the next one; both once, however often it was used."""
+        """Unshard the unit, unless it already is, and prefetch the next one; both once, however often it's used."""
         self._backward_runs = True
         unit = self.units[name]
         if name in self._in_backward:
@@ -72,7 +72,7 @@ class FlatParameters:
             self._gather_next(unit)
 
     def gradient(self, name: str) -> None:
-        """Take it; the last one of a unit is what torch waits for."""
+        """Take a gradient; torch waits for the last one of a unit."""
         unit = self._shards.unit_of(name)
         self._shards.take_gradient(name, self._shards.sizes.gathered)
         self._missing[unit.name] -= 1
@@ -98,7 +98,7 @@ class FlatParameters:
         self._used.add(unit.name)
 
     def _leave(self, unit: Unit) -> None:
-        """Join the gradients to a flat one, free the parameters, and take a shard of the sum."""
+        """Join the gradients into a flat one, reshard, and take a shard of the sum."""
         self._in_backward.discard(unit.name)
         if unit.name in self._used:
             self._shards.take_flat_gradient(OTHER_USES, unit)
@@ -120,7 +120,7 @@ class FlatParameters:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Free what was gathered for a backward that did not come, and what is frozen and has left no mark."""
+        """Free what was unsharded for a backward that didn't come, and frozen parameters that left no trace."""
         for unit in self.units.values():
             if self._ranks > 1:
                 self._shards.free_gathered(unit)

@@ -1,4 +1,4 @@
-"""A rank of FSDP2: what `fully_shard` gathers, copies, reduces and frees, event by event. No torch.
+"""A rank of FSDP2: what `fully_shard` unshards, copies, reduces and frees, event by event. No torch.
 
 The order is that of torch 2.15, `_fsdp_state.py`, `_fsdp_param_group.py` and `_fsdp_collectives.py` in
 `torch/distributed/fsdp/_fully_shard`.
@@ -13,7 +13,7 @@ SENT = "shard to be gathered"
 
 
 class FullyShard:
-    """Parameters in shards by rows; a gathered one is copied out of its buffer, a gradient is copied into one."""
+    """Parameters sharded by rows; an unsharded one is copied out of its buffer, a gradient is copied into one."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
         # an empty unit does nothing; an empty root computes
@@ -35,7 +35,7 @@ class FullyShard:
         self._frees_after_backward = is_last or self._reshards_after_backward
 
     def enter_forward(self, name: str) -> None:
-        """Gather; the buffer stays until the next unit's is filled. What is recomputed is there, or is gathered."""
+        """Unshard; the buffer stays until the next unit's is filled. A recomputed unit may already be unsharded."""
         unit = self.units[name]
         if self._backward_runs and name not in self._in_backward and self._recomputed is None:
             self._recomputed = name
@@ -55,7 +55,7 @@ class FullyShard:
             self._copied = unit
 
     def leave_forward(self, name: str) -> None:
-        """Free the parameters; a recomputed unit stays, since its backward comes next, but for its buffer."""
+        """Reshard; a recomputed unit stays unsharded, since its backward comes next, but its buffer is freed."""
         if self._backward_runs:
             if name == self._recomputed:
                 self._free_copied()
@@ -72,7 +72,7 @@ class FullyShard:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Gather the unit, unless it is there, and fill the buffer of the next one."""
+        """Unshard the unit, unless it already is, and fill the next one's buffer."""
         self._backward_runs = True
         if name in self._in_backward:
             return
@@ -93,7 +93,7 @@ class FullyShard:
             self._shards.take_gradient(name, self._shards.sizes.gathered)
 
     def leave_backward(self, name: str) -> None:
-        """Free the parameters; lay the gradients out for sending, free them, and take a shard of the sum."""
+        """Reshard; copy the gradients into a buffer, free them, and take a shard of the sum."""
         unit = self.units[name]
         self._in_backward.discard(name)
         self._done.add(name)
@@ -138,7 +138,7 @@ class FullyShard:
         self._shards.all_reduce(unit, values)
 
     def _fill_buffer(self, unit: Unit) -> None:
-        """Gather into the unit's buffer; a shard in another precision is cast first, and that copy stays meanwhile."""
+        """All-gather into the unit's buffer; a shard in a different precision is cast first, and that copy stays meanwhile."""
         # a rank on its own copies straight from its parameters
         if self._ranks == 1 or self._shards.has_buffer(GATHER, unit):
             return

@@ -1,4 +1,4 @@
-"""A rank's memory as a sum of named terms, kept while a step goes by, and what the step does in order. No torch."""
+"""A rank's memory as a sum of named terms during a step, and the order of what the step does. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest point of a step on one rank: when it comes, and the terms that are there."""
+    """The highest point of a step on one rank: when it comes, and its terms."""
 
     when: str
     terms: tuple[Term, ...]
@@ -43,11 +43,11 @@ class Peak:
         return sum(term.bytes for term in self.terms)
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes of each of KINDS."""
+        """Return the bytes of each of KINDS."""
         return {kind: sum(term.bytes for term in self.terms if term.kind == kind) for kind in KINDS}
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """(term, formula, bytes), to be added up on paper."""
+        """Return rows of (term, formula, bytes), which you can add up on paper."""
         return [(f"{term.kind}: {term.name}", term.formula, term.bytes) for term in self.terms if term.bytes]
 
 
@@ -65,7 +65,7 @@ class Ledger:
         self.tasks: list[Task] = []  # arithmetic and collectives, in the order in which they are asked for
 
     def hold(self, owner: str, term: Term) -> None:
-        """Take `term` on for `owner`, a parameter or a unit; what the owner had of that kind and name is replaced."""
+        """Add `term` for `owner`, a parameter or a unit; it replaces the owner's earlier term of that kind and name."""
         self.free(owner, term.kind, term.name)
         self._held[owner, term.kind, term.name] = term
         self._bytes += term.bytes
@@ -75,7 +75,7 @@ class Ledger:
         return (owner, kind, name) in self._held
 
     def free(self, owner: str, kind: str, name: str) -> None:
-        """Give it back, if it is there."""
+        """Remove the term, if it's there."""
         term = self._held.pop((owner, kind, name), None)
         self._bytes -= term.bytes if term else 0
 
@@ -92,7 +92,7 @@ class Ledger:
             self._peak_when, self._peak_terms = self.when, (*self._held.values(), activations)
 
     def repeat(self, tasks: Sequence[Task], times: int) -> None:
-        """Note `tasks`, the newest ones, as often again: a part of a step that goes as the one before it did."""
+        """Repeat `tasks`, the newest ones: a part of a step that does the same as the one before."""
         counted = dict(self._collectives)
         self.tasks += [*tasks] * times
         for task in tasks:
@@ -110,7 +110,7 @@ class Ledger:
 
     @property
     def peak(self) -> Peak:
-        """The highest sum; terms of one kind and name together, in the order of KINDS."""
+        """Return the highest sum, with terms of the same kind and name together, in the order of KINDS."""
         sums: dict[Term, int] = {}
         for term in self._peak_terms:
             alike = replace(term, values=0)
@@ -125,9 +125,9 @@ class Ledger:
     def communicate(
         self, op: str, full_bytes: int, ranks: int, unit: str = "", *, late: bool = False, between_copies: bool = False
     ) -> None:
-        """Note a collective over a number of ranks; an empty one, or one within a single rank, does not take place.
+        """Add a collective over a number of ranks, unless it's empty or within a single rank.
 
-        It is asked for when the arithmetic before it begins, or with `late` when that is done.
+        It's issued when the preceding arithmetic begins, or with `late` when that's done.
         """
         if full_bytes == 0 or ranks == 1:
             return

@@ -1,4 +1,4 @@
-"""The units of a sharded model, and what a rank holds of each: shards always, the rest as it comes and goes.
+"""The units of a sharded model, and what a rank holds of each: always the shards, and the rest for a while.
 
 No torch import.
 """
@@ -21,7 +21,7 @@ COPY_OF_GLOO = "gloo's copy"
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that are gathered and reduced together."""
+    """Parameters that are unsharded and reduced together."""
 
     name: str  # of its module
     parameters: tuple[str, ...]
@@ -58,19 +58,19 @@ def cut(profile: StepProfile, names: Sequence[str], api: str, ranks: int) -> dic
 
 
 def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozenset[str]:
-    """Return the frozen parameters that share a unit of those names, or the root, with a trained one."""
+    """Return the frozen parameters that share one of these units, or the root, with a trained one."""
     names = set(names)
     trained = {_innermost(parameter, names) for parameter in profile.trained}
     return frozenset(parameter for parameter in profile.frozen if _innermost(parameter, names) in trained)
 
 
 def _innermost(parameter: str, units: Collection[str]) -> str:
-    """Return the longest name of a unit that `parameter` is within, or the root's."""
+    """Return the longest name of a unit that contains `parameter`, or the root's."""
     return next((around for around in _around(parameter) if around in units), ROOT)
 
 
 def _around(name: str) -> Iterator[str]:
-    """Yield the names of the modules that a parameter is within, the innermost first."""
+    """Yield the names of the modules around a parameter, innermost first."""
     while name := name.rpartition(".")[0]:
         yield name
 
@@ -141,7 +141,7 @@ class Shards:
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
 
     def update(self) -> None:
-        """Hold what the optimizer's step has in flight, beside all shards."""
+        """Hold the temporaries of the optimizer's step, in addition to all shards."""
         if self._offloads:
             return
         largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)
@@ -213,14 +213,14 @@ class Shards:
         self._communicate("reduce_scatter", unit, values, self.sizes.reduced)
 
     def _communicate(self, op: str, unit: Unit, values: int, value_bytes: int) -> None:
-        """gloo gathers into a tensor of its own, and reduces a copy; both are gone when it is done. NCCL needs none."""
+        """Add gloo's copies for a collective, which are gone when it's done: its output, or a copy to reduce. NCCL needs none."""
         self._ledger.communicate(op, value_bytes * values, self.ranks, unit.name, late=op != "all_gather")
         if self._backend == "gloo":
             self.take_buffer(COPY_OF_GLOO, unit, values, value_bytes)
             self.free_buffer(COPY_OF_GLOO, unit)
 
     def all_reduce(self, unit: Unit, values: int) -> None:
-        """Add the shard of a gradient up over the copies of the state, if there are several.
+        """Sum a gradient's shard over the copies of the state, if there are several.
 
         If each rank has a copy of its own, FSDP1's flat gradient is padded until all ranks divide it.
         """
@@ -231,12 +231,12 @@ class Shards:
         )
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
-        """Hold the whole gradient of one parameter."""
+        """Hold the full gradient of one parameter."""
         values, name = self._values[parameter], self._whole(self._unit_of[parameter])
         self._ledger.hold(parameter, Term(kind="gradients", name=name, values=values, value_bytes=value_bytes))
 
     def waiting(self, unit: Unit) -> list[str]:
-        """Return the parameters whose whole gradients are there."""
+        """Return the parameters whose full gradients are held."""
         return [name for name in unit.parameters if self._ledger.holds(name, "gradients", self._whole(unit))]
 
     def is_waiting(self, parameter: str) -> bool:
@@ -247,7 +247,7 @@ class Shards:
             self._ledger.free(name, "gradients", self._whole(unit))
 
     def take_flat_gradient(self, name: str, unit: Unit) -> None:
-        """Hold a unit's whole gradients in one tensor, padded as its parameters are, so that the ranks divide it."""
+        """Hold a unit's full gradients in one tensor, padded like its parameters so that the ranks divide it."""
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gradients", name=f"{name}, {unit.label}", **size))
 

@@ -1,4 +1,4 @@
-"""A rank that holds the whole model: one process, or one of DDP's. No torch."""
+"""A rank that holds the full model: one process, or one of DDP's. No torch."""
 
 from math import prod
 
@@ -12,7 +12,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's own limits; a buck
 
 
 class WholeModel:
-    """Parameters and moments stay, gradients appear one by one; DDP's buckets, as large as they, are always there.
+    """Parameters and moments stay, gradients appear one by one; DDP's buckets, of the same size, are always there.
 
     With `bucket_view` the buckets are the gradients. A gradient that arrives while there is one already is part of the
     activations until it is added: the profile has it in flight.
@@ -47,7 +47,7 @@ class WholeModel:
             ledger.hold(ROOT, Term(kind="buffers", name="buckets", **trained))
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
-        """Do nothing: the same gradients are there, whether they are reduced or wait."""
+        """Do nothing: the gradients are the same whether they're reduced or wait."""
         self._reduces = reduces
         self._backward_runs = False
 
@@ -62,7 +62,7 @@ class WholeModel:
         self._backward_runs = True
 
     def leave_backward(self, name: str) -> None:
-        """Do nothing: nothing is freed."""
+        """Do nothing: no memory is freed."""
 
     def gradient(self, name: str) -> None:
         """Take the gradient, and send the bucket that it fills."""
@@ -81,7 +81,7 @@ class WholeModel:
         self._limit = FIRST_BUCKET_BYTES
 
     def update(self) -> None:
-        """Hold what the optimizer's step has in flight."""
+        """Hold the temporaries of the optimizer's step."""
         values = self._optimizer.in_flight_values(self._num_trained, max(self._trained.values(), default=0))
         size = {"values": values, "value_bytes": self._kept_bytes}
         self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))

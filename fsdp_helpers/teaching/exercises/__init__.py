@@ -1,1 +1,1 @@
-"""Checkers of the exercises, and what their ranks run."""
+"""Checkers of the exercises, and the code their ranks run."""

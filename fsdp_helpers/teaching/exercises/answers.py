@@ -1,4 +1,4 @@
-"""What happens to a reader's answer: it is asked for, called, refused in one line, or counted as solved."""
+"""What happens to a reader's answer: it's requested, called, refused in one line, or counted as solved."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not 
 class NotYet(AssertionError):
     """The answer is missing or wrong; a notebook shows only the message, behind an amber label.
 
-    `cards` are those of 11 on which this failure is run and fixed; the notebook links them above the message.
+    `cards` are the cards of 11 about this failure; the notebook links to them above the message.
     """
 
     look = "\x1b[30;43m"  # black on amber
@@ -57,7 +57,7 @@ _solved: set[str] = set()
 def exercise(notebook: str) -> Callable:
     """Make a function the checker of one of this notebook's exercises: its verdict counts, and it raises only NotYet.
 
-    An unexpected kind of answer must not end in the checker's traceback, which shows the solution.
+    An unexpected kind of answer must not end in the checker's traceback, which would show the solution.
     """
 
     def register(checker: Callable[..., str]) -> Callable[..., Solved]:
@@ -70,7 +70,7 @@ def exercise(notebook: str) -> Callable:
             except NotYet:
                 raise
             except Exception as error:
-                raise Crash(f"this answer cannot be checked: {error_line(error)}") from None
+                raise Crash(f"this answer can't be checked: {error_line(error)}") from None
             _solved.add(checker.__name__)
             all_of_them = _exercises[notebook]
             verdict.count = f"{len(_solved & all_of_them)} of {len(all_of_them)} solved"
@@ -82,20 +82,20 @@ def exercise(notebook: str) -> Callable:
 
 
 def show_links(cards: Sequence[str]) -> None:
-    """Show links to cards of 11; an error's own text cannot be clicked."""
+    """Show links to cards of 11; the text of an error can't be clicked."""
     from IPython.display import Markdown, display  # ranks import this module too, and need no IPython
 
-    display(Markdown(f"Notebook 11 breaks the same on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
+    display(Markdown(f"Notebook 11 breaks the same thing on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
 
 
 def expect(holds: bool, message: str, *cards: str) -> None:
-    """Raise NotYet with `message` unless it holds; `cards` are the names of those in 11 that treat the failure."""
+    """Raise NotYet with `message` unless it holds; `cards` are the names of related cards in 11."""
     if not holds:
         raise NotYet(message, *cards)
 
 
 def expect_answered(answer: Any) -> None:
-    """Raise NotYet for a starter that nobody has touched."""
+    """Raise NotYet for an untouched starter."""
     expect(answer is not None and answer is not ..., "replace the ... with your answer")
 
 
@@ -103,7 +103,7 @@ def expect_number(given: Any) -> None:
     """Raise NotYet unless the answer is a finite number; a text, a list or True is not."""
     expect_answered(given)
     is_number = isinstance(given, Real) and not isinstance(given, bool) and abs(given) < BEYOND_ALL  # type: ignore[operator]
-    expect(is_number, f"the answer is {in_short(given)}; a number is asked for")
+    expect(is_number, f"the answer is {in_short(given)}; it should be a number")
 
 
 def expect_whole(given: Any) -> None:
@@ -113,7 +113,7 @@ def expect_whole(given: Any) -> None:
 
 
 def call(function: Callable | None, *arguments: object, **named: object) -> Any:
-    """Call the reader's function and return its result. Raises NotYet if that fails, or if it is still the dots or None."""
+    """Call the reader's function and return its result. Raises NotYet if that fails, or if it's still the dots or None."""
     given = call_or_none(function, *arguments, **named)
     expect_answered(given)
     return given
@@ -122,7 +122,7 @@ def call(function: Callable | None, *arguments: object, **named: object) -> Any:
 def call_or_none(function: Callable | None, *arguments: object, **named: object) -> Any:
     """Call the reader's function as `call` does, but accept None as an answer."""
     expect_answered(function)
-    expect(callable(function), f"the answer is {in_short(function)}; a function is asked for")
+    expect(callable(function), f"the answer is {in_short(function)}; it should be a function")
     try:
         given = function(*arguments, **named)
     except Exception as error:

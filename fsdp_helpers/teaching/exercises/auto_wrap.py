@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: a threshold, the cut of a transformer, and blocks that come and go."""
+"""Exercises of notebook 04: a threshold, the units of a transformer, and blocks that come and go."""
 
 from dataclasses import dataclass
 
@@ -51,13 +51,13 @@ CUT_COLLECTIVES = 14
 
 @exercise("04")
 def check_threshold(record: RunRecord | None) -> str:
-    """Notebook 04: DeepNet on two ranks, cut to stay below a peak, with a limit on the collectives of a step."""
+    """Notebook 04: choose DeepNet's units on two ranks, below a peak, with a limit on the collectives per step."""
     return judge_run(record, THRESHOLD)
 
 
 @exercise("04")
 def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: `shard_model(model, mesh)` cuts the checker's transformer, below a peak, with few collectives."""
+    """Notebook 04: `shard_model(model, mesh)` chooses the units of the checker's transformer, below a peak, with few collectives."""
     read_module(module, "shard_model")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(train_readers_cut, module, world_size)):
@@ -70,7 +70,7 @@ def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedCut:
-    """The result of training a model that a reader has cut into units, on one rank."""
+    """The result of training a model whose units a reader chose, on one rank."""
 
     losses: list[float]
     right: list[float]  # those of one process
@@ -81,7 +81,9 @@ class TrainedCut:
 
 
 def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
-    expect(not found.whole, f"{says}{len(found.whole)} parameters are in no unit, {first_of(found.whole)} among them")
+    expect(
+        not found.whole, f"{says}{len(found.whole)} parameters aren't in any unit, {first_of(found.whole)} among them"
+    )
     expect(
         found.peak_bytes < limit_bytes,
         f"{says}the peak is {format_bytes(found.peak_bytes)}, the target below {format_bytes(limit_bytes)}",
@@ -89,15 +91,15 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
     )
     expect(
         found.num_collectives <= CUT_COLLECTIVES,
-        f"{says}{found.num_collectives} collectives a step, the target is at most {CUT_COLLECTIVES}",
+        f"{says}{found.num_collectives} collectives per step, the target is at most {CUT_COLLECTIVES}",
         "slow-many-units",
     )
     expect(
         not found.in_root,
-        f"{says}{', '.join(found.in_root)} belong to no unit but the root, which stays whole from forward to backward",
+        f"{says}{', '.join(found.in_root)} belong only to the root, which stays unsharded from forward to backward",
         "memory-root-only",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
+    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process")
 
 
 @exercise("04")
@@ -122,7 +124,7 @@ def _expect_hooks(found: TrainedHooks, says: str) -> None:
 
 
 class SmallTransformer(nn.Module):
-    """The transformer that is cut: `embed`, eight equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
+    """The transformer to shard: `embed`, eight equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ class SmallTransformer(nn.Module):
 
 
 def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
-    """Let the reader cut the transformer, train it, and look at its units and at what a step needs."""
+    """Let the reader shard the transformer, train it, and examine its units and what a step needs."""
     shard_model = import_own(module, "shard_model")
     model = SmallTransformer()
     right = plain_losses(model, sgd(model))

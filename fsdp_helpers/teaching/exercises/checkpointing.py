@@ -64,7 +64,7 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
 
 @exercise("06")
 def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]] | None) -> str:
-    """Notebook 06: which old ranks' files a new rank opens, for a tensor cut along its first dimension."""
+    """Notebook 06: which old ranks' files a new rank opens, for a tensor sharded along its first dimension."""
     draw = DRAW.randint
     fresh = [(draw(1, 200), draw(1, 9), draw(1, 9)) for _ in range(4 * FRESH_CASES)]
     # with as many ranks as before; with rows for three of four ranks only; with ranges that meet and do not overlap;
@@ -80,14 +80,14 @@ def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]]
 def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: str) -> None:
     """Raise NotYet unless `given` are the old ranks whose rows overlap `mine`, each once, in any order."""
     expect(
-        isinstance(given, list | tuple | range | set), f"the answer is {in_short(given)}; a list of ranks is asked for"
+        isinstance(given, list | tuple | range | set), f"the answer is {in_short(given)}; it should be a list of ranks"
     )
     for old in given:
         expect_whole(old)
     right = [old for old in range(saved) if set(mine) & set(_rows(num_rows, saved, old))]
     keeps = f"keeps rows {mine[0]} to {mine[-1]}" if mine else "keeps no rows"
     says = f"{num_rows} rows, written by {saved} ranks and {reader} {keeps}, and your function says {list(given)}; "
-    expect(set(given) <= set(right), f"{says}not all of these files hold a row of it")
+    expect(set(given) <= set(right), f"{says}some of these files have none of its rows")
     expect(set(given) >= set(right), f"{says}some of its rows are in other files")
     expect(len(given) == len(right), f"{says}it opens a file twice")
 
@@ -108,7 +108,7 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
     ):
         given = call(interval_s, save_s, between_failures_s)
         expect_number(given)
-        expect(given > 0, f"the answer is {given:,.1f} s; an interval is longer than nothing")
+        expect(given > 0, f"the answer is {given:,.1f} s; an interval has to be above 0")
         saving, lost_work = save_s / given, given / (2 * between_failures_s)
         least = 2 * (save_s / (2 * between_failures_s)) ** 0.5  # both are equal at the best interval
         expect(
@@ -133,22 +133,22 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
         try:
             losses, right = run_on_ranks(run_readers_loop, module, resumed_on, folder, False)[0]
         except NotYet as failure:
-            message = f"{says}fails; is all that it finds whole? {failure.message}"
+            message = f"{says}fails; are all the files it finds complete? {failure.message}"
             raise NotYet(message, *failure.cards or ["save-half-written"]) from None
     _expect_resumed(list(losses), NEWEST_WHOLE[status], says)
     for step, loss in losses.items():
         expect(
             abs(loss - right[step]) < TOLERANCE,
-            f"{says}has a loss of {loss:.5f} in step {step + 1}, an undisturbed run a different one; was all that it"
+            f"{says}has a loss of {loss:.5f} in step {step + 1}, an uninterrupted run a different one; was all that it"
             " loads written by the same save, and what does a step depend on besides the parameters?",
             "save-plain-optimizer-state",
             "save-schedule-lost",
         )
-    return f"Right: killed on {killed_on} ranks, resumed on {resumed_on}, and the losses of an undisturbed run."
+    return f"Right: killed on {killed_on} ranks, resumed on {resumed_on}, and the losses of an uninterrupted run."
 
 
 def _run_until_killed(module: str, world_size: int, folder: str) -> int:
-    """Run the reader's loop until it is killed, as a job is that loses its machine; return its exit status."""
+    """Run the reader's loop until it's killed, as if its machine had died; return its exit status."""
     try:
         run_on_ranks(run_readers_loop, module, world_size, folder, True)
     except NotYet as failure:
@@ -161,24 +161,24 @@ def _run_until_killed(module: str, world_size: int, folder: str) -> int:
 
 def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
     """Raise NotYet unless `steps`, with which `loss_of` was called, continue from the newest complete checkpoint."""
-    expect(bool(steps), f"{says}takes no step")
+    expect(bool(steps), f"{says}doesn't take any steps")
     expect(steps[0] > 0, f"{says}begins with step 1: nothing was loaded")
     expect(
         steps[0] == newest_whole,
-        f"{says}goes on with step {steps[0] + 1}; it saves after every second step, and of what was saved whole the"
-        " newest counts",
+        f"{says}continues with step {steps[0] + 1}; it saves after every second step, and has to load the newest "
+        f"complete checkpoint",
     )
     expected = list(range(newest_whole, LOOP_STEPS))
-    expect(steps == expected, f"{says}takes the steps {[step + 1 for step in steps]}, not all, each once")
+    expect(steps == expected, f"{says}takes the steps {[step + 1 for step in steps]}, not each of them once")
 
 
 def run_readers_loop(
     rank: int, world_size: int, module: str, folder: str, is_killed: bool
 ) -> tuple[dict[int, float], list[float]]:
-    """Return the loss of each step that the reader's loop took, and those of an undisturbed run in one process.
+    """Return the losses of the steps that the reader's loop took, and those of an uninterrupted run in one process.
 
-    With `is_killed` all ranks end in the save after KILLED_AFTER steps or, if that writes nothing that is known here,
-    in a step soon after it.
+    With `is_killed`, all ranks end in the save after KILLED_AFTER steps or, if that writes no known files, in a step
+    soon after it.
     """
     model = shard_net(world_size)
     optimizer = adam(list(model.parameters()))
@@ -211,9 +211,9 @@ def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """Within the block, the save after KILLED_AFTER `taken` steps writes only a part of its files, and ends the rank.
+    """Within the block, the save after KILLED_AFTER `taken` steps writes only some of its files, and ends the rank.
 
-    With DCP rank 0's file is written, and nobody else's. `torch.save` writes half of its file.
+    With DCP, only rank 0's file is written. `torch.save` writes half of its file.
     """
     dying = dist.new_group(timeout=timedelta(seconds=5))  # a group of its own: a save may run in a thread
     write_data, save = FileSystemWriter.write_data, torch.save

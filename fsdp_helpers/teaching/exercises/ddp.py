@@ -19,7 +19,7 @@ BUCKET_SIZES = (41_000, 1_000_000)  # the largest gradient fits into either, all
 
 @exercise("02")
 def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] | None) -> str:
-    """Notebook 02: bytes of the smallest bucket in whose ring all-reduce latency takes at most a tenth of the time."""
+    """Notebook 02: bytes of the smallest bucket for which latency is at most a tenth of a ring all-reduce's time."""
     # A pass over a link takes its latency, and then the time of a part: fresh links from loopback to another building.
     fresh = [(DRAW.randint(2, 2_048), DRAW.uniform(1, 200) * 1e-6, DRAW.uniform(0.1, 900) * 1e9) for _ in range(5)]
     for world_size, latency_s, bytes_per_s in [(2, 1e-5, 1e10), (8, 1e-5, 1e10), (8, 2e-5, 1e10), *fresh]:
@@ -48,9 +48,9 @@ def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RAN
             says = f"on {world_size} ranks, with buckets of {format_bytes(bucket_bytes)}, "
             # Two buckets that follow one another are more than one bucket together, else they would have been one.
             most = 2 * NET_BYTES // bucket_bytes + 1
-            expect(len(seen) > 0, f"{says}no collective was seen; gradients that no one sends are not averaged")
-            expect_same_losses(losses, right, f"{says}the losses are not those of DDP", "wrong-summed-loss")
-            expect(len(seen) <= most, f"{says}{len(seen)} collectives were seen in a step, {most} are enough")
+            expect(len(seen) > 0, f"{says}there was no collective; gradients that aren't sent aren't averaged")
+            expect_same_losses(losses, right, f"{says}the losses aren't those of DDP", "wrong-summed-loss")
+            expect(len(seen) <= most, f"{says}{len(seen)} collectives in a step; {most} are enough")
             largest = max(collective.bytes for collective in seen)
             expect(largest <= bucket_bytes, f"{says}{format_bytes(largest)} were sent in one collective")
     return f"Right: the losses of DDP, on {in_words(ranks)} ranks, and a collective for each bucket."

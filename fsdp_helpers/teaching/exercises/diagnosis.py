@@ -1,4 +1,4 @@
-"""The exercise of 11: runs with unnamed faults, drawn from the gallery, and what is wrong with each."""
+"""The exercise of 11: runs with unnamed faults from the gallery, to be diagnosed."""
 
 import inspect
 import random
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Draw:
-    """The cases of one draw, and the lettered fixes among which theirs are."""
+    """The cases of one draw, and the lettered fixes to choose from."""
 
     cases: tuple[Case, ...]
     fixes: dict[str, str]
@@ -49,7 +49,7 @@ class Draw:
 
 
 def as_markdown(number: int, case: Case) -> str:
-    """Return what a reader sees of a case: the code, the run's output and, if it ended, the right numbers."""
+    """Return what the reader sees of a case: the code, the run's output and, if it ended, the right numbers."""
     text = without_name(cards.as_text(case.seen), case.fault)
     if case.seen.numbers:
         text += f"\nright: {cards.in_words(case.fault.right())}"
@@ -104,11 +104,11 @@ def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
 def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]) -> None:
     """Raise NotYet for the first part that is wrong, without the right one."""
     symptom, cause, letter = answer
-    expect(symptom in SYMPTOMS, f"case {number}: {symptom!r} is none of the symptoms {', '.join(SYMPTOMS)}")
+    expect(symptom in SYMPTOMS, f"case {number}: {symptom!r} isn't one of the symptoms {', '.join(SYMPTOMS)}")
     expect(symptom == case.fault.symptom, f"case {number}: read its output again; that is not its symptom")
     known = [cause_of(failure) for failure in RUN]
-    expect(cause in known, f"case {number}: {cause!r} is none of the causes in the list")
+    expect(cause in known, f"case {number}: {cause!r} isn't one of the causes in the list")
     wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* on the cards of its symptom"
     expect(cause == cause_of(case.fault), wrong_cause)
-    expect(letter in fixes, f"case {number}: {letter!r} is none of the letters {', '.join(fixes)}")
-    expect(fixes[letter] == case.fault.fix, f"case {number}: the cause is right, and fix {letter} does not touch it")
+    expect(letter in fixes, f"case {number}: {letter!r} isn't one of the letters {', '.join(fixes)}")
+    expect(fixes[letter] == case.fault.fix, f"case {number}: the cause is right, but fix {letter} doesn't address it")

@@ -1,4 +1,4 @@
-"""Fresh cases for answers that are functions: drawn at each call, so that a table of known answers cannot pass."""
+"""Fresh cases for answers that are functions, drawn at each call, so that a table of known answers can't pass."""
 
 import random
 from collections.abc import Iterator

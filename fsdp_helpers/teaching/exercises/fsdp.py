@@ -80,26 +80,27 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
         " enough",
     )
     expect(
-        found.shard_values == expected_values, f"{says}a shard of {found.shard_values:,} values; are all equally long?"
+        found.shard_values == expected_values,
+        f"{says}a shard of {found.shard_values:,} values; do all ranks have the same number?",
     )
     expect(
         found.built_bytes <= 4 * expected_values + SLACK_BYTES,
-        f"{says}{found.built_bytes:,} bytes are held after __init__, more than a shard needs; what was not freed?",
+        f"{says}{found.built_bytes:,} bytes are held after __init__, more than a shard needs; what wasn't freed?",
     )
     expect(
         found.held_bytes <= 16 * expected_values + SLACK_BYTES,
-        f"{says}{found.held_bytes:,} bytes are held between steps, more than four shards need; what was not freed?",
+        f"{says}{found.held_bytes:,} bytes are held between steps, more than four shards need; what wasn't freed?",
     )
     expect(
         found.elsewhere_bytes <= SLACK_BYTES,
         f"{says}{found.elsewhere_bytes:,} bytes are held between steps outside of torch, in NumPy or Python; a rank keeps"
         " its shard and nothing else",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process", "wrong-summed-loss")
+    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process", "wrong-summed-loss")
 
 
 def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
-    """Train with the reader's unit, as notebook 03 does by hand, and look at what is held and sent."""
+    """Train with the reader's unit, as notebook 03 does by hand, and check what is held and sent."""
     unit_class = import_own(module, "Unit")
     model = build_net()
     right = plain_losses(model, adam(list(model.parameters())))
@@ -141,8 +142,8 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
 def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:
     """Return the bytes of NumPy's arrays, whoever made them, and of the Python objects that lines of the module made.
 
-    torch's tensors are not among them, since its memory has a trace of its own; nor are small objects, such as those
-    that stand for tensors.
+    torch's tensors aren't included, since torch has its own memory trace; nor are small objects, such as tensors'
+    Python objects.
     """
     arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
     own_lines = tracemalloc.Filter(inclusive=True, filename_pattern=f"*{module}.py")

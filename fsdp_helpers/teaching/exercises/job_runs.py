@@ -1,7 +1,7 @@
-"""A job script run among stand-ins for Slurm and torchrun: to its end, or until its time is up.
+"""A job script run with stand-ins for Slurm and torchrun: to its end, or until its time is up.
 
-The stand-ins are small programs at the front of the search path. `srun` starts what it is given once per task,
-`torchrun` notes how it was called and waits, and all of them write down who called them.
+The stand-ins are small programs at the front of the search path. `srun` starts its command once per task, `torchrun`
+records how it was called and waits, and all of them log their calls.
 """
 
 import io
@@ -98,7 +98,7 @@ class Torchrun:
 
 
 def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchrun:
-    """Return how torchrun was called; raise NotYet for arguments that it does not take."""
+    """Return how torchrun was called; raise NotYet for invalid arguments."""
     said = io.StringIO()
     try:
         with redirect_stderr(said), patch.dict(os.environ):
@@ -107,7 +107,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
             options = get_args_parser().parse_args(arguments)
     except SystemExit:
         raise NotYet(
-            f"torchrun does not take its arguments: {said.getvalue().rpartition('error: ')[2].strip()}"
+            f"torchrun doesn't accept its arguments: {said.getvalue().rpartition('error: ')[2].strip()}"
         ) from None
     asked_s = getattr(options, "shutdown_timeout", None)  # an argument that torch 2.11 does not have
     timeout_s = shutdown_s if asked_s is None else asked_s
@@ -180,7 +180,7 @@ def _write_stand_ins(folder: Path) -> None:
 def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
     """Return True as soon as the condition holds, False if it never does.
 
-    Looks are counted, not seconds: on a machine that stands still, or is busy, the programs get their time too.
+    It counts checks, not seconds, so that on a stalled or busy machine the programs still get their time.
     """
     for _ in range(round(timeout_s / LOOK_S)):
         if holds():

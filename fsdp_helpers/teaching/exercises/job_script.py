@@ -1,6 +1,6 @@
-"""Checker of a job script: its directives are read, and it is run among stand-ins for Slurm and torchrun.
+"""Checker of a job script: it reads the directives, and runs the script with stand-ins for Slurm and torchrun.
 
-Any script that would do the right thing on the cluster does it there, however it is written.
+Any script that would do the right thing on a cluster passes, however it's written.
 """
 
 import re
@@ -19,8 +19,8 @@ SHORT_OPTIONS = {"-p": "partition", "-A": "account", "-N": "nodes", "-t": "time"
 
 @exercise("10")
 def check_job_script(path: str) -> str:
-    """Notebook 10: a job of four nodes with four GPUs each, which saves before its time limit and goes on after it."""
-    expect(isinstance(path, str), f"the answer is {path!r}; the name of your script is asked for, as a text")
+    """Notebook 10: a job of four nodes with four GPUs each, which saves before its time limit and then continues."""
+    expect(isinstance(path, str), f"the answer is {path!r}; it should be the name of your script, as a string")
     expect(Path(path).is_file(), f"there is no {path} here; run the cell that writes it")
     text = Path(path).read_text()
     expect(text.startswith("#!"), "the first line has to say which shell runs the script: #!/bin/bash")
@@ -36,7 +36,8 @@ def check_job_script(path: str) -> str:
         "crash-port-in-use",
     )
     return (
-        "Right: four torchruns that meet at a port of their own, a checkpoint before the limit, and a job that goes on."
+        "Right: four torchruns that meet at the job's own port, a checkpoint before the limit, and a job that "
+        "continues."
     )
 
 
@@ -71,20 +72,20 @@ def seconds_of(limit: str) -> int:
 def _check_directives(told: dict[str, str]) -> None:
     for name, wanted in (("partition", PARTITION), ("account", ACCOUNT), ("nodes", str(len(NODES)))):
         given = told.get(name)
-        expect(given == wanted, f"#SBATCH --{name}: {given or 'nothing'} is given, {wanted} is asked for")
+        expect(given == wanted, f"#SBATCH --{name}: {given or 'nothing'} is given; it should be {wanted}")
     gpus = told.get("gpus-per-node") or told.get("gres", "").removeprefix("gpu")
     expect(
         gpus.rpartition(":")[2] == str(GPUS),
-        f"#SBATCH: {gpus or 'no'} GPUs per node are asked for; each node has {GPUS}: --gpus-per-node",
+        f"#SBATCH: {gpus or 'no'} GPUs per node are requested; each node has {GPUS}: --gpus-per-node",
     )
     limit = told.get("time", "")
-    expect(bool(re.fullmatch(r"[\d:-]*\d", limit)), "#SBATCH --time: a job without a time limit has no place here")
+    expect(bool(re.fullmatch(r"[\d:-]*\d", limit)), "#SBATCH --time: the job needs a time limit")
     expect(seconds_of(limit) <= LONGEST_S, f"#SBATCH --time={limit}: the partition allows two hours")
     expect("requeue" in told, "#SBATCH: the loss of a node would end the job; which option queues it again?")
     found = re.fullmatch(r"B:(?:SIG)?([A-Z]+\d?|\d+)@(\d+)", told.get("signal", ""))
     expect(
         found is not None,
-        "#SBATCH --signal: before the time limit this shell has to hear of it, as B:NAME@SECONDS says",
+        "#SBATCH --signal: this shell has to get a signal before the time limit, with B:NAME@SECONDS",
     )
     expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s before the limit; saving takes up to {LEAD_S} s")
 
@@ -95,8 +96,8 @@ def _check_directives(told: dict[str, str]) -> None:
 def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
     done, status = run_script(path, told, job, NODES, ends=True)
     _expect_one_per_node(done, NODES)
-    expect(status == 0, f"every torchrun ended well, and the script left with exit status {status}")
-    expect("scontrol requeue" not in done.calls, "the training was finished, and the script queued the job again")
+    expect(status == 0, f"every torchrun succeeded, but the script exited with status {status}")
+    expect("scontrol requeue" not in done.calls, "the training was finished, but the script requeued the job")
     return done
 
 
@@ -112,12 +113,12 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     queued = "scontrol requeue" in done.calls
     expect(
         not done.left_early,
-        f"the script {'queued the job again' if queued else 'ended'} while ranks were saving, which stops them: srun "
+        f"the script {'requeued the job' if queued else 'ended'} while ranks were saving, which stops them: srun "
         "has to end first, and a signal ends bash's `wait` before that",
     )
     expect(
         f"scontrol requeue {job}" in done.calls,
-        "out of time, the job was not queued again: scontrol requeue, with its id",
+        "time ran out, and the job wasn't requeued: scontrol requeue, with its ID",
     )
     return done
 
@@ -153,7 +154,7 @@ def _check_torchruns(done: Done, nodes: tuple[str, ...]) -> None:
         )
         expect(
             options.max_restarts == 0 or torchrun.fresh_store == "1",
-            f"torchrun --max-restarts={options.max_restarts}: which variable gives each restart a store of its own?",
+            f"torchrun --max-restarts={options.max_restarts}: which variable gives each restart its own store?",
         )
         expect(
             torchrun.shutdown_s.isdigit() and int(torchrun.shutdown_s) >= LEAD_S,

@@ -1,4 +1,4 @@
-"""Exercises of notebook 13: a loss that counts documents, capped logits in chunks, and adapters that are saved alone."""
+"""Exercises of notebook 13: a loss per document, capped logits in chunks, and saving just the adapters."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -59,19 +59,19 @@ def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = R
 
 
 def _expect_documents(found: dict[str, float], says: str) -> None:
-    """Direction before length: a mean of means is wrong in both, and its length alone would name another error."""
-    expect(found["reduced"] > 0, f"{says}nothing was reduced; which backward sends the gradients?")
+    """Check direction before length: a mean of means gets both wrong, and its length alone would suggest a different error."""
+    expect(found["reduced"] > 0, f"{says}no gradient was reduced; which backward sends them?")
     expect(
         found["computed"] <= found["own"],
         f"{says}the model computed {found['computed']} tokens, and this rank's parts have {found['own']}",
     )
     expect(
         found["reduced"] <= NUM_UNITS,
-        f"{says}{found['reduced']} reduce-scatters were seen; the model has {NUM_UNITS} units",
+        f"{says}{found['reduced']} reduce-scatters; the model has {NUM_UNITS} units",
     )
     expect(
         found["turned"] < TOLERANCE,
-        f"{says}the gradient points elsewhere than that of one process, by {found['turned']:.0%} of its length; "
+        f"{says}the gradient's direction differs from one process's, by {found['turned']:.0%} of its length; "
         "does every token have the same weight, whatever its part and rank?",
         "wrong-mean-of-means",
     )
@@ -115,7 +115,7 @@ def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, fl
 
 
 def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return documents with that many tokens to predict as rows of equal length; one without any is an empty row."""
+    """Return documents with that many tokens to predict as rows of equal length; a document may have none."""
     longest = max(lengths)
     numbers, targets = (
         torch.zeros(len(lengths), longest, dtype=torch.long),
@@ -155,7 +155,7 @@ def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> s
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(chunks_by_reader, module, world_size)):
             _expect_chunks(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: {format_bytes(found['peak_bytes'])} in place of {format_bytes(plain_bytes)}, the same numbers."
+    return f"Right: {format_bytes(found['peak_bytes'])} instead of {format_bytes(plain_bytes)}, with the same numbers."
 
 
 def _expect_chunks(found: dict[str, float], says: str) -> None:
@@ -174,12 +174,12 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
 
 
 def capped_loss(hidden: Tensor, head: nn.Module, targets: Tensor, cap: float = CAP) -> Tensor:
-    """Return the sum of the losses of logits that a tanh keeps between -cap and cap, as Gemma 2 does."""
+    """Return the sum of the losses of logits capped to -cap..cap by a tanh, as in Gemma 2."""
     return summed_loss(hidden, lambda inputs: cap * torch.tanh(head(inputs) / cap), targets)
 
 
 def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
-    """Run the reader's loss in a sharded model, and measure its memory alone."""
+    """Run the reader's loss in a sharded model, and measure its memory."""
     chunked_loss = partial(import_own(module, "chunked_loss"), cap=CAP)
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     random = torch.Generator().manual_seed(1)
@@ -187,7 +187,7 @@ def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
     targets = numbers.roll(-1, dims=1).masked_fill(numbers < 30, IGNORED)
     right, given = plain(numbers, targets, capped_loss), model(numbers, targets, chunked_loss)
     if not isinstance(given, Tensor):
-        raise TypeError(f"chunked_loss returns a {type(given).__name__}; a tensor is asked for")
+        raise TypeError(f"chunked_loss returns a {type(given).__name__}; it should be a tensor")
     for loss in (right, given):
         loss.backward()
     mine, whole = whole_gradient(model), whole_gradient(plain)
@@ -226,7 +226,7 @@ class SavedByReader:
 
 @exercise("13")
 def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)`: the adapter that is trained, alone."""
+    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)`: only the trained adapter."""
     for name in ("save_adapters", "load_adapters"):
         read_module(module, name)
     expected = {name for name, own in two_adapters().named_parameters() if own.requires_grad}
@@ -245,7 +245,7 @@ def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> Non
     expect(not extra, f"{says}the file has {len(extra)} tensors that are not trained, {first_of(extra)} among them")
     expect(
         found.wrong is None,
-        f"{says}in the file, {found.wrong} has other values than the model had when it was saved",
+        f"{says}in the file, {found.wrong} has different values than in the model when it was saved",
     )
     expect(
         found.restored < TOLERANCE,
@@ -268,9 +268,9 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        return SavedByReader(problem=f"{Path(path).name} cannot be read: {type(error).__name__}; is it safetensors?")
+        return SavedByReader(problem=f"{Path(path).name} can't be read: {type(error).__name__}; is it safetensors?")
     if any(tensors[name].shape != own.shape for name, own in trained.items() if name in tensors):
-        return SavedByReader(problem="the file's tensors are not full; a rank has its shard only")
+        return SavedByReader(problem="the file's tensors aren't full; a rank only has its shard")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -289,7 +289,7 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
 
 @torch.no_grad()
 def two_adapters() -> Llama:
-    """Build the model with an adapter that is frozen by now, and a second one that is trained."""
+    """Build the model with a frozen adapter and a second, trained one."""
     model = add_adapters(add_adapters(build_llama(), ADAPTER_RANK), ADAPTER_RANK, SECOND)
     for name, parameter in model.named_parameters():
         if name.endswith((*ADAPTERS, *SECOND)):

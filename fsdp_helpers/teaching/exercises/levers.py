@@ -1,4 +1,4 @@
-"""Exercises of notebook 07: levers that meet a peak, and gradients of micro-batches, added up and measured."""
+"""Exercises of notebook 07: levers to meet a peak, and gradients of micro-batches, accumulated and measured."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,14 +48,14 @@ def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] =
         for rank, steps in enumerate(run_on_ranks(accumulate_by_reader, module, world_size)):
             for step in steps:
                 _expect_accumulated(step, f"on {world_size} ranks, with {PARTS} parts, rank {rank}: ")
-    return f"Right: one reduction of each unit on {in_words(ranks)} ranks, and the norm of the whole gradient."
+    return f"Right: one reduction of each unit on {in_words(ranks)} ranks, and the norm of the full gradient."
 
 
 def _expect_accumulated(step: dict[str, Any], says: str) -> None:
-    expect(step["reduced"] > 0, f"{says}nothing was reduced; which backward sends the gradients?")
+    expect(step["reduced"] > 0, f"{says}no gradient was reduced; which backward sends them?")
     expect(
         step["reduced"] <= NET_UNITS,
-        f"{says}{step['reduced']} reduce-scatters were seen in a step; the model has {NET_UNITS} units",
+        f"{says}{step['reduced']} reduce-scatters in a step; the model has {NET_UNITS} units",
         "memory-accumulation",
     )
     largest = max((images for _, images in step["passes"]), default=0)
@@ -63,7 +63,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     kinds = [kind for kind, _ in step["passes"]]
     expect(
         kinds[:2] != ["forward", "forward"],
-        f"{says}the second forward comes before the first backward, so the activations of both are there at once",
+        f"{says}the second forward comes before the first backward, so the activations of both exist at the same time",
     )
     ratio = step["norm"] / step["right_norm"]
     expect(
@@ -72,10 +72,10 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
         "wrong-summed-loss",
     )
     given = step["given_norm"]
-    expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; a number or a plain tensor is asked for")
+    expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; it should be a number or a plain tensor")
     expect(
         abs(given / step["norm"] - 1) < TOLERANCE,
-        f"{says}gradient_norm says {given:.5f}, not the norm of the whole gradient; whose shards are in it?",
+        f"{says}gradient_norm says {given:.5f}, not the norm of the full gradient; whose shards are in it?",
         "wrong-local-norm-logged",
         "wrong-clip-local-norm",
     )
@@ -87,7 +87,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
 def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
     """Run the reader's steps; return for each its passes, its reduce-scatters and three norms.
 
-    The norms are the reader's, that of the gradients that were added up, and that of one process.
+    The norms are the reader's, that of the accumulated gradients, and that of one process.
     """
     add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
     model, plain = shard_net(world_size), build_net()

@@ -21,7 +21,8 @@ def check_parameter_count(answer: int | None) -> str:
     right = 128 * (64 * 5 * 5) + 128
     expect(
         answer == right,
-        f"{format_count(answer)} is not it: how many weights has a kernel, how many kernels are there, and what else?",
+        f"{format_count(answer)} isn't right: how many weights does a kernel have, how many kernels are there, and "
+        f"what else?",
     )
     return f"Right: {format_count(right)} parameters."
 
@@ -33,8 +34,8 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
         answer = call(largest_model, budget_bytes)
         expect_whole(answer)
         says = f"for {format_count(budget_bytes)} bytes your function says {format_count(answer)}; "
-        expect(16 * answer <= budget_bytes, f"{says}with their gradients and Adam's moments, that many do not fit")
-        expect(16 * (answer + 1) > budget_bytes, f"{says}there would be room for more")
+        expect(16 * answer <= budget_bytes, f"{says}with their gradients and Adam's moments, that many don't fit")
+        expect(16 * (answer + 1) > budget_bytes, f"{says}there's room for more")
     return "Right: 16 bytes a parameter, and only whole parameters."
 
 
@@ -43,7 +44,7 @@ def check_largest_batch(record: RunRecord | None) -> str:
     """Notebook 01: the largest power of two as batch size with which ShallowNet peaks below 60 MB in one process."""
     verdict = judge_run(record, LARGEST_BATCH)
     batch_size = record.config.global_batch_size
-    expect(batch_size & (batch_size - 1) == 0, f"{batch_size} is below the limit, but no power of two")
+    expect(batch_size & (batch_size - 1) == 0, f"{batch_size} is below the limit, but not a power of two")
     # What is held does not grow with the batch; what comes on top of it doubles with it.
     rank = record.ranks[0]
     with_twice_the_batch = 2 * rank.peak_bytes - rank.held_bytes

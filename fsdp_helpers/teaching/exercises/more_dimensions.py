@@ -1,4 +1,4 @@
-"""Exercises of notebook 15: an MLP split over ranks, the labels of a split sequence, and dimensions for a cluster."""
+"""Exercises of notebook 15: an MLP split over ranks, the labels of a split sequence, and mesh dimensions for a cluster."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> s
 
 @dataclass(frozen=True, kw_only=True)
 class SplitByReader:
-    """What a reader's MLP did on one rank."""
+    """The behavior of a reader's MLP on one rank."""
 
     kept: int  # values in its parameters
     forward: list[str]  # collectives
@@ -54,12 +54,12 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
         found.forward == ["all_reduce"],
         f"{says}forward takes {_named(found.forward)}; one all-reduce is enough",
     )
-    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses are not those of one process")
+    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses aren't those of one process")
     expect(
         found.gradient_off < TOLERANCE,
-        f"{says}the gradient of the inputs, which the layers below need, is not that of one process",
+        f"{says}the gradient of the inputs, which the layers below need, isn't that of one process",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
+    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process")
     expect(
         found.backward == ["all_reduce"],
         f"{says}backward takes {_named(found.backward)}; one all-reduce is enough",
@@ -71,7 +71,7 @@ def _named(ops: list[str]) -> str:
 
 
 def build_layers() -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
-    """Build the layer before the MLP, the MLP's two, and the one behind it; the same values on every rank."""
+    """Build the layer before the MLP, the MLP's two layers, and the one after it, with the same values on every rank."""
     torch.manual_seed(0)
     return nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, CLASSES)
 
@@ -82,7 +82,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     before, up, down, behind = build_layers()
     own = split_mlp(up, down, dist.group.WORLD)
     if not isinstance(own, nn.Module):
-        raise TypeError(f"SplitMLP makes a {type(own).__name__}; an nn.Module is asked for")
+        raise TypeError(f"SplitMLP makes a {type(own).__name__}; it should make an nn.Module")
     kept = sum(parameter.numel() for parameter in own.parameters())
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with trace_collectives() as forward:
@@ -136,14 +136,16 @@ def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> No
     for rank in range(world_size):
         inputs, labels, places = _three_tensors(call(split, tokens, rank, world_size), tokens, world_size, says)
         wrong = [place for place in places.tolist() if not 0 <= place < length]
-        expect(not wrong, f"{says}rank {rank}: there is no place {wrong[0] if wrong else ''}")
-        expect(torch.equal(inputs, tokens[:, places]), f"{says}rank {rank}: inputs are not the tokens at these places")
+        expect(not wrong, f"{says}rank {rank}: there's no place {wrong[0] if wrong else ''}")
+        expect(
+            torch.equal(inputs, tokens[:, places]), f"{says}rank {rank}: the inputs aren't the tokens at these places"
+        )
         next_ones = tokens[:, places + 1]
         if not torch.equal(labels, next_ones):
             place = places[(labels != next_ones).any(dim=0)][0].item()
-            expect(False, f"{says}rank {rank}: the label at place {place} is not the token at place {place + 1}")
+            expect(False, f"{says}rank {rank}: the label at place {place} isn't the token at place {place + 1}")
         all_places += places.tolist()
-    expect(sorted(all_places) == list(range(length)), f"{says}together the ranks do not have every place exactly once")
+    expect(sorted(all_places) == list(range(length)), f"{says}together, the ranks don't have every place exactly once")
     scores = [sum(call(split, tokens, rank, world_size)[2].tolist()) for rank in range(world_size)]
     same = len(set(scores)) == 1
     expect(same, f"{says}some ranks compute more scores than others; which two pieces of 2N add up to the same?")
@@ -155,7 +157,7 @@ def _three_tensors(given: Any, tokens: Tensor, world_size: int, says: str) -> tu
     own = (tokens.shape[1] - 1) // world_size
     wanted = ((len(tokens), own), (len(tokens), own), (own,))
     shapes = tuple(tuple(one.shape) for one in given)
-    expect(shapes == wanted, f"{says}the shapes are {shapes}; {wanted} are asked for")
+    expect(shapes == wanted, f"{says}the shapes are {shapes}; they should be {wanted}")
     return tuple(given)
 
 
@@ -176,7 +178,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
     expect(isinstance(choice, Mapping) and set(choice) == set(NAMES), f"choice needs these names: {wanted}")
     for name, degree in choice.items():
         expect_number(degree)
-        expect(degree == int(degree) and degree >= 1, f"{name} is {degree}; a number of ranks is asked for")
+        expect(degree == int(degree) and degree >= 1, f"{name} is {degree}; it should be a number of ranks")
     run = DimensionedRun(**LLAMA_70B, **choice, sequences=1, length=LENGTH)
     _expect_possible(run)
     run = replace(run, sequences=SEQUENCES // run.data)
@@ -195,13 +197,16 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
 def _expect_possible(run: DimensionedRun) -> None:
     product = f"{run.data} x {run.tensor} x {run.context} x {run.pipeline}"
     expect(run.num_gpus == NUM_GPUS, f"{product} is {run.num_gpus:,} GPUs; there are {NUM_GPUS:,}")
-    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks cannot share {KV_HEADS} key heads")
+    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't share {KV_HEADS} key heads")
     expect(
         run.data <= SEQUENCES and SEQUENCES % run.data == 0,
-        f"{SEQUENCES} sequences cannot be dealt out evenly to {run.data} data ranks",
+        f"{SEQUENCES} sequences can't be divided evenly over {run.data} data ranks",
     )
-    expect(LENGTH % (2 * run.context) == 0, f"{LENGTH:,} tokens have no head and tail for each of {run.context} ranks")
-    expect(run.layers % run.pipeline == 0, f"{run.layers} layers cannot be shared by {run.pipeline} stages")
+    expect(
+        LENGTH % (2 * run.context) == 0,
+        f"{LENGTH:,} tokens can't be split into a head and a tail for each of {run.context} ranks",
+    )
+    expect(run.layers % run.pipeline == 0, f"{run.layers} layers can't be divided into {run.pipeline} stages")
 
 
 def _expect_fast(run: DimensionedRun) -> None:
@@ -220,7 +225,7 @@ def _expect_fast(run: DimensionedRun) -> None:
 
 
 def step_times_s(run: DimensionedRun) -> tuple[float, float]:
-    """Return the seconds of a step's arithmetic and of its communication, nothing of it hidden.
+    """Return the seconds of a step's arithmetic and of its communication, without overlap.
 
     Ranks of a node are next to each other along the inner dimensions: a dimension stays on NVLink while the product of
     the degrees up to it is at most a node.

@@ -53,7 +53,7 @@ class MovedByReader:
 
 @exercise("14")
 def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 14: `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)`, on from DDP's file."""
+    """Notebook 14: `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` continues from DDP's file."""
     read_module(module, "go_on")
     for world_size in ranks:
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
@@ -75,24 +75,25 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     )
     expect(
         not found.num_unsharded,
-        f"{says}{found.num_unsharded} of the micro-batches were computed by a model that was not sharded yet; shard it"
+        f"{says}{found.num_unsharded} of the micro-batches were computed by a model that wasn't sharded yet; shard it"
         " before the first step",
     )
     expected = LAST_STEP - MOVED_AT
     expect(
         len(found.losses) == expected,
-        f"{says}{len(found.losses)} steps were taken; from step {MOVED_AT + 1} to step {LAST_STEP} there are {expected}",
+        f"{says}{len(found.losses)} steps were taken, but from step {MOVED_AT + 1} to step {LAST_STEP} there are "
+        f"{expected}",
     )
     expect_same_losses(
         found.losses[:1],
         found.right[:1],
-        f"{says}the first loss is not that of the file's weights",
+        f"{says}the first loss isn't that of the file's weights",
         "wrong-different-seeds",
     )
     expect_same_losses(
         found.losses,
         found.right,
-        f"{says}the losses leave those of the baseline; what does a step depend on?",
+        f"{says}the losses diverge from the baseline's; what does a step depend on?",
         "save-plain-optimizer-state",
         "wrong-optimizer-first",
         "wrong-clip-local-norm",
@@ -111,7 +112,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     expect_same_losses(
         found.held_out,
         found.right_held_out,
-        f"{says}the loss on the data held out is not that of the whole of them",
+        f"{says}the held-out loss isn't the loss on all held-out data",
         "wrong-sampler-padding",
     )
     expect(not found.in_file, f"{says}{found.in_file}")
@@ -121,7 +122,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
 
 
 class ResidualBlock(nn.Module):
-    """A block that adds to its input what two layers make of it."""
+    """A residual block: its input plus two layers' output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class ResidualBlock(nn.Module):
 
 
 class MovedModel(nn.Module):
-    """The model that moves: `embed`, equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
+    """The model to move: `embed`, equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class MovedModel(nn.Module):
 
 
 def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> MovedByReader:
-    """Train under DDP, save in the middle, and let the reader's `go_on` go on from there beside the baseline."""
+    """Train under DDP, save in the middle, and let the reader's `go_on` continue from there; train the baseline, too."""
     go_on = import_own(module, "go_on")
     torch.manual_seed(0)
     checkpoint, written = Path(folder) / "ddp.pt", Path(folder) / "moved.pt"
@@ -178,7 +179,7 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
     with trace_collectives() as seen:
         model = go_on(MovedModel, mesh, parts_of, loss_of, load_batch(-1), saved, LAST_STEP, str(written))
     if not isinstance(model, nn.Module):
-        raise TypeError(f"go_on returns a {type(model).__name__}; the model is asked for")
+        raise TypeError(f"go_on returns a {type(model).__name__}; it should return the model")
     dist.barrier()  # the file is written by now
     return MovedByReader(
         whole=[name for name, own in model.named_parameters() if not isinstance(own, DTensor)],
@@ -229,7 +230,7 @@ def step_losses(losses: list[float]) -> list[float]:
 
 
 def problem_in_file(path: Path, right: MovedModel) -> str:
-    """Say why one process cannot use the file as the weights of the baseline, or "" if it can."""
+    """Return why one process can't use the file as the weights of the baseline, or "" if it can."""
     if not path.exists():
         return "no file was written to `path`"
     weights = torch.load(path, weights_only=True)
@@ -238,7 +239,7 @@ def problem_in_file(path: Path, right: MovedModel) -> str:
         return f"the file does not hold the model's {len(wanted)} tensors under their plain names"
     for name, value in weights.items():
         if isinstance(value, DTensor) or value.shape != wanted[name].shape:
-            return f"{name} in the file is a shard; one process cannot load it"
+            return f"{name} in the file is a shard; one process can't load it"
         if (value - wanted[name]).abs().max() > TOLERANCE:
-            return f"{name} in the file is not what the baseline ends with"
+            return f"{name} in the file isn't what the baseline ends with"
     return ""

@@ -1,4 +1,4 @@
-"""Exercises of notebook 05: where offloaded bytes are, what hides their copies, and which blocks to offload."""
+"""Exercises of notebook 05: where offloaded bytes are, how to hide their copies, and which blocks to offload."""
 
 from collections.abc import Callable, Iterator
 
@@ -22,7 +22,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
     for num_params, world_size in sizes_and_ranks((1_000_000, 1), (94_104_234, 2)):
         given = call(split, num_params, world_size)
         is_pair = isinstance(given, tuple | list) and len(given) == 2
-        expect(is_pair, f"the answer is {in_short(given)}; two numbers are asked for, (device bytes, host bytes)")
+        expect(is_pair, f"the answer is {in_short(given)}; it should be two numbers, (device bytes, host bytes)")
         for number in given:
             expect_number(number)
         on_device, on_host = given
@@ -56,17 +56,18 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
         expect(given >= 1, f"{says}a step has at least one image")
         expect(
             given * image_s >= (1 - 1e-9) * copies_s,
-            f"{says}their arithmetic ends before the copies do. Which bytes travel to the device, and how often?",
+            f"{says}their arithmetic ends before the copies do. Which bytes are copied to the device, and how often?",
         )
         expect(
             given == 1 or (given - 1) * image_s < (1 + 1e-9) * copies_s,
-            f"{says}fewer images hide the copies, too. Which of a rank's bytes travel, and which direction is slower?",
+            f"{says}fewer images hide the copies, too. Which of a rank's bytes are copied, and which direction is "
+            f"slower?",
         )
-    return "Right: 4 (2 P - root) / N bytes on their way to the device, hidden behind whole images."
+    return "Right: 4 (2 P - root) / N bytes copied to the device, hidden behind a number of images."
 
 
 def _links() -> Iterator[tuple[int, int, int, float, float]]:
-    """Models, ranks and links: edges, then fresh ones with few and with many images to find."""
+    """Yield models, ranks and links: edge cases, then fresh ones with few and with many images."""
     yield 1_000_000, 0, 1, 1e-3, 1e9  # 8 MB at 1 GB/s are 8 ms: 8 images
     yield 1_000_000, 1_000_000, 1, 1e-3, 1e9  # the root alone: 4 ms
     yield 1_000_000, 0, 8, 1e-2, 1e9  # 1 ms, less than an image takes
@@ -86,7 +87,7 @@ def check_plan(module: str = "my_plan") -> str:
         fitting = [count for count in range(case["num_blocks"] + 1) if _fits(count, **case)]
         says = f"for {', '.join(f'{name}={value:,}' for name, value in case.items())} your function says {given}; "
         if given is None:
-            expect(not fitting, f"{says}a number of blocks does fit both memories")
+            expect(not fitting, f"{says}some number of blocks does fit both memories")
             continue
         expect(0 <= given <= case["num_blocks"], f"{says}the model has only {case['num_blocks']} blocks")
         expect(given in fitting, f"{says}{_what_is_too_small(given, case)}")
@@ -114,7 +115,7 @@ def _plan_cases() -> list[dict[str, int]]:
 
 
 def _plan_of_reader(plan: Callable, case: dict[str, int]) -> int | None:
-    """Return the reader's answer, which may be None: a function that never returns anything fails in other cases."""
+    """Return the reader's answer, which may be None; a function that always returns None fails in other cases."""
     given = call_or_none(plan, *case.values())
     if given is not None:
         expect_whole(given)
@@ -129,17 +130,17 @@ def _fits(offloaded: int, **case: int) -> bool:
 
 
 def _device_needs(offloaded: int, *, num_blocks: int, block_params: int, world_size: int, **memory: int) -> float:
-    """Shards of the blocks that stay, the block at work whole in parameters and gradients, and activations."""
+    """Return the bytes of the blocks that stay, of the active block's full parameters and gradients, and of activations."""
     staying = 16 * block_params * (num_blocks - offloaded) / world_size
     return staying + 8 * block_params + memory["activation_bytes"]
 
 
 def _host_needs(offloaded: int, *, block_params: int, **_: int) -> int:
-    """All ranks of the machine share its memory, and together they have a whole block."""
+    """Return the host bytes: all ranks of the machine share its memory, and together they hold full blocks."""
     return 16 * block_params * offloaded
 
 
 def _what_is_too_small(offloaded: int, case: dict[str, int]) -> str:
     if _device_needs(offloaded, **case) > case["device_bytes"]:
-        return "the device would be too small for what stays on it, with the block at work and the activations"
+        return "the device would be too small for what stays on it, with the active block and the activations"
     return "the host would be too small; how many ranks share its memory?"

@@ -54,7 +54,7 @@ def launch_readers(worker: Callable, module: str, world_size: int, *arguments: o
         return launch(worker, module, *arguments, world_size=world_size, **settings)
     except RankTimeout as error:
         raise NotYet(
-            f"on {world_size} ranks, {module}.py does not end: {'; '.join(error.places)}. A collective waits until"
+            f"on {world_size} ranks, {module}.py doesn't end: {'; '.join(error.places)}. A collective waits until"
             " every rank takes part in it",
             *HANGS,
         ) from None

@@ -20,7 +20,7 @@ def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
 
     Unless `with_package`, it also refuses a module that imports this package, which has many of the answers.
     """
-    expect(isinstance(module, str), f"the answer is {module!r}; the name of your module is asked for, as a text")
+    expect(isinstance(module, str), f"the answer is {module!r}; it should be the name of your module, as a string")
     sys.modules.pop(module, None)
     importlib.invalidate_caches()
     found = importlib.util.find_spec(module)
@@ -28,10 +28,10 @@ def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
     try:
         names = runpy.run_path(found.origin, run_name=module)  # from the source, never from a cache
     except Exception as error:
-        raise NotYet(f"{module}.py cannot be imported: {error_line(error)}") from None
+        raise NotYet(f"{module}.py can't be imported: {error_line(error)}") from None
     expect(name in names, f"{module}.py has no {name}")
     is_own = with_package or PACKAGE not in _imported(Path(found.origin).read_text())
-    expect(is_own, f"{module}.py imports {PACKAGE}; write it with torch alone, so that it is yours")
+    expect(is_own, f"{module}.py imports {PACKAGE}; write it yourself, with torch only")
     return names[name]
 
 
@@ -53,6 +53,6 @@ def import_own(module: str, name: str) -> Any:
 
 
 def last_line_in(module: str, details: str) -> str:
-    """Return the traceback's last place in the reader's file, such as " in line 12"; "" if it was never there."""
+    """Return the traceback's last place in the reader's file, such as " in line 12"; "" if there is none."""
     lines = re.findall(rf'{re.escape(module)}\.py", line (\d+)', details)
     return f" in line {lines[-1]}" if lines else ""

@@ -1,4 +1,4 @@
-"""Checker of the plan that a reader builds: against the planner on fresh clusters, and against one real rank of N."""
+"""Checker of the planner that a reader builds: against ours on fresh clusters, and against one real rank of N."""
 
 from collections.abc import Callable
 from random import SystemRandom
@@ -71,18 +71,18 @@ def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
     says = f"for {', '.join(f'{name}={value}' for name, value in case.items())} your function says {given}; "
     subject = named_subject(case["model"])
     if given is None:
-        expect(_spare(subject, 1, case) < 0, f"{says}one image on each rank does fit")
+        expect(_spare(subject, 1, case) < 0, f"{says}one image on each rank fits")
         return None
     expect_whole(given)
-    expect(given >= 1, f"{says}where not even one image fits the answer is None")
+    expect(given >= 1, f"{says}if not even one image fits, the answer is None")
     spare = _spare(subject, int(given), case)
-    expect(spare >= 0, f"{says}that is {format_bytes(-round(spare))} too much, with what lies outside the count")
-    expect(_spare(subject, int(given) + 1, case) < 0, f"{says}one image more fits, too")
+    expect(spare >= 0, f"{says}that is {format_bytes(-round(spare))} too much, including the allowance")
+    expect(_spare(subject, int(given) + 1, case) < 0, f"{says}one more image fits, too")
     return int(given)
 
 
 def _spare(subject: Subject, images: int, case: dict[str, Any]) -> float:
-    """Bytes that are left of a device."""
+    """Return the bytes left on a device."""
     cluster = Cluster(
         world_size=case["world_size"],
         device_memory_bytes=case["device_gb"] * GB,
@@ -92,7 +92,7 @@ def _spare(subject: Subject, images: int, case: dict[str, Any]) -> float:
 
 
 def small_rank_peak(num_images: int) -> int:
-    """Return the peak of one real rank of SMALL_RANKS that trains the small transformer."""
+    """Return the peak of one real rank of SMALL_RANKS training the small transformer."""
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
 
     def loss_of(model: nn.Module) -> torch.Tensor:

@@ -46,7 +46,7 @@ def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
         says = (
             f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())} your function says {given:,}"
         )
-        expect(given == right, f"{says}; the model that is built of it has {'more' if given < right else 'fewer'}")
+        expect(given == right, f"{says}; the model built from it has {'more' if given < right else 'fewer'}")
     return "Right: every shape, up to ten billion parameters."
 
 
@@ -67,7 +67,7 @@ def _fresh_shape() -> ViTShape:
 
 @exercise("08")
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
-    """Notebook 08: the fewest ranks that can start a model on meta, layer by layer; None if no number of them can.
+    """Notebook 08: the fewest ranks that can start a model on meta, layer by layer; None if it never fits.
 
     `layers` are parameters, a tensor each, and a device has room for `device_bytes`. Shards are counted unrounded.
     """
@@ -76,14 +76,14 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
         says = f"for layers of {layers} parameters and devices of {device_bytes:,} bytes your function says {given}; "
         if given is None:
             # A million ranks keep next to nothing of each layer.
-            expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, it does fit")
+            expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, it fits")
             continue
         expect_whole(given)
         expect(given >= 1, f"{says}there is at least one rank")
-        expect(_starts_on(given, layers, device_bytes), f"{says}their start needs more than that at its peak")
+        expect(_starts_on(given, layers, device_bytes), f"{says}starting needs more than that at its peak")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
         expect(not fewer, f"{says}fewer ranks can start it, too")
-    return "Right: ranks shrink the shards, and the largest layer has to fit as a whole."
+    return "Right: ranks shrink the shards, and the largest layer has to fit unsharded."
 
 
 def _starts() -> list[tuple[list[int], int]]:
@@ -101,19 +101,19 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Shards of all layers, the largest layer whole, and a copy of its shard; in integers, exact where it is full."""
+    """Return the bytes of all layers' shards, the largest layer unsharded, and a copy of its shard, in exact integers."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 
 @exercise("08")
 def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 08: `start_sharded(build, weights, mesh)`: on meta, a unit per block, rank 0's weights, never whole."""
+    """Notebook 08: `start_sharded(build, weights, mesh)`: on meta, a unit per block, rank 0's weights, never unsharded."""
     read_module(module, "start_sharded")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(start_by_reader, module, world_size)):
             _expect_start(found, f"on {world_size} ranks, rank {rank}: ")
     _expect_short_file_refused(module, ranks[0])
-    return f"Right: on {in_words(ranks)} ranks, rank 0's weights, all of them, and never more than a layer whole."
+    return f"Right: on {in_words(ranks)} ranks, rank 0's weights, all of them, and never more than one full layer."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class StartedByReader:
 
 
 def _expect_start(found: StartedByReader, says: str) -> None:
-    expect(not found.whole, f"{says}{len(found.whole)} tensors are in no unit, {first_of(found.whole)} among them")
+    expect(not found.whole, f"{says}{len(found.whole)} tensors aren't in any unit, {first_of(found.whole)} among them")
     expect(
         not found.on_meta,
         f"{says}{len(found.on_meta)} tensors are still on meta, {first_of(found.on_meta)} among them",
@@ -145,7 +145,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     expect(
         found.extra_bytes <= START_EXTRA_BYTES,
         f"{says}{format_bytes(found.extra_bytes)} were needed besides what stays, enough for several layers at "
-        "once; is the model whole for a moment?",
+        "once; is the full model there for a moment?",
     )
     expect(
         found.is_tied,
@@ -154,13 +154,13 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.buffer_right,
-        f"{says}the buffer does not have its values; no file and no rank sends them",
+        f"{says}the buffer doesn't have its values; they aren't in any file, and no rank sends them",
         "wrong-meta-buffers",
     )
     expect_same_losses(
         found.losses,
         found.right,
-        f"{says}the losses are not those of rank 0's weights",
+        f"{says}the losses aren't those of rank 0's weights",
         "wrong-different-seeds",
     )
 
@@ -177,10 +177,10 @@ def _expect_short_file_refused(module: str, world_size: int) -> None:
 
 
 class PretrainedTransformer(nn.Module):
-    """The transformer that is started: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
+    """The transformer to start: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
 
-    Makes words of numbers, and predicts one: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that no state dict
-    has; `fill_buffers` computes it.
+    Turns numbers into token IDs, and predicts one: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that no state
+    dict has; `fill_buffers` computes it.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class PretrainedTransformer(nn.Module):
 
 
 def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
-    """Let the reader's `start_sharded` start the model from rank 0's weights, look at the result, and train it."""
+    """Let the reader's `start_sharded` start the model from rank 0's weights, check the result, and train it."""
     start_sharded = import_own(module, "start_sharded")
     torch.manual_seed(0)
     plain = PretrainedTransformer()
@@ -220,7 +220,7 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
     with trace_memory("cpu") as trace:
         model = start_sharded(PretrainedTransformer, weights, init_device_mesh("cpu", (world_size,)))
     if not isinstance(model, nn.Module):
-        raise TypeError(f"start_sharded returns a {type(model).__name__}; the model is asked for")
+        raise TypeError(f"start_sharded returns a {type(model).__name__}; it should return the model")
     curve = trace.whole().curve
     parameters = dict(model.named_parameters())
     found = {
@@ -238,7 +238,7 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
 
 
 def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
-    """Return the model's tensors as a file has them: of two names for one tensor only the first, as in safetensors."""
+    """Return the model's tensors as a file has them; a tensor with two names only under the first, as in safetensors."""
     return {name: value.clone() for name, value in model.state_dict().items() if name != TIED}
 
 

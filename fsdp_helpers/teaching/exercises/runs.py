@@ -1,4 +1,4 @@
-"""Runs that a reader is asked to find: the record of an attempt, against what the exercise asks for and forbids."""
+"""Runs that a reader is asked to find: the record of an attempt against what the exercise requires and forbids."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from fsdp_helpers.teaching.exercises.answers import expect, expect_answered, in_
 
 @dataclass(frozen=True, kw_only=True)
 class RunTask:
-    """A run to be found: what its text leaves as it is, and what it must reach. All other settings are free."""
+    """A run to be found: the settings that the exercise fixes, and the targets. All other settings are free."""
 
     peak_bytes: int  # every rank stays below
     peak_card: str | None = None  # of 11, for a run that does not
@@ -24,15 +24,17 @@ AS_IT_IS = {"dropout": True, "micro_batches": 1, "activation_checkpointing": "no
 
 
 def judge_run(record: RunRecord | None, task: RunTask) -> str:
-    """Return the verdict on a run; raise NotYet, with the numbers, unless it is the one that was asked for."""
+    """Return the verdict on a run; raise NotYet, with the numbers, unless it meets the requirements."""
     expect_answered(record)
-    expect(isinstance(record, RunRecord), f"the answer is {in_short(record)}; what `train` returns is asked for")
+    expect(
+        isinstance(record, RunRecord), f"the answer is {in_short(record)}; it should be the record that `train` returns"
+    )
     _expect_same_settings(record, task)
     expect(record.ranks[0].peak_bytes is not None, "a run of one step has no steady step to measure; run 3 steps")
     peak_bytes = max(rank.peak_bytes for rank in record.ranks)
     expect(
         peak_bytes < task.peak_bytes,
-        f"the run peaks at {format_bytes(peak_bytes)} on a rank, the target is below {format_bytes(task.peak_bytes)}",
+        f"the run peaks at {format_bytes(peak_bytes)} on a rank; the target is below {format_bytes(task.peak_bytes)}",
         *([task.peak_card] if task.peak_card else []),
     )
     verdict = f"Right: {format_bytes(peak_bytes)} at the peak, below {format_bytes(task.peak_bytes)}."
@@ -41,14 +43,14 @@ def judge_run(record: RunRecord | None, task: RunTask) -> str:
     counted = max(sum(seen.count for seen in rank.collectives) for rank in record.ranks)
     expect(
         counted <= task.num_collectives,
-        f"{counted} collectives a step, the target is at most {task.num_collectives}",
+        f"{counted} collectives per step; the target is at most {task.num_collectives}",
         "slow-many-units",
     )
-    return f"{verdict} {counted} collectives a step."
+    return f"{verdict} {counted} collectives per step."
 
 
 def _expect_same_settings(record: RunRecord, task: RunTask) -> None:
-    """Raise NotYet if the run differs in what the exercise leaves as it is."""
+    """Raise NotYet if the run changes a setting that the exercise fixes."""
     settings = record.config.__dict__
     for name, value in task.fixed.items():
         expect(settings[name] == value, f"the exercise leaves {name} at {value!r}; your run has {settings[name]!r}")

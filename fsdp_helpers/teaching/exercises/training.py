@@ -1,6 +1,6 @@
 """The small training that build exercises share: a model, batches, optimizers and the right losses.
 
-Every rank also trains on the whole batch by itself, without collectives: those are the losses that any data-parallel
+Every rank also trains on the full batch by itself, without collectives: these are the losses that any data-parallel
 training must have.
 """
 

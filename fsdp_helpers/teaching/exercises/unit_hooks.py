@@ -36,7 +36,7 @@ class TrainedHooks:
 
 
 class Block(nn.Module):
-    """Two layers around a tanh. (B, HOOKED_WIDTH) -> (B, HOOKED_WIDTH)"""
+    """Two layers with a tanh between them. (B, HOOKED_WIDTH) -> (B, HOOKED_WIDTH)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Widen(nn.Module):
 def build_model() -> nn.Sequential:
     """Build four blocks and a plain layer, the same on every rank. (B, WIDTH) -> (B, CLASSES)
 
-    A block comes first, as in a model whose inputs are data: a hook that waits for the gradient of a block's inputs
-    would run too early there.
+    A block comes first, as in a model whose inputs are data: there, a hook that waits for the gradient of the block's
+    inputs would run too early.
     """
     torch.manual_seed(0)
     blocks = [Block() for _ in range(HOOKED_BLOCKS)]
@@ -90,7 +90,7 @@ class SharddBlock:
         self.num_gathers += 1
 
     def step(self, learning_rate: float) -> None:
-        """Move the shard against its part of the mean gradient; the whole gradients go."""
+        """Update the shard with its part of the mean gradient; the full gradients are freed."""
         gradient = self._flatten([parameter.grad for parameter in self.parameters])
         dist.all_reduce(gradient)
         self.shard -= learning_rate * gradient.chunk(self.world_size)[self.rank] / self.world_size
@@ -103,7 +103,7 @@ class SharddBlock:
 
 
 class Onlooker:
-    """An onlooker that counts the bytes of whole parameters in the blocks, and the blocks that are whole at once."""
+    """An observer that counts the bytes of unsharded parameters in the blocks, and the blocks unsharded at once."""
 
     def __init__(self, blocks: list[SharddBlock]) -> None:
         self.blocks = blocks
@@ -111,11 +111,11 @@ class Onlooker:
         self.most_whole = 0
 
     def look(self, moment: str) -> None:
-        """Note the bytes of all blocks at a moment when none of them computes."""
+        """Record the bytes of all blocks while none of them computes."""
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: SharddBlock, when: str) -> None:
-        """Note how many blocks are whole while this one computes; without its bytes the process would crash."""
+        """Record how many blocks are unsharded while this one computes; without its bytes, the process would crash."""
         if block.whole_bytes == 0:
             first = " first" if block is self.blocks[0] and when == "backward" else ""
             because = f"{first} block is empty{', before its last gradient: its inputs need none' if first else ''}"
@@ -123,7 +123,7 @@ class Onlooker:
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
     def watch(self, module: Block, block: SharddBlock) -> None:
-        """Look on whenever a layer of `module` computes."""
+        """Observe every call of a layer of `module`."""
         for layer in (module.first, module.second):
             layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
             layer.register_full_backward_pre_hook(lambda *_: self.computing(block, "backward"))

@@ -1,4 +1,4 @@
-"""Models whose path differs: from rank to rank, or from a forward to its recomputation."""
+"""Models whose path differs from rank to rank, or between a forward and its recomputation."""
 
 import torch
 from torch import Tensor, nn
@@ -7,13 +7,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, gradient_norm, images, whole
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, gradient_norm, images, whole
 
 # ---------------------------------------------------------------- ranks use different parameters
 
 
 class TwoHeads(nn.Module):
-    """A body with two heads, of which a sample uses one."""
+    """A body with two heads; each sample uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class EverySecondTime(nn.Module):
 
 
 class AsTold(EverySecondTime):
-    """The same layer, told by its caller which branch to take."""
+    """The same layer, with the branch chosen by its caller."""
 
     def forward(self, samples: Tensor, is_odd: bool = True) -> Tensor:
         hidden = self.layer(samples)

@@ -1,4 +1,4 @@
-"""It crashes: with a message that is clear once you have seen it."""
+"""It crashes, with a message that's clear once you've seen it."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, images, in_units, small_model
 
 CPU = torch.device("cpu")
 

@@ -1,5 +1,6 @@
-"""It crashes at its start, where processes meet, or at its end, when one of them leaves early."""
+"""It crashes at the start, where processes meet, or at the end, when one of them exits early."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -71,9 +72,17 @@ def answer_of(command: list[str]) -> Numbers:
     """Run a program and return the number that it prints; RuntimeError with its own error if it prints none."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
-        errors = [line for line in done.stderr.splitlines() if "Error: " in line]
-        raise RuntimeError(errors[0] if errors else f"no answer, and exit status {done.returncode}: {done.stderr}")
+        error = re.search(r"^[\w.]*Error: .*?(?=\n\n|\nTraceback|\Z)", done.stderr, re.MULTILINE | re.DOTALL)
+        said = " ".join(error[0].split()) if error else f"no answer, and exit status {done.returncode}: {done.stderr}"
+        raise RuntimeError(said)
     return {"the worker's answer": float(done.stdout)}
+
+
+def answer_of_script(text: str, *starter: str) -> Numbers:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(text)
+        return answer_of([sys.executable, *starter, str(script)])
 
 
 def spawn_from_a_cell(rank: int, world_size: int) -> Numbers:
@@ -81,14 +90,39 @@ def spawn_from_a_cell(rank: int, world_size: int) -> Numbers:
 
 
 def spawn_from_a_module(rank: int, world_size: int) -> Numbers:
-    with tempfile.TemporaryDirectory() as folder:
-        module = Path(folder, "worker.py")
-        module.write_text(CELL)
-        return answer_of([sys.executable, str(module)])
+    return answer_of_script(CELL)
 
 
 def answer() -> Numbers:
     return {"the worker's answer": 42.0}
+
+
+# ---------------------------------------------------------------- a script that starts itself again
+
+GUARD = 'if __name__ == "__main__":\n'
+
+
+def spawn_without_a_guard(rank: int, world_size: int) -> Numbers:
+    return answer_of_script(CELL.replace(GUARD, "if True:\n"))
+
+
+# ---------------------------------------------------------------- a script for torchrun, without torchrun
+
+ASK_TORCHRUN = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print(42 * dist.get_world_size())
+"""
+FORGET = "import os\nfor name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'): os.environ.pop(name, None)\n"
+
+
+def start_with_python(rank: int, world_size: int) -> Numbers:
+    return answer_of_script(FORGET + ASK_TORCHRUN)
+
+
+def start_with_torchrun(rank: int, world_size: int) -> Numbers:
+    return answer_of_script(ASK_TORCHRUN, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 
 
 # ---------------------------------------------------------------- an error before the group is up
@@ -144,6 +178,32 @@ def meet_where_the_store_is(rank: int, world_size: int) -> Numbers:
 
 
 CRASHES_AT_THE_ENDS = (
+    Failure(
+        name="crash-no-torchrun",
+        title="environment variable RANK expected, but not set",
+        why="`init_process_group` takes rank, world size and address from variables that torchrun sets. Started with `python "
+        "train.py` there are none, and a script that doesn't check trains alone: each process is rank 0 of 1.",
+        tell="`env | grep -E 'RANK|WORLD_SIZE|MASTER'` is empty. A collective without `init_process_group` says *Default "
+        "process group has not been initialized*.",
+        fix="`torchrun --standalone --nproc-per-node 8 train.py`; under Slurm one torchrun per node, as in "
+        "[10](10_many_machines.ipynb).",
+        broken=start_with_python,
+        fixed=start_with_torchrun,
+        right=answer,
+        says="environment variable RANK expected, but not set",
+    ),
+    Failure(
+        name="crash-main-guard",
+        title="An attempt has been made to start a new process before its bootstrapping phase has finished",
+        why="A spawned process imports the script that started it. Lines at its top level run again there, `mp.spawn` or a "
+        "`DataLoader` with workers among them.",
+        tell="The traceback shows the script's own lines twice, below `multiprocessing/spawn.py`.",
+        fix='`if __name__ == "__main__":` in front of everything that starts processes.',
+        broken=spawn_without_a_guard,
+        fixed=spawn_from_a_module,
+        right=answer,
+        says="An attempt has been made to start a new process",
+    ),
     Failure(
         name="crash-connection-closed",
         title="A healthy rank is the one that fails",

@@ -1,8 +1,59 @@
-"""Failures that need a GPU or a cluster, from documentation and reports; none of them was run here."""
+"""Failures that need a GPU or a cluster, from documentation and reports; we haven't run any of them."""
 
 from fsdp_helpers.teaching.failures.entry import Failure
 
 DOCUMENTED = (
+    Failure(
+        name="hang-gpu-to-gpu",
+        title="Training freezes with several GPUs of one machine, and runs with NCCL_P2P_DISABLE=1",
+        why="GPUs copy to each other directly (peer to peer). Where the machine redirects such copies, through PCI access "
+        "control (ACS), an IOMMU or a virtual machine, they never arrive, or arrive damaged.",
+        tell="`NCCL_P2P_DISABLE=1` makes it run, more slowly. `doctor --gpu` counts the pairs that reach each other; NCCL's "
+        "documentation has the commands that show ACS.",
+        fix="Turn off ACS and the IOMMU (VT-d, `iommu=pt`) in the BIOS or the kernel's options. Until then `NCCL_P2P_DISABLE=1`.",
+        source="nccl#631; NVIDIA, *NCCL troubleshooting*, GPU-to-GPU communication",
+    ),
+    Failure(
+        name="crash-invalid-device",
+        title="invalid device ordinal",
+        why="A rank asks for the GPU of its local rank, and doesn't see that many: Slurm's `--gpus-per-task=1` or "
+        "`CUDA_VISIBLE_DEVICES` shows each process a single one, number 0, or there are more ranks than GPUs. A torch built for the "
+        "CPU sees none at all, and has no NCCL: there the backend is gloo.",
+        tell="Print `torch.cuda.device_count()` and `os.environ.get('CUDA_VISIBLE_DEVICES')` next to the local rank.",
+        fix="Show every rank all GPUs of its node (`--gpus-per-node=8`), and `torch.cuda.set_device(local_rank)`; at most one rank "
+        "per GPU.",
+        source="mace#435; Slurm documentation, *sbatch*",
+    ),
+    Failure(
+        name="crash-local-rank-argument",
+        title="unrecognized arguments: --local-rank",
+        why="`torch.distributed.launch` passes `--local-rank=N` to the script, spelled with a hyphen since PyTorch 2.0. torchrun "
+        "passes nothing; it sets variables.",
+        tell="The script parses `--local_rank`, and is started by `python -m torch.distributed.launch`.",
+        fix="Start with torchrun and read `int(os.environ['LOCAL_RANK'])`; or `parser.add_argument('--local-rank', "
+        "'--local_rank', type=int)`.",
+        source="PyTorch documentation, *torch.distributed.launch*; SN-Net#2",
+    ),
+    Failure(
+        name="crash-buffer-in-place",
+        title="A variable needed for gradient computation has been modified by an inplace operation",
+        why="Before each forward DDP writes rank 0's buffers into every rank's. Two forwards before one backward (a pair of "
+        "views, a generator and a discriminator) overwrite a buffer that the first forward's graph needs.",
+        tell="The tensor in the message has the shape of a buffer. With one forward per backward, or without DDP, it's gone. PyTorch "
+        "2.15 on the CPU doesn't show it.",
+        fix="`DistributedDataParallel(model, broadcast_buffers=False)`, with `SyncBatchNorm` for statistics; or one forward for both.",
+        source="pytorch#22095",
+    ),
+    Failure(
+        name="crash-hangup",
+        title="SignalException: Process got signal: 1",
+        why="The terminal or the SSH connection from which torchrun was started has ended, and sent SIGHUP to it. Signal 15 is a "
+        "scheduler's or somebody's `kill`.",
+        tell="The message names the signal; the ranks' logs end in the middle of a step, without an error.",
+        fix="Start it in `tmux` or as a job of a scheduler. `nohup` doesn't help: torchrun has its own handler of SIGHUP, unless "
+        "`TORCHELASTIC_SIGNALS_TO_HANDLE` leaves it out.",
+        source="torch/distributed/elastic/multiprocessing/api.py",
+    ),
     Failure(
         name="hang-nccl-watchdog",
         title="Watchdog caught collective operation timeout",

@@ -1,4 +1,4 @@
-"""One entry of the gallery: what breaks, what it looks like, why, and what fixes it. No torch import."""
+"""One entry of the gallery: what breaks, what it looks like, why, and the fix. No torch import."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ RankFunction = Callable[[int, int], Numbers]
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure by its name, which begins with its symptom and is its anchor on the page.
+    """A failure with its name, which begins with the symptom and is its anchor on the page.
 
     `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers without any
-    rank, or is None for a failure that is not run here. A broken run ends in an error that says `says`, or gives numbers
-    that are not the right ones. A fixed run gives the right ones, up to a relative `tolerance`.
+    rank, or is None for a failure that is not run here. A broken run ends in an error that says `says`, or gives
+    numbers that are not the right ones. A fixed run gives the right ones, up to a relative `tolerance`.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Failure:
 
 
 def link_to(name: str) -> str:
-    """Return a Markdown link to a failure's card in 11, for the other notebooks, which lie beside it."""
+    """Return a Markdown link to a failure's card in 11, for the other notebooks in the same folder."""
     return f"[{name}]({CHAPTER}#{name})"
 
 
 def same_numbers(found: Numbers, right: Numbers, tolerance: float) -> bool:
-    """Compare all numbers by name; what is not a number differs from everything."""
+    """Compare all numbers by name; anything that isn't a number differs from everything."""
     return found.keys() == right.keys() and all(
         math.isclose(found[name], right[name], rel_tol=tolerance, abs_tol=tolerance) for name in right
     )

@@ -1,4 +1,4 @@
-"""All failures by name, and how one is run: what is seen when it is broken, and the numbers when it is fixed."""
+"""All failures by name, and running one: the symptom when it's broken, the numbers when it's fixed."""
 
 import os
 import re
@@ -23,6 +23,7 @@ from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers, Ran
 from fsdp_helpers.teaching.failures.hangs import HANGS
 from fsdp_helpers.teaching.failures.loading import LOADING
 from fsdp_helpers.teaching.failures.memory import MEMORY
+from fsdp_helpers.teaching.failures.outside import OUTSIDE
 from fsdp_helpers.teaching.failures.precision import PRECISION
 from fsdp_helpers.teaching.failures.saving import SAVING
 from fsdp_helpers.teaching.failures.slow import SLOW
@@ -38,6 +39,7 @@ RUN = (
     *CRASHES,
     *PRECISION,
     *BRANCHES,
+    *OUTSIDE,
     *MEMORY,
     *LOADING,
     *WRONG_START,
@@ -53,7 +55,7 @@ GALLERY = {
 
 @dataclass(frozen=True)
 class Seen:
-    """The outcome of a run: the numbers of each rank, or the error in which it ended."""
+    """The outcome of a run: each rank's numbers, or the error it ended with."""
 
     numbers: tuple[Numbers, ...] = ()
     error: str = ""
@@ -61,7 +63,7 @@ class Seen:
 
 
 def find(name: str) -> Failure:
-    """Return the failure of this name; ValueError lists those that there are."""
+    """Return the failure of this name; the ValueError lists all names."""
     if name not in GALLERY:
         raise ValueError(f"no failure is called {name!r}; there are {', '.join(GALLERY)}")
     return GALLERY[name]
@@ -75,22 +77,27 @@ def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: flo
         try:
             found = launch(run_overheard, worker, paths, world_size=NUM_RANKS, device="cpu", progress=False, **limits)
         except RankError as error:
-            summary = f"rank {error.rank} of {NUM_RANKS} failed: {error.summary}"
+            summary = f"rank {error.rank} of {NUM_RANKS} failed: {without_frames(error.summary)}"
             return Seen(error=summary, last_words=last_words(paths[error.rank]))
         except RankTimeout as error:
             return Seen(error=str(error))
     return Seen(numbers=tuple(found))
 
 
+def without_frames(text: str) -> str:
+    """Return an error without the frames of a traceback that it quotes, as those of `dcp` do."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("  "))
+
+
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker` with all that C++ libraries write to standard error in a file. A rank function itself."""
+    """Run `worker` with the standard error of all C++ libraries in a file. A rank function itself."""
     with open(paths[rank], "wb") as file:
         os.dup2(file.fileno(), 2)
     return worker(rank, world_size)
 
 
 def last_words(path: Path) -> str:
-    """Return what an exception said that no one caught in C++, or ""."""
+    """Return the message of an uncaught C++ exception, or ""."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return next((line.strip() for line in lines if line.lstrip().startswith("what():")), "")
 
@@ -104,7 +111,7 @@ def run_fixed(failure: Failure) -> Seen:
 
 
 def shows_symptom(failure: Failure, seen: Seen) -> bool:
-    """Say whether a broken run looks as its entry says: the error, or numbers that are not the right ones."""
+    """Return whether a broken run looks as its entry says: the error, or wrong numbers."""
     if failure.says:
         return re.search(failure.says, f"{seen.error}\n{seen.last_words}") is not None
     right = failure.right()
@@ -112,7 +119,7 @@ def shows_symptom(failure: Failure, seen: Seen) -> bool:
 
 
 def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
-    """Say whether a broken run shows its symptom, or does not if this PyTorch is one of those that do not show it."""
+    """Return whether a broken run shows its symptom, or doesn't on a PyTorch that doesn't have the problem."""
     return shows_symptom(failure, seen) == (not failure.not_in or release() > failure.not_in)
 
 
@@ -122,18 +129,18 @@ def release() -> TorchVersion:
 
 
 def has_fix(failure: Failure) -> bool:
-    """Say whether this PyTorch has what fixes the failure."""
+    """Return whether this PyTorch has the fix for the failure."""
     return not failure.since or release() >= failure.since
 
 
 def is_fixed(failure: Failure, seen: Seen) -> bool:
-    """Say whether every rank has the right numbers."""
+    """Return whether every rank has the right numbers."""
     right = failure.right()
     return bool(seen.numbers) and all(same_numbers(found, right, failure.tolerance) for found in seen.numbers)
 
 
 def trace_broken(name: str) -> list[list[Collective]]:
-    """Run a broken run with its collectives written down, and return those of each rank, the unfinished one included."""
+    """Run a broken run with its collectives logged, and return each rank's, including the unfinished one."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
         stall_s = find(name).stall_s
@@ -143,6 +150,6 @@ def trace_broken(name: str) -> list[list[Collective]]:
 
 
 def run_logged(rank: int, world_size: int, name: str, paths: Sequence[Path]) -> Numbers:
-    """Run a broken run with this rank's collectives written to its path. A rank function itself."""
+    """Run a broken run with this rank's collectives logged to its path. A rank function itself."""
     with log_collectives(paths[rank]):
         return GALLERY[name].broken(rank, world_size)

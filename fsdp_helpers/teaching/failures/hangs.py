@@ -1,4 +1,4 @@
-"""It hangs: ranks that wait for a collective in which the others do not take part."""
+"""It hangs: ranks wait for a collective that the others don't take part in."""
 
 import re
 from datetime import timedelta
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import images, in_units, set_timeout, small_model
+from fsdp_helpers.teaching.failures.small_job import images, in_units, set_timeout, small_model
 
 # ---------------------------------------------------------------- an evaluation with uneven batches
 

@@ -1,4 +1,4 @@
-"""Weights and settings on their way into a sharded model."""
+"""Loading weights and settings into a sharded model."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, small_model
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -196,7 +196,44 @@ def scaled_alone() -> Numbers:
     return {"sum of outputs": Scaled()(images()).sum().item()}
 
 
+# ---------------------------------------------------------------- one rank's shards in a file
+
+
+def write_own_shards(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model(seed=3))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({name: shard.to_local() for name, shard in model.state_dict().items()}, Path(folder, "model.pt"))
+        plain = small_model()
+        plain.load_state_dict(torch.load(Path(folder, "model.pt"), weights_only=True))
+    return {"sum of outputs": plain(images()).sum().item()}
+
+
+def write_full_tensors(rank: int, world_size: int) -> Numbers:
+    model = in_units(small_model(seed=3))
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    plain = small_model()
+    if rank == 0:  # the others' dictionaries are empty
+        plain.load_state_dict(state)
+    for parameter in plain.parameters():
+        dist.broadcast(parameter.detach(), 0)
+    return {"sum of outputs": plain(images()).sum().item()}
+
+
 LOADING = (
+    Failure(
+        name="save-one-ranks-shards",
+        title="The saved file is too small, and doesn't load: size mismatch",
+        why="A sharded model's tensors are this rank's shards. A file that rank 0 writes from them has a part of each tensor; "
+        "FSDP1's flat ones and ZeRO-3's are empty outside of a gather (`torch.Size([0])`).",
+        tell="The file has 1/N of the model's bytes, or a few hundred kB. The message says *copying a param with shape*, and "
+        "the first dimension is a part of the right one, or 0.",
+        fix="`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on every rank, then "
+        "write on rank 0; or save shards with `dcp.save` and consolidate.",
+        broken=write_own_shards,
+        fixed=write_full_tensors,
+        right=trained_outputs,
+        says="size mismatch for",
+    ),
     Failure(
         name="memory-every-rank-loads",
         title="The host runs out of memory while the model is loaded",

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, images, in_units, small_model
 
 CPU = torch.device("cpu")
 FP32_BYTES = 4
@@ -21,7 +21,7 @@ WHOLE_BYTES = 2 * LAYER_BYTES + FP32_BYTES * (2 * WIDTH + 2)
 
 
 def largest_gather(model: nn.Module) -> Numbers:
-    """Return the bytes that are whole on a rank at once: those of the largest all-gather."""
+    """Return the most bytes that are unsharded on a rank at once: those of the largest all-gather."""
     with trace_collectives() as events:
         model(images()).sum().backward()
     return {"largest gather, bytes": max(event.bytes for event in events if event.op == "all_gather")}

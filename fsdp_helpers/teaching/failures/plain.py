@@ -1,4 +1,4 @@
-"""A broken run under plain torchrun, without the launcher of this package, to see what everybody sees.
+"""A broken run under plain torchrun, without this package's launcher, to see what everyone sees.
 
 torchrun --standalone --nproc-per-node 2 -m fsdp_helpers.teaching.failures.plain NAME SECONDS
 """
@@ -10,17 +10,22 @@ import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 
 import torch.distributed as dist
 
 from fsdp_helpers.teaching.failures import gallery
+from fsdp_helpers.teaching.failures.crashes_at_the_ends import SCRIPT
 from fsdp_helpers.teaching.failures.gallery import LIMIT_S, NUM_RANKS
 
 PATIENCE_S = 10  # a collective's, instead of half an hour
 MODULE = "fsdp_helpers.teaching.failures.plain"
 MOST_LINES, MOST_OF_LINE, LINES_OF_ERROR = 5, 260, 3
 RANK = re.compile(r"^\[rank\d\]: ?")
-ERROR = re.compile(r"^\[rank\d\]:( [A-Za-z_.]*(Error|Exception|Timeout)\b: |\[E)|what\(\):|terminate called")
+ERROR = re.compile(
+    r"^(\[rank\d\]: )?[A-Za-z_.]*(Error|Exception|Timeout)\b: |^\[rank\d\]:\[E|what\(\):|terminate called"
+)
+SCRIPTS = {"crash-no-traceback": SCRIPT.replace("@record_or_not", "")}  # they fail before a group is up
 END_OF_ERROR = (
     "Traceback",
     "The above exception",
@@ -48,20 +53,23 @@ def run_plainly(name: str, patience_s: float = PATIENCE_S) -> dict:
     """Run one broken run under torchrun; return its exit status, the lines that matter, and torchrun's report."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [*torchrun, "--log-dir", folder, "-m", MODULE, name, str(patience_s)]
+        script = Path(folder, "train.py")
+        script.write_text(SCRIPTS.get(name, ""))
+        worker = [str(script)] if name in SCRIPTS else ["-m", MODULE, name, str(patience_s)]
+        command = [*torchrun, "--log-dir", folder, *worker]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     return what_matters(done.returncode, done.stderr)
 
 
 def what_matters(status: int, printed: str) -> dict:
-    """Return the parts of an output of torchrun that a card shows, without what differs from run to run."""
+    """Return the parts of torchrun's output that a card shows, without anything that varies from run to run."""
     lines = [steady(line) for line in printed.splitlines()]
     first = list(islice(dict.fromkeys(errors_of(lines)), MOST_LINES))
     return {"status": status, "errors": first, "report": report_of(lines)}
 
 
 def steady(line: str) -> str:
-    """Return a line without what differs from run to run."""
+    """Return a line without anything that varies from run to run."""
     for pattern, instead in VARYING:
         line = re.sub(pattern, instead, line)
     return line.rstrip()[:MOST_OF_LINE]

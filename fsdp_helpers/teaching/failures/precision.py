@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, gradient_norm, images, small_model, whole
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, gradient_norm, images, small_model, whole
 
 # ---------------------------------------------------------------- no fp32 masters
 

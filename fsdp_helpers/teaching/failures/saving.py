@@ -1,4 +1,4 @@
-"""It saves, but does not come back: a resumed run that is a different one."""
+"""It saves, but doesn't resume: the resumed run is a different one."""
 
 import io
 import shutil
@@ -22,17 +22,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, small_model
 
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Make a folder that all ranks know, and remove it when the last one leaves."""
+    """Make a folder known to all ranks, and remove it when the last one exits."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
-    yield Path(found[0])
-    dist.barrier()
-    shutil.rmtree(found[0], ignore_errors=True)
+    try:
+        yield Path(found[0])
+        dist.barrier()
+    finally:  # of a load that fails, too
+        shutil.rmtree(found[0], ignore_errors=True)
 
 
 # ---------------------------------------------------------------- the optimizer's state
@@ -81,6 +83,56 @@ def resume_from_named_state(rank: int, world_size: int) -> Numbers:
 
 def undisturbed() -> Numbers:
     return {"loss at step 43, in millionths": 1e6 * train(*new_run(sharded=False), 43)}
+
+
+# ---------------------------------------------------------------- a parameter without moments
+
+
+def new_run_with_a_late_head() -> tuple[nn.Module, torch.optim.Adam]:
+    model = small_model()
+    model.late = nn.Linear(2, 2)  # no loss reaches it yet
+    model.forward = nn.Sequential(*model[:5]).forward
+    fully_shard(model, mesh=cpu_mesh())
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def state_to_fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def ask_for_all_moments(rank: int, world_size: int) -> Numbers:
+    with shared_folder() as folder:
+        model, optimizer = new_run_with_a_late_head()
+        train(model, optimizer, 2)
+        dcp.save(state_to_fill(model, optimizer), checkpoint_id=folder)
+
+        model, optimizer = new_run_with_a_late_head()
+        state = state_to_fill(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return {"parameters with moments": float(len(optimizer.state))}
+
+
+def ask_for_saved_moments(rank: int, world_size: int) -> Numbers:
+    with shared_folder() as folder:
+        model, optimizer = new_run_with_a_late_head()
+        train(model, optimizer, 2)
+        dcp.save(state_to_fill(model, optimizer), checkpoint_id=folder)
+
+        model, optimizer = new_run_with_a_late_head()
+        state = state_to_fill(model, optimizer)
+        index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for name in list(state["optimizer"]["state"]):
+            if f"optimizer.state.{name}.step" not in index:
+                del state["optimizer"]["state"][name]
+        dcp.load(state, checkpoint_id=folder)
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **states, options=StateDictOptions(strict=False))
+        return {"parameters with moments": float(len(optimizer.state))}
+
+
+def three_layers() -> Numbers:
+    return {"parameters with moments": 6.0}
 
 
 # ---------------------------------------------------------------- the schedule
@@ -235,6 +287,19 @@ SAVING = (
         fixed=resume_from_named_state,
         right=undisturbed,
         tolerance=1e-4,
+    ),
+    Failure(
+        name="save-missing-key",
+        title="Missing key in checkpoint state_dict",
+        why="`dcp.load` needs every entry of the dictionary that it is to fill. The checkpoint has it under a different name (by "
+        "number, with a prefix, nested differently), or doesn't have it: Adam has no moments for a parameter that has had no "
+        "gradient yet, such as a late head, and a new optimizer asks for them.",
+        tell="`sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)` lists the names that there are.",
+        fix="Save and load the same `get_state_dict(model, optimizer)`, and take from the dictionary what the index doesn't have.",
+        broken=ask_for_all_moments,
+        fixed=ask_for_saved_moments,
+        right=three_layers,
+        says="Missing key in checkpoint state_dict",
     ),
     Failure(
         name="save-schedule-lost",

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, small_model
 
 NUM_UNITS = 3  # of the small model: three layers, each a unit
 
@@ -48,7 +48,7 @@ def one_gather_per_unit() -> Numbers:
 
 
 class ChunkedLoss(nn.Module):
-    """A body, and a head whose logits exist for one chunk of tokens at a time."""
+    """A body, and a head whose logits exist one chunk of tokens at a time."""
 
     def __init__(self) -> None:
         super().__init__()

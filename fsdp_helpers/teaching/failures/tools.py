@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_helpers.ranks.group import gather_over_ranks
-from fsdp_helpers.teaching.failures.pieces import cpu_mesh, images, in_units, set_timeout, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, set_timeout, small_model
 from fsdp_helpers.teaching.lessons.environments import free_port
 
 POLL_S = 0.1
@@ -25,7 +25,7 @@ ANSWER_S = 30.0  # the server asks every rank for its stacks before it answers
 
 
 def part_ways(rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
-    """Reduce on rank 0 while the others gather."""
+    """Reduce on rank 0 while the others all-gather."""
     if rank == 0:
         dist.all_reduce(torch.ones(3), group=group)
     else:
@@ -90,13 +90,13 @@ def read_until(address: str, word: str) -> str:
 
 
 def check_each_collective(rank: int, world_size: int) -> None:
-    """Part ways in a group whose collectives first compare what each rank is about to call."""
+    """Diverge in a group whose collectives first compare what each rank is about to call."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL does for all groups
     part_ways(rank, world_size, dist.new_group())
 
 
 def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
-    """Part ways, give up after two seconds, and return the name and sizes of the last recorded collective."""
+    """Diverge, give up after two seconds, and return the name and sizes of the last recorded collective."""
     impatient = dist.new_group()
     set_timeout(timedelta(seconds=2), impatient)
     with suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""It trains, but wrongly: images, statistics and metrics that are not those of one process."""
+"""It trains, but wrongly: images, statistics and metrics that differ from those of one process."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, images
+from fsdp_helpers.teaching.failures.small_job import WIDTH, images
 
 # ---------------------------------------------------------------- the sampler
 
@@ -82,7 +82,7 @@ def statistics(layer: nn.BatchNorm1d) -> Numbers:
 
 
 def statistics_alone() -> Numbers:
-    """Return the averages over both halves of the images, each normalized on its own, as one process takes them."""
+    """Return the averages over both halves of the images, each normalized separately, computed in one process."""
     halves = [statistics(trained_batchnorm(half, 2)) for half in range(2)]
     return {name: sum(half[name] for half in halves) / 2 for name in halves[0]}
 
@@ -136,7 +136,9 @@ WRONG_DATA = (
         "rank computes them from its own images, and a checkpoint keeps one rank's.",
         tell="Compare `running_mean` and `running_var` across the ranks.",
         fix="Average over the ranks, variance included, before you evaluate or save: `dist.all_reduce(buffer); buffer /= "
-        "world_size`. On GPUs `SyncBatchNorm` keeps them equal all along; GroupNorm has no statistics at all.",
+        "world_size`. The averaged variance leaves out how far the ranks' means are apart: with shuffled data next to nothing, but "
+        "1.05 instead of 1.96 where one of two ranks has values larger by 2. `SyncBatchNorm`, on GPUs, counts it in; GroupNorm "
+        "has no statistics at all.",
         broken=keep_own_statistics,
         fixed=average_statistics,
         right=statistics_alone,

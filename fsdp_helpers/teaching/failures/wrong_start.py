@@ -1,4 +1,4 @@
-"""It trains, but wrongly: ranks that start apart, buffers without content, tensors that are not what they were."""
+"""It trains, but wrongly: ranks that start with different values, uninitialized buffers, replaced tensors."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.pieces import WIDTH, cpu_mesh, images, in_units, small_model, whole
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, images, in_units, small_model, whole
 
 # ---------------------------------------------------------------- the start
 
@@ -30,7 +30,7 @@ def start_alone() -> Numbers:
 
 
 class Rotated(nn.Module):
-    """A layer with a table that is computed, not learned, as rotary positions are."""
+    """A layer with a table that is computed, not learned, like rotary positions."""
 
     def __init__(self) -> None:
         super().__init__()

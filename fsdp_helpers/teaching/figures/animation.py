@@ -1,4 +1,4 @@
-"""One traced step as a picture that moves: shards above, memory and collectives below, all on the clock of the run.
+"""One traced step as an animation: shards above, memory and collectives below, all on the run's clock.
 
 Rank 0 lies above, rank 1 below it upside down, so that parameters face each other across the network. A tensor's area
 is its bytes. Two ranks.
@@ -98,7 +98,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG with its description; a notebook shows it as an image with both."""
+    """An SVG with its description; notebooks show it as an image with alt text."""
 
     svg: str
     words: str
@@ -107,7 +107,7 @@ class Picture:
         Path(path).write_text(self.svg)
 
     def html(self) -> str:
-        """Return an image that needs no other file, and survives JupyterLab's sanitizer."""
+        """Return an image that needs no other file and survives JupyterLab's sanitizer."""
         data = b64encode(self.svg.encode()).decode()
         look = f"width:100%;max-width:{WIDTH}px"
         return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(self.words)}" style="{look}">'
@@ -118,12 +118,12 @@ class Picture:
 
 
 def frame(step: UnitTrace, time_s: float) -> Picture:
-    """Return the step at one moment, in seconds from its beginning."""
+    """Return the step at one moment, in seconds from its start."""
     return _picture(step, "".join(_still(part, time_s) for part in _moving(step)), STYLE)
 
 
 def animated(step: UnitTrace) -> Picture:
-    """Return the whole step, in motion; its still shows the reduce-scatter of a unit in the middle."""
+    """Return the step in motion; its still shows the reduce-scatter of a unit in the middle."""
     moving = list(_moving(step))
     rules = "".join(_rule(number, part.keys, step.length_s) for number, part in enumerate(moving) if len(part.keys) > 1)
     motion = f"@media (prefers-reduced-motion:no-preference){{{RUNS}{rules}}}"
@@ -132,7 +132,7 @@ def animated(step: UnitTrace) -> Picture:
 
 
 def still_s(step: UnitTrace) -> float:
-    """Return the moment that says most: the reduce-scatter of a unit in the middle."""
+    """Return the most telling moment: the reduce-scatter of a unit in the middle."""
     reduce = step.ranks[0].reduces[step.units[len(step.units) // 2].name]
     return (reduce.start_s + 2 * reduce.end_s) / 3
 
@@ -182,7 +182,7 @@ def _picture(step: UnitTrace, moving: str, style: str) -> Picture:
 
 
 def _moving(step: UnitTrace) -> Iterator[Part]:
-    """Yield boxes, captions, the collective in progress, the cursor and what it reads."""
+    """Yield boxes, captions, the collective in progress, the cursor and its readings."""
     yield from parts(step)
     for text, start_s, end_s in captions(step):
         look = 'text-anchor="middle" font-weight="600" style="font-size:17px"'
@@ -310,16 +310,16 @@ def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
 
 
 def captions(step: UnitTrace) -> list[tuple[str, float, float]]:
-    """Return what happens, with its beginning and its end, phase by phase on rank 0."""
+    """Return what happens on rank 0, with start and end times, phase by phase."""
     phases = step.ranks[0].trace.curve.phases
-    more = "; then the unit is freed" if len(step.units) > 1 else ""
+    more = "; then the unit is resharded" if len(step.units) > 1 else ""
     texts = {**CAPTIONS, "forward": CAPTIONS["forward"] + more}
     ends_s = [*(later.start_s for later in phases[1:]), inf]
     return [(texts[phase.name], phase.start_s, end_s) for phase, end_s in zip(phases, ends_s, strict=True)]
 
 
 def _readings(step: UnitTrace) -> Iterator[Part]:
-    """Yield what rank 0 has allocated now, in figures and as a dot on the curve, often enough to follow."""
+    """Yield rank 0's allocated bytes over time, as a number and as a dot on the curve, often enough to follow."""
     curve = step.ranks[0].trace.curve
     for number in range(READINGS):
         start_s, end_s = (step.length_s * (number + more) / READINGS for more in (0, 1))
@@ -329,14 +329,14 @@ def _readings(step: UnitTrace) -> Iterator[Part]:
 
 
 def _for_a_while(shape: str, start_s: float, end_s: float) -> Part:
-    """Return a part that is visible from `start_s` on, and until `end_s`; infinity is the end of the picture."""
+    """Return a part that's visible from `start_s` until `end_s`; infinity is the end of the animation."""
     appears = [Key(time_s=start_s, opacity=0), Key(time_s=start_s)] if start_s > 0 else [Key(time_s=0.0)]
     goes = [Key(time_s=end_s), Key(time_s=end_s, opacity=0)] if end_s < inf else []
     return Part(shape=shape, keys=(*appears, *goes))
 
 
 def _fixed(step: UnitTrace) -> Iterator[str]:
-    """Yield names, the two time lines with their collectives, and the memory curve of rank 0."""
+    """Yield names, both time lines with their collectives, and rank 0's memory curve."""
     for unit, place in places(step).items():
         if place.width > 40 or len(step.units) == 1:
             yield _text(place.left + place.width / 2, 74, unit, 'text-anchor="middle"')
@@ -353,7 +353,7 @@ def _fixed(step: UnitTrace) -> Iterator[str]:
 
 
 def _lanes(step: UnitTrace) -> Iterator[str]:
-    """Yield the collectives of each rank on the clock that both share."""
+    """Yield each rank's collectives on their shared clock."""
     yield _text(8, LANES[0] + 20, "collectives", 'font-weight="600"')
     for rank, (seen, top) in enumerate(zip(step.ranks, LANES, strict=True)):
         yield _text(LEFT - 8, top + 11, f"rank {rank}", 'text-anchor="end"')
@@ -363,7 +363,7 @@ def _lanes(step: UnitTrace) -> Iterator[str]:
 
 
 def _bar(left: float, top: float, width: float, op: str) -> str:
-    """Return a collective as a bar in a lane that begins at `top`."""
+    """Return a collective as a bar in the lane that begins at `top`."""
     height = height_of(op, LANE)
     y = top + (LANE - height) / 2
     return f'<rect x="{left:.1f}" y="{y:g}" width="{width:.4g}" height="{height:g}" fill="{OP_COLORS[op]}"/>'
@@ -397,7 +397,7 @@ def _curve(step: UnitTrace) -> Iterator[str]:
 
 
 def ddp_bytes(step: UnitTrace) -> int:
-    """Return what a rank of DDP holds between steps: 16 bytes a parameter, and 4 in its buckets."""
+    """Return what a DDP rank holds between steps: 16 bytes per parameter, plus 4 in its buckets."""
     return 20 * sum(unit.full_bytes for unit in step.units) // 4
 
 
@@ -431,7 +431,7 @@ def _still(part: Part, time_s: float, number: int | None = None) -> str:
 
 
 def _rule(number: int, keys: tuple[Key, ...], length_s: float) -> str:
-    """Return the CSS of one part's motion: keys as shares of the step and the rest after it."""
+    """Return the CSS of one part's motion: keyframes as shares of the step plus the rest after it."""
     share = 100 * PLAY_S / (PLAY_S + REST_S) / length_s
     stops = {0.0: keys[0]}
     for key in keys:  # two keys at one time are a jump; CSS would take the second for both

@@ -1,4 +1,4 @@
-"""Bars of bytes, drawn into the axes that `plots` hands over: what a rank holds between steps, and has at the peak."""
+"""Bars of bytes, drawn into axes from `plots`: what a rank holds between steps, and has at the peak."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -27,7 +27,7 @@ ROOM = 0.07  # of the axis: a part this narrow has no room for its number
 
 
 def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
-    """Return row label -> run and record: one row for ranks whose numbers would be the same, else one for each."""
+    """Return row label -> run and record: one row for ranks with the same numbers, else one per rank."""
     rows = {}
     for name, ranks in runs.items():
         if len(ranks) == 1:
@@ -44,7 +44,7 @@ def _as_written(record: RankRecord) -> tuple[str, ...]:
 
 
 def held_parts(record: RankRecord) -> dict[str, int]:
-    """Return the bytes that a rank has between two steps, by kind."""
+    """Return a rank's bytes between two steps, by kind."""
     own = {
         CATEGORIES["parameters"]: record.parameter_bytes,
         CATEGORIES["gradients"]: record.gradient_bytes,
@@ -71,7 +71,7 @@ def _kind_of(term: Term) -> str:
 
 
 def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes: int) -> set[str]:
-    """Draw the two bars of a row, and a line at the measured peak; returns the kinds that were drawn."""
+    """Draw the two bars of a row, and a line at the measured peak; return the kinds drawn."""
     held, parts = held_parts(record), peak_parts(peak)
     above, below = row - THIN / 2 - 0.02, row + THIN / 2 + 0.02
     _draw_parts(ax, above, "held", held, highest_bytes)
@@ -97,7 +97,7 @@ def _draw_parts(ax: Axes, middle: float, when: str, parts: Mapping[str, int], hi
 
 
 def keys(kinds: Collection[str]) -> list[Patch]:
-    """Return one patch per kind, for a legend, in the order of the bars."""
+    """Return one patch per kind for a legend, in the order of the bars."""
     return [Patch(label=kind, **_look(kind)) for kind in PEAK_COLORS if kind in kinds]
 
 
@@ -107,7 +107,7 @@ def _look(kind: str) -> dict:
 
 
 def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
-    """Draw for each row the bytes at the peak (light), and in front of them those held (solid), with their number."""
+    """Draw for each row the bytes at the peak (light), and in front of them the held bytes (solid), with their number."""
     places, colors = range(len(rows)), [STRATEGY_COLORS[row.strategy] for row in rows]
     highest_bytes = max(row.peak_bytes for row in rows)
     ax.barh(places, [row.peak_bytes / MB for row in rows], color=colors, alpha=0.35, height=0.7, label="peak")

@@ -1,4 +1,4 @@
-"""A figure in words and numbers, for readers who cannot see it, made from what was drawn."""
+"""A figure in words and numbers, for readers who can't see it, generated from what was drawn."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ MOST_BARS, MOST_CHARACTERS = 60, 2_000
 
 
 def put_in_words(fig: Figure, words: str) -> None:
-    """Give a drawing a description of its own, where a list of its labels would say little."""
+    """Give a drawing its own description, if a list of its labels wouldn't say much."""
     fig.set_label(words)
 
 

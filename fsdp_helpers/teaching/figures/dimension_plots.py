@@ -1,4 +1,4 @@
-"""The figures of notebook 15: ranks in two dimensions, causal attention shared, a pipeline's step, and sent bytes."""
+"""The figures of notebook 15: ranks in two dimensions, causal attention split over ranks, a pipeline's step, sent bytes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,7 +25,7 @@ WORK_COLORS = {"F": STATE_COLORS["parameters"], "B": STATE_COLORS["gradients"]}
 
 
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
-    """Draw one panel per mesh of 2 x 2 ranks: in each rank's box one line per thing that it has.
+    """Draw one panel per mesh of 2 x 2 ranks: in each rank's box, one line per thing it holds.
 
     `meshes` has the names of both dimensions, rows first, and for each of them what ranks 0 and 1 along it have.
     """
@@ -52,7 +52,7 @@ def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
 
 
 def draw_causal_work(splits: Mapping[str, Sequence[int]]) -> tuple[Figure, Sequence[Axes]]:
-    """Draw which rank computes which scores of causal attention; `splits` name for each token the rank that has it."""
+    """Draw which rank computes which scores of causal attention; `splits` gives, for each token, its rank."""
     with figure_style():
         fig, axes = plt.subplots(1, len(splits), figsize=(3.2 * len(splits), 2.9), layout="constrained")
         told = []
@@ -71,7 +71,7 @@ def draw_causal_work(splits: Mapping[str, Sequence[int]]) -> tuple[Figure, Seque
 
 
 def causal_pairs(owners: Sequence[int]) -> list[int]:
-    """Return how many pairs of a query and a key that it may see each rank computes, if it has these queries."""
+    """Return how many visible (query, key) pairs each rank computes, given its queries."""
     counts = [0] * (max(owners) + 1)
     for place, owner in enumerate(owners):
         counts[owner] += place + 1
@@ -104,7 +104,7 @@ def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> 
 
 
 def draw_sent(runs: Mapping[str, Mapping[str, int]]) -> tuple[Figure, Axes]:
-    """Draw the bytes that a rank sends in a step, one bar per run, stacked by collective."""
+    """Draw the bytes a rank sends in a step, one bar per run, stacked by collective."""
     ops = list(dict.fromkeys(op for sent in runs.values() for op in sent))
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.4 * len(runs)), layout="constrained")

@@ -125,12 +125,12 @@ def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
-    """One rank, one step of FSDP2, one row per unit (the root first): when it has full parameters and full gradients.
+    """Draw one rank's step of FSDP2, one row per unit (root first): when it has full parameters and full gradients.
 
     Time runs to the right: forward through the units, then backward through them in reverse. The root stays unsharded
     from its first all-gather to the end of backward, and so do its gradients from backward's beginning, since the model
-    ends with a head that belongs to it. Each other unit is unsharded twice, the second time while backward is still busy
-    with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
+    ends with a head that belongs to it. Each other unit is unsharded twice, the second time while backward is still
+    busy with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
     """
     root, *below = units
     turn = len(below) + 0.25  # forward ends
@@ -174,7 +174,7 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
 
 
 def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
-    """Draw the two queues of a GPU for each choice, one below the other; `given` says what it was computed from."""
+    """Draw a GPU's two queues for each choice, one below the other; `given` says what the times are computed from."""
     colors = {"forward": FRAME_COLOR, "backward": TEXT_COLOR, **OP_COLORS}
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.9 * len(choices)), layout="constrained")
@@ -225,9 +225,9 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
 
 
 def draw_shards(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
-    """Draw which rank wrote which shard: one row per tensor, from its first value to its last, one bar per shard.
+    """Draw which rank wrote which shard: one row per tensor, from first value to last, one bar per shard.
 
-    A row's height grows with the tensor's bytes, from a least height at which its name can be read.
+    A row's height grows with the tensor's bytes, and is always large enough for its name.
     """
     ranks = sorted({part.rank for entry in entries for part in entry.shards})
     colors = dict(zip(ranks, cycle(SERIES_COLORS[1:]), strict=False))

@@ -18,13 +18,13 @@ def titled(finding: str, subject: str) -> str:
 
 
 def same_losses(runs: Sequence[Sequence[float]]) -> str:
-    """Say how far apart the losses of several runs are, if they are the same; else nothing."""
+    """Say by how much the losses of several runs differ, if they're the same up to rounding; else ""."""
     if len(runs) < 2 or not runs[0] or len({len(losses) for losses in runs}) > 1:
         return ""
     gaps = [largest_difference(one, other) for one, other in combinations(runs, 2)]
     if not all(gap < SAME for gap in gaps):  # a NaN is not
         return ""
-    return f"Same losses: at most {_short(max(gaps))} apart" if any(gaps) else "Same losses, bit for bit"
+    return f"Same losses: they differ by at most {_short(max(gaps))}" if any(gaps) else "Same losses, bitwise equal"
 
 
 def _short(value: float) -> str:
@@ -83,12 +83,12 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
 
 
 def foot_of_the_ladder(rungs: Sequence[Rung]) -> str:
-    """Say how far the lowest rung's peak lies below the first."""
+    """Compare the lowest peak with the first one."""
     least = min(rungs, key=lambda rung: rung.peak_bytes)
     if least is rungs[0]:
         return ""
     share = least.peak_bytes / rungs[0].peak_bytes
-    return f"The lowest peak is {in_mb(least.peak_bytes)} MB, {_percent(share)} of the first rung's {in_mb(rungs[0].peak_bytes)}"
+    return f"The lowest peak is {in_mb(least.peak_bytes)} MB, {_percent(share)} of {rungs[0].name}'s {in_mb(rungs[0].peak_bytes)}"
 
 
 def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
@@ -105,12 +105,12 @@ def copies_of_a_step(ways: Sequence[str]) -> str:
 
 
 def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
-    """Say from how many ranks on, of those drawn, a rank's bytes fit its device."""
+    """Say on how many of these numbers of ranks a rank's bytes fit its device."""
     too_few = [ranks for ranks, needed in needed_bytes.items() if needed > device_bytes]
     enough = [ranks for ranks in needed_bytes if ranks > max(too_few, default=0)]
     if not enough:
-        return f"Does not fit {device_bytes / GB:.0f} GB on {count_ranks(max(needed_bytes))}"
-    return f"Of those drawn, {count_ranks(min(enough))} or more fit {device_bytes / GB:.0f} GB"
+        return f"Doesn't fit {device_bytes / GB:.0f} GB on {count_ranks(max(needed_bytes))}"
+    return f"Fits {device_bytes / GB:.0f} GB on {count_ranks(min(enough))} or more"
 
 
 def errors_within(errors: Sequence[float], bound: float) -> str:

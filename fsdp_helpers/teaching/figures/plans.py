@@ -1,4 +1,4 @@
-"""Figures of plans: what a rank needs against the number of ranks, what fits where, how far predictions are off."""
+"""Figures of plans: what a rank needs by number of ranks, what fits where, and the errors of predictions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,10 +22,10 @@ NOT_CHOSEN = 0.3  # opacity of a bar
 def plot_waterfall(
     plans: Sequence[Plan], subject: str, *, chosen: int | None = None, highest_gb: float | None = None
 ) -> tuple[Figure, Axes]:
-    """Plot a bar per number of ranks, stacked by category, with what is outside the count and the device's memory.
+    """Plot one bar per number of ranks, stacked by category, with the allowance and the device's memory.
 
-    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it is given; a bar that goes on has an
-    arrow at its number.
+    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it is given; a bar that goes on has
+    an arrow at its number.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
@@ -65,7 +65,7 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan], highest_gb: float | None = N
 def plot_what_fits(
     needed: Mapping[str, Mapping[int, float]], thresholds: Mapping[str, Mapping[int, int | None]]
 ) -> tuple[Figure, Axes]:
-    """Plot what a rank needs against the number of ranks, a line per model, and a dashed line per size of a device.
+    """Plot what a rank needs by number of ranks: a line per model, and a dashed line per device size.
 
     `needed` has the bytes by model and ranks; `thresholds`, by model and GB of a device, the fewest ranks that fit. A
     mark shows each that lies within the ranks drawn.

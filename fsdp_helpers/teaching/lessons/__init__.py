@@ -1,1 +1,1 @@
-"""Rank functions, one idea each: what the notebooks show, and then run."""
+"""Rank functions, one idea each: the notebooks show them, then run them."""

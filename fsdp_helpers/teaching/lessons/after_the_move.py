@@ -1,4 +1,4 @@
-"""A job after its move: what may be wrong with it, found before it costs a day; and how its ranks start. For notebook 14."""
+"""A job after the move: what may be wrong with it, found before it costs a day, and how its ranks start. For notebook 14."""
 
 import copy
 import os
@@ -22,7 +22,7 @@ STEPS_DONE = 2
 
 
 def ranks_from_srun() -> dict[str, int | str]:
-    """Return who this process is, where Slurm starts one task per GPU."""
+    """Return who this process is, if Slurm starts one task per GPU."""
     nodes = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
     )
@@ -35,7 +35,7 @@ def ranks_from_srun() -> dict[str, int | str]:
 
 
 def ranks_from_torchrun() -> dict[str, int | str]:
-    """Return who this process is, where Slurm starts one torchrun per node and that starts one process per GPU."""
+    """Return who this process is, if Slurm starts one torchrun per node and that starts one process per GPU."""
     return {
         "rank": int(os.environ["RANK"]),
         "local_rank": int(os.environ["LOCAL_RANK"]),
@@ -121,7 +121,7 @@ CHANGES = [
 
 
 def measure_lines(rank: int, world_size: int) -> dict[str, object]:
-    """Return what FSDP2 makes of some of DDP's lines, as this rank sees it."""
+    """Return what happens under FSDP2 to some lines from DDP scripts, as this rank sees it."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     found = {"inf on one rank": scale_gradients(rank, mesh)}
     layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
@@ -164,7 +164,7 @@ def scale_gradients(rank: int, mesh: dist.DeviceMesh) -> list[bool]:
 
 
 def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int, steps_done: int) -> list[str]:
-    """Return what looks wrong, one line each. Every rank calls it: after a step, before the job is left alone.
+    """Return what looks wrong, one line each. Call it on every rank, after a step, before you leave the job alone.
 
     `num_batches` is the length of this rank's data loader, `steps_done` counts from the very first job.
     """
@@ -256,7 +256,7 @@ SYMPTOMS = [
         "gradients are wrong, without an error",
         "ranks use different heads",
         "every rank calls every unit; `set_reduce_scatter_unused_params(True)`",
-        (),
+        ("wrong-unused-parameters", "wrong-unused-units"),
     ),
     (
         "the loss stands still",
@@ -298,7 +298,7 @@ SYMPTOMS = [
 
 
 def checklist(found: dict[str, list[str]]) -> list[list[str]]:
-    """Return the checklist's rows: symptom, case, what `look_at` found in it, what to do, and links into 11."""
+    """Return the checklist's rows: symptom, case, what `look_at` found, what to do, and links into 11."""
     return [
         [symptom, case, "; ".join(found[case]) or "nothing", remedy, " ".join(map(link_to, entries))]
         for symptom, case, remedy, entries in SYMPTOMS

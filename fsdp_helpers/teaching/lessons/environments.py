@@ -1,6 +1,6 @@
-"""The homes of a rank: a kernel's launch, torchrun, Slurm. What each one tells it, and torchruns started from a cell.
+"""A rank's environment under a kernel's launch, torchrun and Slurm; and running torchrun from a cell.
 
-`torchrun ... -m fsdp_helpers.teaching.lessons.environments FOLDER` writes what every rank finds in its environment.
+`torchrun ... -m fsdp_helpers.teaching.lessons.environments FOLDER` writes the variables that every rank sees.
 """
 
 import json
@@ -27,17 +27,17 @@ TIMEOUT_S = 240.0
 
 
 def own_variables() -> dict[str, str]:
-    """Return the VARIABLES that this process has."""
+    """Return those of VARIABLES that this process has."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def look_around(rank: int, world_size: int) -> dict[str, str]:
-    """Return what a rank of `launch` finds in its environment."""
+    """Return the variables that a rank of `launch` sees."""
     return own_variables()
 
 
 def write_own_variables(folder: Path) -> None:
-    """Write the variables of this rank, which something else started, into a file of its own."""
+    """Write this rank's variables to its own file; something else started the rank."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(own_variables()))
 
@@ -48,7 +48,7 @@ def read_variables(folder: Path) -> list[dict[str, str]]:
 
 
 def compare_variables(homes: dict[str, dict[str, str]]):
-    """Show a table: one row per variable, one column per home; a dash if a home does not set it."""
+    """Show a table: one row per variable, one column per launcher; a dash if it isn't set."""
     rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
     return table(["variable", *homes], [row for row in rows if set(row[1:]) != {"–"}])
 
@@ -63,7 +63,7 @@ def torchrun_command(*arguments: object) -> list[str]:
 
 @contextmanager
 def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
-    """Start commands side by side; at the end of the block, terminate and then kill those still running."""
+    """Start commands side by side; at the end of the block, terminate those still running, then kill them."""
     settings = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
@@ -88,7 +88,7 @@ def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subproc
 
 
 def own_gpu(number: int) -> dict[str, str]:
-    """Return what lets command `number` see a GPU that the others do not: each stands for a machine of its own."""
+    """Return the variables that give command `number` a GPU of its own, as if on its own machine."""
     if are_hidden():
         return {}
     chosen = os.environ.get(VISIBLE, "")
@@ -107,7 +107,7 @@ def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody is listening on right now."""
+    """Return a port that's free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -128,14 +128,14 @@ def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
-    """Kill one rank (-9) as soon as `after` is there; then return torchrun's output, to its end."""
+    """Kill one rank (-9) as soon as `after` exists; then return all of torchrun's output."""
     wait_for(after, torchrun)
     worker_of(torchrun, rank).kill()
     return torchrun.communicate(timeout=TIMEOUT_S)[0]
 
 
 def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
-    """Wait until a rank prints such a line. Raises RuntimeError if the run ends before."""
+    """Wait until a rank prints such a line. Raises RuntimeError if the run ends first."""
     for line in torchrun.stdout:
         if line.startswith(beginning):
             return

@@ -1,4 +1,4 @@
-"""What notebook 14's training job has under DDP and FSDP2 alike, and how two of its checkpoints compare.
+"""The parts that notebook 14's training job has under both DDP and FSDP2, and how two of its checkpoints compare.
 
 The two jobs themselves are cells of the notebook.
 """
@@ -35,7 +35,7 @@ WARM_UP = 4  # steps
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job of a training run: the files that it reads and writes, and the step that it ends with."""
+    """One job of a training run: the files it reads and writes, and its last step."""
 
     last_step: int
     resume_from: str | None = None
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class Record:
-    """The report of a job: a loss and a gradient norm per step, and the average's loss on images held out."""
+    """The report of a job: a loss and a gradient norm per step, and the averaged weights' loss on held-out images."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -54,18 +54,18 @@ class Record:
     parameter_bytes: int = 0  # of the trained model, on this rank
 
     def add(self, loss: Tensor, norm: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step that is done: its loss as the mean over all ranks, which all take part in this."""
+        """Record a finished step: its loss as the mean over all ranks, all of which have to call this."""
         self.losses.append(mean_over_ranks(loss))
         self.norms.append(norm.item())
         self.rates.append(optimizer.param_groups[0]["lr"])
 
     def curves(self) -> tuple[list[float], list[float], list[float]]:
-        """Return what two runs must have alike."""
+        """Return what must be the same in two runs."""
         return self.losses, self.norms, self.held_out
 
 
 def differences(baseline: Record, run: Record) -> list[float]:
-    """Return by how much the losses, norms and held-out losses of `run` differ at most from the end of the baseline's."""
+    """Return by how much the losses, norms and held-out losses of `run` differ at most from the end of the baseline."""
     pairs = zip(baseline.curves(), run.curves(), strict=True)
     return [max(abs(a - b) for a, b in zip(long[-len(end) :], end, strict=True)) for long, end in pairs]
 
@@ -80,7 +80,7 @@ def build_model(seed: int) -> ViT:
 
 
 def make_optimizer(model: nn.Module) -> AdamW:
-    """Return AdamW with two groups: weights decay, biases and norms do not."""
+    """Return AdamW with two groups: weights with weight decay, biases and norms without."""
     decaying, constant = [], []
     for name, own in model.named_parameters():  # by name: FSDP1's parameters are flat, so their shapes say nothing
         (constant if name.endswith("bias") or "norm" in name else decaying).append(own)
@@ -89,12 +89,12 @@ def make_optimizer(model: nn.Module) -> AdamW:
 
 
 def make_schedule(optimizer: AdamW) -> LambdaLR:
-    """Return a schedule that rises for a few steps and then falls a little with each."""
+    """Return a schedule that rises for a few steps and then decays."""
     return LambdaLR(optimizer, lambda step: min((step + 1) / WARM_UP, 0.97**step))
 
 
 def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield this rank's micro-batches of each step, on from `first_step`, wherever in an epoch that is."""
+    """Yield this rank's micro-batches of each step, starting with `first_step`, wherever in an epoch that is."""
     digits = load_data(train_images=TRAIN_IMAGES).train
     dataset = TensorDataset(digits.images, digits.labels)
     sampler = DistributedSampler(dataset, world_size, rank, shuffle=True)
@@ -110,7 +110,7 @@ def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> I
 
 
 def load_test() -> Dataset:
-    """Return the images held out."""
+    """Return the held-out images."""
     return load_data(test_images=TEST_IMAGES).test
 
 
@@ -143,7 +143,7 @@ def shard(model: ViT, mesh: dist.DeviceMesh) -> ViT:
 
 
 def own_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters that this rank keeps."""
+    """Return the parameter bytes on this rank."""
     own = [value.to_local() if isinstance(value, DTensor) else value for value in model.parameters()]
     return sum(value.nbytes for value in own)
 

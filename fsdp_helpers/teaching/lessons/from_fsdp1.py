@@ -53,7 +53,7 @@ def save_in_shards(folder: str, model: FSDP, optimizer: AdamW) -> None:
 
 
 def save_in_one_file(path: str, model: FSDP, optimizer: AdamW) -> None:
-    """Gather everything on rank 0, which writes it: a "full" checkpoint."""
+    """Collect the full state on rank 0, which writes it: a "full" checkpoint."""
     # As most old jobs do. Where all is on the CPU already, PyTorch 2.11 frees it first and ends by SIGSEGV; 2.15 does not.
     offload = rank_device().type != "cpu" or torch.__version__ >= "2.15"
     configs = [
@@ -72,7 +72,7 @@ def count_twins(path: str) -> tuple[int, int]:
 
 
 def write_one_file(folder: str) -> str:
-    """Make one file of the shards, laid out as FSDP1's own; return its path. One process does it."""
+    """Turn the shards into one file, laid out like FSDP1's own; return its path. One process does it."""
     path = str(Path(folder) / "from_shards.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it loads without a process group
@@ -99,7 +99,7 @@ def read_shards(folder: str, model: nn.Module, optimizer: AdamW) -> None:
 
 
 def read_one_file(path: str, model: nn.Module, optimizer: AdamW) -> None:
-    """Read the file on rank 0 and hand each rank its shards. FSDP1 saves Adam's state by name: nothing is renamed."""
+    """Read the file on rank 0 and send each rank its shards. FSDP1 saves Adam's state by name, so there's no renaming."""
     state = {"model": {}, "optimizer": {}}
     if dist.get_rank() == 0:
         state = torch.load(path, mmap=True, weights_only=True)

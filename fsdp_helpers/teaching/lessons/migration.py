@@ -1,4 +1,4 @@
-"""From FSDP1 to FSDP2: one training in both, line by line, and what has become of each argument. For notebook 14."""
+"""From FSDP1 to FSDP2: one training in both, line by line, and where each argument went. For notebook 14."""
 
 import torch
 from torch import Tensor, nn

@@ -1,6 +1,6 @@
-"""One step of FSDP2, traced unit by unit: what the moving picture of notebook 03 and of README is made of.
+"""One step of FSDP2, traced unit by unit: the source of the animation in notebook 03 and README.
 
-python -m fsdp_helpers.teaching.lessons.one_step notebooks      # traces anew, and writes both files
+python -m fsdp_helpers.teaching.lessons.one_step notebooks      # traces again, and writes both files
 """
 
 import argparse
@@ -33,9 +33,10 @@ KEPT_SHAPE = ViTShape(
 
 
 def train_noting_units(rank: int, world_size: int, config: TrainConfig, shape: ViTShape | None) -> RankUnits:
-    """Train `config.max_steps` steps with FSDP2, and note in the last one what happens to every unit.
+    """Train `config.max_steps` steps with FSDP2, and record every unit's events in the last one.
 
-    With `shape` it is a vision transformer, each block a unit; without, the model of `config`, in one unit.
+    With `shape`, the model is a vision transformer with a unit per block; without, it's the model of `config` as one
+    unit.
     """
     device = rank_device()
     with trace_memory(device) as trace:

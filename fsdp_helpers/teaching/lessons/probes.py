@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def add_up_without(rank: int, world_size: int, stopped: int) -> float:
-    """Add up ones over the ranks, one of which is stopped before, as by a debugger or a machine that hangs."""
+    """Add up ones over the ranks after stopping one of them, as a debugger or a hanging machine would."""
     total = torch.ones(1)
     if rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)

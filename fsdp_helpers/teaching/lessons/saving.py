@@ -1,4 +1,4 @@
-"""Rank functions about saving and coming back, one idea each: what notebook 06 shows, and then runs."""
+"""Rank functions about saving and resuming, one idea each: notebook 06 shows them, then runs them."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ def finish(writing: Future | None) -> None:
 
 
 def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do what is at the heart of `load`: every rank reads what it keeps now, from whichever files have it."""
+    """Show the core of `load`: every rank reads its own shards, from whichever files have them."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for name in list(optimizer_state["state"]):
@@ -88,7 +88,7 @@ def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
 
 
 def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:
-    """Train half of the steps, save, start again and load: what if one thing does not come back?
+    """Train half of the steps, save, start again and load: what if one thing isn't restored?
 
     `lost` is "nothing", "optimizer", "schedule" or "data position".
     """

@@ -27,7 +27,7 @@ STEPS = 4
 
 
 class TinyLanguageModel(nn.Module):
-    """The token that follows each token; embedding and head share a matrix. (N, tokens) -> (N, tokens, 20)"""
+    """Predicts the next token; embedding and head share a matrix. (N, tokens) -> (N, tokens, 20)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, 
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Return the whole values, on every rank."""
+    """Return the full values, on every rank."""
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
@@ -97,7 +97,7 @@ class LowRank(nn.Module):
 
 
 def add_adapters(model: ViT, rank: int) -> ViT:
-    """Freeze everything; then train a adapter of `rank` columns around the attention of each block."""
+    """Freeze everything; then train an adapter of `rank` columns around the attention of each block."""
     model.requires_grad_(False)
     for block in model.blocks:
         block.attention.qkv = LowRank(block.attention.qkv, rank)
@@ -105,7 +105,7 @@ def add_adapters(model: ViT, rank: int) -> ViT:
 
 
 def train_frozen(rank: int, world_size: int, adapter: int, api: str) -> tuple[StateBytes, tuple[CollectiveCount, ...]]:
-    """Return the bytes this rank keeps and a step's collectives, training all parameters (`adapter` 0) or adapters only."""
+    """Return this rank's bytes and a step's collectives, training all parameters (`adapter` 0) or only adapters."""
     torch.manual_seed(0)
     shape = VIT_SHAPES["vit-mnist"]
     model = ViT(shape)
@@ -171,7 +171,7 @@ WAYS = ("DDP", "FSDP2 as it is", "unused as zeros", "each layer a unit", "each l
 
 
 def train_two_layers(rank: int, world_size: int, way: str) -> tuple[float, list[float | None]]:
-    """Return this rank's loss and, of each of two layers, its gradient on this rank, or None without one.
+    """Return this rank's loss and, for each of two layers, this rank's gradient, or None if it has none.
 
     Rank 0 uses the first layer only and rank 1 the second only, so the mean gradients over two ranks are 1 and 10.
     `way` is one of WAYS.
@@ -198,7 +198,7 @@ def train_two_layers(rank: int, world_size: int, way: str) -> tuple[float, list[
 
 
 class TwoLayers(nn.Module):
-    """Samples of kind 0 pass the first layer, those of kind 1 the second: (N,) inputs and kinds -> their summed outputs.
+    """Samples of kind 0 go through the first layer, those of kind 1 through the second: (N,) inputs, kinds -> summed outputs.
 
     With `calls_all`, each layer is called on every rank, without a sample if need be; its gradient is then zero.
     """

@@ -1,4 +1,4 @@
-"""Small rank functions that look at units: who makes them, when they are whole, what they hold and copy."""
+"""Small rank functions that look at units: which modules they are, when they're unsharded, what they hold and copy."""
 
 import warnings
 
@@ -30,7 +30,7 @@ def copies_apart(rank: int, world_size: int, seed_per_rank: bool) -> dict[str, f
 
 
 def gap_between_copies(tensor: Tensor, group: dist.ProcessGroup) -> float:
-    """Return the largest difference between what two ranks of `group` have."""
+    """Return the largest difference between the tensors of two ranks of `group`."""
     both = [torch.empty_like(tensor) for _ in range(2)]
     dist.all_gather(both, tensor.detach().clone(), group=group)
     return (both[0] - both[1]).abs().max().item()

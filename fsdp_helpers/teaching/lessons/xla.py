@@ -1,7 +1,7 @@
-"""PyTorch/XLA beside this package: scripts that run in an environment of their own, and what they are compared with.
+"""Running PyTorch/XLA scripts in their own environment, and the references to compare them with.
 
-torch_xla fits one version of torch only, so nothing here imports it. A script of notebooks/xla gets a folder with its
-settings, its images and the first parameters, runs under the other interpreter, and leaves a result as JSON.
+torch_xla needs one particular version of torch, so we don't import it here. A script in notebooks/xla gets a folder
+with its settings, images and initial parameters, runs in the other interpreter, and writes its result as JSON.
 """
 
 import ast
@@ -33,11 +33,11 @@ class XlaMissing(RuntimeError):
 
 
 class XlaError(RuntimeError):
-    """A script failed; the message holds its last lines, and what to do where that is known."""
+    """A script failed; the message has its last lines and, if it's a known failure, what to do."""
 
 
 class XlaTimeout(TimeoutError):
-    """A script was still running when its time was up, and was ended."""
+    """A script was still running after its time limit, and was ended."""
 
 
 # ---------------------------------------------------------------- a script of the other environment
@@ -79,7 +79,7 @@ def run_script(
 
 
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
-    """Make one file of whole tensors from all replicas' files, by the library's own command, then as safetensors.
+    """Make one file of full tensors from all replicas' files, by the library's own command, then as safetensors.
 
     The file has the names of the plain model, as what `fsdp_helpers.consolidate` writes. Raises as `run_script` does.
     """
@@ -129,7 +129,7 @@ def _run(command: list[str], name: str, folder: Path, timeout_s: float) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the script and all that it started: first politely, since torchrun ends its own processes then."""
+    """End the script and everything it started: first with SIGTERM, since torchrun then ends its own processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -139,7 +139,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def explain(output: str) -> str:
-    """Return the cause of a failure in words if it is a known one, else the last thing the script printed."""
+    """Return the cause of a failure in words if it's a known one, else the last line the script printed."""
     if arrived := STUCK.search(output):
         return (
             f"a collective was stuck: {arrived.group(1)} replica(s) came to it within 10 s, and XLA ended the process. "
@@ -159,7 +159,7 @@ def explain(output: str) -> str:
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
     """Return `work()` as JSON has it or, if PyTorch/XLA is missing, the saved output, and say so.
 
-    `keep` writes the record anew.
+    `keep` saves the new output.
     """
     try:
         result = work()
@@ -172,7 +172,7 @@ def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -
 
 
 def kept(key: str, why: str) -> object:
-    """Return the record of an earlier run; print `why` it does not run here, and when it ran."""
+    """Return a saved output; print `why` it isn't run here, and when it ran."""
     record = json.loads((RECORDS / f"{key}.json").read_text())
     print(f"{why}. Below is the output saved on {record['finished']}.")
     return record["result"]

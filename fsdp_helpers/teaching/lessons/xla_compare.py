@@ -1,4 +1,4 @@
-"""References for PyTorch/XLA's FSDP: plain training, FSDP2, and arithmetic. No torch_xla here."""
+"""References for PyTorch/XLA's FSDP: plain training, FSDP2, and calculated counts. No torch_xla here."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -48,7 +48,7 @@ def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
 
 
 def train_sharded(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
-    """Train the same with FSDP2; return mean losses, what a rank keeps, and the last step's collectives."""
+    """Train the same with FSDP2; return mean losses, the values a rank keeps, and the last step's collectives."""
     model = shard_units(start_model(folder, name), units, world_size)
     optimizer = start_optimizer(model)
     losses = []
@@ -66,7 +66,7 @@ def train_sharded(rank: int, world_size: int, folder: Path, name: str, units: Se
 def answers_of_fsdp2(
     rank: int, world_size: int, folder: Path, name: str, units: Sequence[str], weights: Path
 ) -> Tensor:
-    """Return a sharded network's outputs for the first batch, its shards taken from a file of whole tensors."""
+    """Return a sharded network's outputs for the first batch, with shards loaded from a file of full tensors."""
     model = shard_units(start_model(folder, name), units, world_size)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, load_file(weights), options=options)  # every rank takes its shards
@@ -75,9 +75,9 @@ def answers_of_fsdp2(
 
 
 def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[str]) -> dict[str, float]:
-    """Load a consolidated file into a plain network and into FSDP2, and compare their answers with plain training's.
+    """Load a consolidated file into a plain network and into FSDP2, and compare their outputs with plain training's.
 
-    Differences are shares of the largest answer.
+    Differences are relative to the largest output.
     """
     images = read_batches(folder)[0][0]
     _, trained = train_plain(folder, name)
@@ -131,14 +131,15 @@ def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: boo
 def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, reshard: bool = True) -> dict[str, int]:
     """Count the all-gathers and reduce-scatters of an XLA step: per tensor or, flattened, per unit.
 
-    The root is gathered once, since it stays whole from forward to backward; so is every unit that is not resharded.
+    The root is all-gathered once, since it stays unsharded from forward to backward; so is every unit that isn't
+    resharded.
     """
     root, *others = [min(1, len(unit)) if flatten else len(unit) for unit in tensors]
     return {"all-gather": root + (2 if reshard else 1) * sum(others), "reduce-scatter": root + sum(others)}
 
 
 def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
-    """Return the losses of a run over the global batch: the mean over its replicas, whose parts are equally large."""
+    """Return a run's losses over the global batch: the mean over its replicas, whose shares have equal size."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
 
 

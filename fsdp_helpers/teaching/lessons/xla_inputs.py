@@ -1,6 +1,6 @@
 """The common start of both environments: batches and initial parameters, read from files, and the optimizer.
 
-The scripts of notebooks/xla import this too, so it needs nothing but NumPy and whichever torch there is.
+The scripts in notebooks/xla import this too, so it needs only NumPy and whatever torch there is.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def start_model(folder: Path, name: str) -> nn.Module:
-    """Build the named network with the parameters that everyone begins with.
+    """Build the named network with the common initial parameters.
 
     A transformer has GELU here. With ReLU, rounding can put a tiny input on either side of zero, which makes two
     correct trainings differ by more than rounding.
@@ -38,5 +38,5 @@ def start_model(folder: Path, name: str) -> nn.Module:
 
 
 def start_optimizer(model: nn.Module) -> torch.optim.SGD:
-    """Return SGD with momentum over what `model` has: all of it or, once it is wrapped, the shards."""
+    """Return SGD with momentum over the parameters of `model`: all of them or, once it's wrapped, the shards."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)

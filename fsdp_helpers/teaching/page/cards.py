@@ -1,16 +1,12 @@
-"""A card of the gallery of failures: the broken code, its symptom, why, how to tell, the fix, and the proof."""
+"""A card of the failure gallery: the broken code, its symptom, why, how to tell, the fix, and the proof."""
 
 import json
 import re
-import time
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from IPython.display import Markdown, display
 
-from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.teaching.failures import gallery, plain, tools
+from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
 from fsdp_helpers.teaching.failures.gallery import Seen
 from fsdp_helpers.teaching.failures.sights import BEHAVIOR, MESSAGE, NUMBER, SIGHTS
@@ -22,12 +18,12 @@ KEPT = Path("reference/failures.json")  # beside the notebooks
 
 
 def index() -> Markdown:
-    """Return the tables of what is seen, by message, number and behavior, each row with a link to its card."""
+    """Return the tables of symptoms, by message, number and behavior, each row with a link to its card."""
     return Markdown("\n\n".join(f"**{words}**\n\n{index_by(kind)}" for kind, words in KINDS.items()))
 
 
 def index_by(kind: str) -> str:
-    """Return the table of one kind of sights, in alphabetical order."""
+    """Return the table of one kind of symptoms, in alphabetical order."""
     rows = sorted((sight.text, name) for name, sights in SIGHTS.items() for sight in sights if sight.kind == kind)
     shown = [(f"`{text}`" if kind == MESSAGE else text, name) for text, name in rows]
     return "\n".join(
@@ -36,7 +32,7 @@ def index_by(kind: str) -> str:
 
 
 def card(name: str) -> bool:
-    """Run a failure and its fix, and show the card; return whether both came out as the card says."""
+    """Run a failure and its fix, and show the card; return whether both behaved as the card says."""
     failure = gallery.find(name)
     broken, fixed = gallery.run_broken(failure), gallery.run_fixed(failure)
     draw(failure, broken, fixed)
@@ -44,7 +40,7 @@ def card(name: str) -> bool:
 
 
 def kept_card(name: str) -> None:
-    """Show a card from the kept record of its test's run."""
+    """Show a card from the saved run of its test."""
     failure = gallery.find(name)
     record = json.loads(KEPT.read_text())[name]
     display(Markdown("*From a saved run of this failure's test, not run in this notebook.*"))
@@ -52,12 +48,12 @@ def kept_card(name: str) -> None:
 
 
 def seen_from(record: dict) -> Seen:
-    """Return what a kept run showed."""
+    """Return what a saved run showed."""
     return Seen(**record | {"numbers": tuple(record["numbers"])})
 
 
 def draw(failure: Failure, broken: Seen, fixed: Seen) -> None:
-    """Show the five parts of a card, and the code that they are about."""
+    """Draw the five parts of a card and its code."""
     display(show.source(failure.broken))
     display(Markdown(f"{what_you_see(failure, broken)}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}"))
     display(show.difference(failure.broken, failure.fixed))
@@ -77,13 +73,13 @@ def plain_runs() -> dict[str, dict]:
 
 
 def plain_text(saved: dict) -> str:
-    """Return a saved run under torchrun: the errors, and of the report what differs from failure to failure."""
+    """Format a saved run under torchrun: the errors, and the lines of the report that differ between failures."""
     codes = [line.strip() for line in saved["report"] if "exitcode" in line]
     return "\n".join([*saved["errors"], *saved["report"][:1], *dict.fromkeys(codes), f"exit status {saved['status']}"])
 
 
 def reasons(failure: Failure) -> str:
-    """Return the two parts that explain: why, and how to tell."""
+    """Return the two explanatory parts: why, and how to tell."""
     return f"**Why.** {failure.why}\n\n**How to tell.** {failure.tell}"
 
 
@@ -110,67 +106,29 @@ def proof(fixed: Seen, right: Numbers) -> str:
     return "\n".join(lines)
 
 
-def keep(names: Iterable[str], path: Path = KEPT) -> None:
-    """Run failures and add the results to the kept runs, for `kept_card`."""
-    kept = json.loads(path.read_text())
-    for failure in map(gallery.find, names):
-        kept[failure.name] = {
-            "broken": asdict(gallery.run_broken(failure)),
-            "fixed": asdict(gallery.run_fixed(failure)),
-        }
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-def keep_seconds(names: Iterable[str], path: Path = KEPT) -> None:
-    """Run failures and add the seconds from launch to symptom to the kept runs; the first also loads PyTorch."""
-    kept = json.loads(path.read_text())
-    for failure in map(gallery.find, names):
-        start_s = time.monotonic()
-        gallery.run_broken(failure)
-        kept.setdefault("seconds", {})[failure.name] = round(time.monotonic() - start_s, 1)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-def keep_torchrun(names: Iterable[str], path: Path = KEPT) -> None:
-    """Run failures under plain torchrun and add what it showed to the kept runs."""
-    for name in names:
-        kept = json.loads(path.read_text())
-        kept.setdefault("torchrun", {})[name] = plain.run_plainly(name)
-        path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-def keep_tools(path: Path = KEPT) -> None:
-    """Run the tools that need packages of their own, py-spy and tabulate, and add their output to the kept runs."""
-    kept = json.loads(path.read_text())
-    two_ranks = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": gallery.LIMIT_S}
-    dump = launch(tools.dump_with_py_spy, **two_ranks)[1]
-    kept["py-spy"] = dump[dump.index("Thread ") :].splitlines()[:5]
-    kept["debug server"] = stacks_of_page(launch(tools.read_debug_server, **two_ranks)[1])
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
 def stacks_of_page(page: str) -> dict[str, str]:
-    """Return each rank's innermost places, as the debug server's page of stacks shows them."""
+    """Return each rank's innermost frames, as the debug server's page of stacks shows them."""
     stacks = re.findall(r"<h2>Rank (\d+):.*?<pre>(.*?)</pre>", page, re.DOTALL)
     return {f"rank {rank}": shorten_stack(stack) for rank, stack in stacks}
 
 
 def shorten_stack(text: str) -> str:
-    """Return the innermost three places of a rank's main thread in the last whole stack of `text`, without folders.
+    """Return the innermost three frames of a rank's main thread in the last complete stack of `text`, without folders.
 
-    Only the main thread's stack comes down to `run_rank`. The last one may be cut: the rank was ended meanwhile.
+    Only the main thread's stack goes down to `run_rank`. The last stack may be incomplete, if the rank was killed
+    meanwhile.
     """
     stacks = text.split("(most recent call first)")
     main_thread = [stack for stack in stacks if "in run_rank\n" in stack]
     if not main_thread:
-        raise ValueError(f"no whole stack of a rank's main thread in these {len(text)} characters: {text[-300:]!r}")
+        raise ValueError(f"no complete stack of a rank's main thread in these {len(text)} characters: {text[-300:]!r}")
     frames = re.findall(r'File ".*?([^/\\]+)", line (\d+) in (\w+)', main_thread[-1])
     places = [f"{function} ({file}, line {line})" for file, line, function in frames if function != "wrapper"]
     return ", called from ".join(places[:3])
 
 
 def sentences(message: str) -> str:
-    """Return DETAIL's message as one line per rank, its fingerprints cut to the fields that the ranks compare."""
+    """Return DETAIL's message as one line per rank, with its fingerprints reduced to the fields that ranks compare."""
     return (
         re.sub(r", TensorDtypes.*?\(nullopt\)\)\)", ")", message).replace(", but", ",\nbut").replace(".Coll", ".\nColl")
     )

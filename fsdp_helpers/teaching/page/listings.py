@@ -1,4 +1,4 @@
-"""A listing in a notebook: monospace, never wrapped, with a scroll bar of its own, on a light and on a dark page."""
+"""A listing in a notebook: monospace, never wrapped, with its own scroll bar, on light and dark pages."""
 
 from collections.abc import Iterator
 from html import escape
@@ -32,13 +32,13 @@ CODE = (
 
 
 class Listing:
-    """Code or a difference, with a caption that says where it is from."""
+    """Code or a diff, with a caption that says where it comes from."""
 
     def __init__(self, code: str, caption: str, language: str = "python") -> None:
         self.code, self.caption, self.language = code, caption, language
 
     def _repr_html_(self) -> str:
-        """Return what IPython shows; the listing can be reached, and scrolled, by keyboard."""
+        """Return the HTML that IPython shows; you can reach the listing, and scroll it, by keyboard."""
         caption = escape(self.caption)
         return (
             f'<div style="{FRAME}"><div style="{CAPTION}">{caption}</div>'
@@ -46,7 +46,7 @@ class Listing:
         )
 
     def __repr__(self) -> str:
-        """Return the listing as text, for front ends that show no HTML."""
+        """Return the listing as text, for front ends without HTML."""
         return f"# {self.caption}\n\n{self.code}"
 
 
@@ -65,7 +65,7 @@ class SideBySide:
 
 
 def colored(code: str, language: str) -> str:
-    """Return `code` as HTML, with neighbors of one color together."""
+    """Return `code` as HTML, with adjacent tokens of the same color together."""
     tokens = ((_color(kind), text) for kind, text in lex(code, get_lexer_by_name(language, stripnl=False)))
     return "".join(_parts(tokens)).rstrip("\n")
 

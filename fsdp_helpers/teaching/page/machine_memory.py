@@ -1,4 +1,4 @@
-"""Memory that is left on this machine, and what other notebooks' kernels hold of it."""
+"""Free memory on this machine, and how much other notebooks' kernels use."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ WORTH_SAYING = 100_000 * KB
 
 
 def describe_memory(needs_bytes: int | None = None) -> str:
-    """Say how much memory is free, how much a notebook needs, and how much other kernels hold."""
+    """Say how much memory is free, how much a notebook needs, and how much other kernels use."""
     free_bytes = available_bytes()
     text = f"Memory: {format_bytes(free_bytes)} free"
     if needs_bytes is not None:
@@ -26,14 +26,14 @@ def describe_memory(needs_bytes: int | None = None) -> str:
 
 
 def available_bytes() -> int:
-    """Return the bytes that a new process could take without swapping, in this container."""
+    """Return the bytes a new process could allocate without swapping, in this container."""
     on_machine = psutil.virtual_memory().available
     limit, used = (_number(CGROUP / name) for name in ("memory.max", "memory.current"))
     return on_machine if limit is None or used is None else min(on_machine, limit - used)
 
 
 def other_kernels() -> Iterator[psutil.Process]:
-    """Yield the processes of Jupyter kernels other than this one: kernels, their fork servers and ranks."""
+    """Yield the processes of other Jupyter kernels: kernels, their fork servers and ranks."""
     own = {psutil.Process().pid, *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter(["cmdline"]):
         if process.pid not in own and "ipykernel" in " ".join(process.info["cmdline"] or ()):
@@ -44,7 +44,7 @@ def other_kernels() -> Iterator[psutil.Process]:
 
 
 def private_bytes(process: psutil.Process) -> int:
-    """Return a process's memory, with its share of what it shares with others; 0 if that may not be read."""
+    """Return a process's memory, with its share of shared pages; 0 if we aren't allowed to read it."""
     try:
         memory = process.memory_full_info()
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Everything that notebooks show besides figures: source code, tables, the machine they run on."""
+"""Everything notebooks show besides figures: source code, tables, and the machine they run on."""
 
 import ast
 import difflib
@@ -22,7 +22,7 @@ EMPTY = ("", "-", "–", "—", "None")  # in a column of numbers: there is none
 
 
 def source(*objects: Callable | type) -> Listing:
-    """Show the source of functions or classes, as a worker runs it, below the imports it needs: it can be copied."""
+    """Show the source of functions or classes, as a worker runs it, below the imports it needs, so you can copy it."""
     parts = [textwrap.dedent(inspect.getsource(shown)) for shown in objects]
     imports = needed_imports(*objects)
     return Listing("\n\n".join([imports, *parts] if imports else parts), _places(objects))
@@ -37,13 +37,13 @@ def _places(objects: Sequence[Callable | type]) -> str:
 
 
 def _short_path(shown: Callable | type) -> str:
-    """Return the file's path from its package's folder on; for a module without a package, the file alone."""
+    """Return the file's path starting at its package's folder; for a module without a package, just the file."""
     path, module = Path(inspect.getsourcefile(shown)), inspect.getmodule(shown)
     return "/".join(path.parts[-1 - module.__name__.count(".") :]) if module.__package__ else path.name
 
 
 def needed_imports(*objects: Callable | type) -> str:
-    """Return import statements for exactly those names that `objects` use and their modules import or define."""
+    """Return import statements for exactly the names that `objects` use and their modules import or define."""
     shown = {thing.__name__ for thing in objects}
     by_module: dict[ModuleType, set[str]] = {}
     for thing in objects:
@@ -72,14 +72,14 @@ def _imports_from(module: ModuleType, used: set[str]) -> Iterator[str]:
 
 
 def side_by_side(left: Callable, right: Callable) -> SideBySide:
-    """Show the source of two functions, the second to the right of the first."""
+    """Show the source of two functions side by side."""
     return SideBySide(*(Listing(textwrap.dedent(inspect.getsource(it)), _places([it])) for it in (left, right)))
 
 
 def difference(before: Callable, after: Callable) -> Listing:
     """Show the lines that differ between two functions, and their number.
 
-    Bodies are compared; names and docstrings do not count.
+    Only bodies are compared, not names and docstrings.
     """
     return _changes(_body(before), _body(after), f"From {before.__name__} to {after.__name__}")
 
@@ -114,8 +114,8 @@ def predictions(
 ) -> Markdown:
     """Show formula, prediction, measurement and their ratio, always together.
 
-    Each row holds what is meant, its formula as text, the predicted and the measured number, both in `unit`. `what` and
-    `formula` head the first two columns.
+    Each row has a label, the formula as text, and the predicted and the measured number, both in `unit`. `what` and
+    `formula` are the headings of the first two columns.
     """
     headers = [what, formula, f"predicted {unit}", f"measured {unit}", "measured / predicted"]
     return table(
@@ -128,7 +128,7 @@ def predictions(
 
 
 def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
-    """Show the terms that add up to a predicted peak, their sum, and the measured peak below."""
+    """Show the terms that add up to a predicted peak, their sum, and below it the measured peak."""
     rows = [[term, formula, f"{size:,}"] for term, formula, size in peak.rows()]
     rows.append(["**sum**", "", f"**{peak.bytes:,}**"])
     rows.append(["measured", f"ratio {measured_bytes / peak.bytes:.4f}", f"{measured_bytes:,}"])
@@ -136,7 +136,7 @@ def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
-    """Show a table: numbers to the right, with or without a unit, and everything else to the left."""
+    """Show a table: numbers right-aligned, with or without a unit, and everything else left-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     alignment = ["--:" if _is_numeric([row[column] for row in cells]) else ":--" for column in range(len(headers))]
     lines = [headers, [":--", *alignment[1:]], *cells]  # the first column names its row, also where that is a number
@@ -151,12 +151,12 @@ def _is_numeric(column: list[str]) -> bool:
 def machine(
     device: str, num_ranks: int, *, data: str | None = None, needs_bytes: int | None = None, fixed: bool = False
 ) -> str:
-    """Set a notebook up on `device` and show what its numbers are measured with; returns the device, "cpu" or "cuda".
+    """Set a notebook up on `device` and show what its numbers are measured on; return the device, "cpu" or "cuda".
 
-    The variable FSDP_DEVICE overrides `device`, unless that is `fixed`. On the CPU, GPUs are hidden from this kernel and
-    from all that it starts. The data are prepared, unless `data` says why none are needed. Shown are versions, device,
-    ranks, data, the memory that is free beside what the notebook `needs_bytes` of it, and GPUs that stay idle.
-    Raises ValueError for "cuda" if there are too few GPUs or torch cannot use them.
+    The variable FSDP_DEVICE overrides `device`, unless that's `fixed`. On the CPU, GPUs are hidden from this kernel and
+    from every process it starts. The data are prepared, unless `data` says why none are needed. It shows versions,
+    device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle GPUs. Raises
+    ValueError for "cuda" if there are too few GPUs or torch can't use them.
     """
     import torch
 
@@ -175,5 +175,5 @@ def machine(
 
 
 def script(path: str) -> Listing:
-    """Show a whole script as it is in its file."""
+    """Show a full script, exactly as in its file."""
     return Listing(Path(path).read_text(), path)

@@ -48,13 +48,13 @@ def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recomput
 
 
 def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
-    """Return the verdict in a few words, and what else would have to change for it to fit."""
+    """Return the verdict in a few words, and what else would have to change to make it fit."""
     if plan.fits:
         return f"fits, {plan.spare_bytes / GB:,.0f} GB free", ""
     too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"
     changes = changes_until_it_fits(plan, subject)
     if not changes:
-        return f"{too_much}: take larger devices, or split layers over ranks (15)", ""
+        return f"{too_much}: use larger devices, or split layers over ranks (15)", ""
     first, *then = [text.partition(" (--")[0] for text, _ in changes]
     ending = "with that it fits" if changes[-1][1].fits else "and it is still too much: take larger devices"
     return f"{too_much}: first {first}", "\n" + ", ".join([*(f"then {text}" for text in then), ending])

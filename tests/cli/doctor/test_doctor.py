@@ -81,7 +81,7 @@ def damage_data(patch, folder):
 def put_a_file_where_data_belong(patch, folder):
     patch.delenv("FSDP_OFFLINE", raising=False)
     (folder / "data").write_text("no folder")
-    return "that folder cannot be written (Not a directory)"
+    return "that folder isn't writable (Not a directory)"
 
 
 def install_wrong_torchvision(patch, folder):
@@ -143,7 +143,7 @@ def take_the_memory(patch, folder):
 def fill_shared_memory(patch, folder):
     patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(64_000_000, 64_000_000, 0))
     return (
-        "0 B of 64.0 MB free in /dev/shm, too little for a batch of a data loader; remove what ended programs left there "
+        "0 B of 64.0 MB free in /dev/shm, too little for a batch of a data loader; remove what dead programs left there "
         "(ls -l /dev/shm), or start the container with --shm-size=1g or --ipc=host"
     )
 
@@ -158,7 +158,7 @@ def lose_all_temporary_folders(patch, folder):
         raise FileNotFoundError("No usable temporary directory found")
 
     patch.setattr(tempfile, "gettempdir", refuse)
-    return "no folder for temporary files can be written; `export TMPDIR=` one that can"
+    return "no folder for temporary files is writable; `export TMPDIR=` one that is"
 
 
 def leave_rank_variables(patch, folder):
@@ -173,7 +173,7 @@ def leave_rank_variables(patch, folder):
 
 def name_a_missing_interface(patch, folder):
     patch.setenv("GLOO_SOCKET_IFNAME", "lo,ib7")
-    return "GLOO_SOCKET_IFNAME names ib7, which this machine does not have; name one of lo"
+    return "GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; name one of lo"
 
 
 def lose_host_name(patch, folder):
@@ -243,7 +243,7 @@ def test_one_wrong_line_and_its_verdict(healthy, monkeypatch, tmp_path, capsys):
 def have_docker_s_shared_memory(patch, folder):
     patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**26, 2**20, 2**26 - 2**20))
     return (
-        "66.1 MB of 67.1 MB free in /dev/shm, as Docker has it; data loaders with workers and NCCL may run out: start the "
+        "66.1 MB of 67.1 MB free in /dev/shm, Docker's default; data loaders with workers and NCCL may run out: start the "
         "container with --shm-size=1g or --ipc=host"
     )
 
@@ -274,6 +274,16 @@ def be_in_a_job_s_container(patch, folder):
     return "this container's job has them; start ranks with torchrun"
 
 
+def install_without_notebooks(patch, folder):
+    real = doctor_environment.importlib.util.find_spec
+    patch.setattr(
+        doctor_environment.importlib.util,
+        "find_spec",
+        lambda name: name not in ("jupyterlab", "ipykernel") and real(name) or None,
+    )
+    return "not installed: commands and scripts work, notebooks don't; `pip install '.[notebooks]'` brings it"
+
+
 def choose_a_missing_interface_of_nccl(patch, folder):
     patch.setenv("NCCL_SOCKET_IFNAME", "ib")
     return "NCCL_SOCKET_IFNAME=ib matches none of lo"
@@ -293,6 +303,7 @@ DOUBTS = {
     choose_a_missing_temporary_folder: "temporary",
     leave_an_address: "rank variables",
     be_in_a_job_s_container: "rank variables",
+    install_without_notebooks: "Jupyter",
     choose_a_missing_interface_of_nccl: "interfaces",
     have_a_proxy: "proxies",
 }
@@ -329,7 +340,7 @@ def test_two_ranks_are_not_started_without_an_interface(monkeypatch):
 def test_the_verdict_counts():
     rows = [Row("a", FAIL, ""), Row("b", PASS, ""), Row("c", NOTE, "")]
     assert doctor.verdict(rows).startswith("1 of 3 wrong: a. Fix the first one")
-    assert "ready" in doctor.verdict(rows[1:]) and "Worth a look: c." in doctor.verdict(rows[1:])
+    assert "ready" in doctor.verdict(rows[1:]) and "Worth checking: c." in doctor.verdict(rows[1:])
     assert note("x").passed and note("x").result == NOTE
 
 
@@ -468,7 +479,7 @@ def test_packed_data_are_found(monkeypatch, tmp_path):
         assert "no MNIST yet" in doctor_machine.data_can_be_used().measured, "until all four are there"
         (raw / name).write_bytes(content)
     found = doctor_machine.data_can_be_used()
-    assert found.passed and found.measured == "MNIST is there, packed and whole: the first run unpacks it"
+    assert found.passed and found.measured == "MNIST is there, packed and complete: the first run unpacks it"
     (raw / name).write_bytes(b"half of it")
     found = doctor_machine.data_can_be_used()
     assert not found.passed and f"{name} is damaged: its checksum is wrong. Delete it" in found.measured

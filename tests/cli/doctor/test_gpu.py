@@ -66,7 +66,7 @@ def break_torch(patch, answers):
 BROKEN = [
     ("GPUs", break_driver, FAIL, "torch cannot use them: the driver is too old"),
     ("versions", break_torch, FAIL, "CUDA error: no kernel image is available"),
-    ("memory", change("memory", ["NVIDIA A|1000000000|80000000000"]), NOTE, "1.00 GB of 80.0 GB free; somebody"),
+    ("memory", change("memory", ["NVIDIA A|1000000000|80000000000"]), NOTE, "1.00 GB of 80.0 GB free; something"),
     ("arithmetic", change("product", ["0.5"]), FAIL, "differs from the CPU's by 5.0e-01"),
     ("links", change("links", ["0"]), NOTE, "0 of 2 pairs"),
     ("collectives", break_sums, FAIL, "they are wrong: [('cuda:0', 2.0"),

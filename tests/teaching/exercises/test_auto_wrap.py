@@ -18,7 +18,7 @@ class TestThreshold(RunTests):
     ]
     missed = [
         (attempt(1_500_000_000, num_collectives=5, **CUT), "peaks at 1.50 GB"),
-        (attempt(UNDER_LIMITS, num_collectives=17, **CUT), "17 collectives a step, the target is at most 9"),
+        (attempt(UNDER_LIMITS, num_collectives=17, **CUT), "17 collectives per step; the target is at most 9"),
         (attempt(UNDER_LIMITS, **{**CUT, "model": "shallow"}), "leaves model at 'deep'; your run has 'shallow'"),
         (attempt(UNDER_LIMITS, **{**CUT, "strategy": "ddp"}), "about strategy fsdp-auto-wrap; your run has 'ddp'"),
         (attempt(UNDER_LIMITS, world_size=4, **CUT), r"about 2 rank\(s\); your run has 4"),
@@ -32,7 +32,7 @@ class TestThreshold(RunTests):
         counted = attempt(UNDER_LIMITS, num_collectives=17, **CUT).ranks[1].collectives
         too_many = replace(record.ranks[0], collectives=counted)
         told = refused(self.checker, replace(record, ranks=(too_many, record.ranks[1])))
-        assert "17 collectives a step" in told
+        assert "17 collectives per step" in told
 
 
 # ---------------------------------------------------------------- the build
@@ -53,14 +53,14 @@ class TestCut(BuildTestsOnRanks):
     name = "my_cut"
     checker = staticmethod(auto_wrap.check_cut)
     worker = staticmethod(auto_wrap.train_readers_cut)
-    starter = "on 2 ranks, rank 0: 100 parameters are in no unit"
+    starter = "on 2 ranks, rank 0: 100 parameters aren't in any unit"
     wrong = [
         ([AS_ONE_UNIT], "the peak is .* the target below"),
         ([("fully_shard(list(pair), mesh=mesh)", "[fully_shard(one, mesh=mesh) for one in pair]")], "26 collectives"),
         # four single blocks, and four are the root's: few collectives, and a low peak
         (
             [("for pair in zip(blocks[::2], blocks[1::2], strict=True):", "for pair in zip(blocks[4:]):")],
-            "blocks.0, blocks.1, blocks.2, blocks.3 belong to no unit but the root",
+            "blocks.0, blocks.1, blocks.2, blocks.3 belong only to the root",
         ),
         (
             [

@@ -153,17 +153,17 @@ class TestLoop(BuildTests):
     wrong = [
         (
             [('        schedule.load_state_dict(state["schedule"])\n', "")],
-            "an undisturbed run a different one.*save-schedule-lost",
+            "an uninterrupted run a different one.*save-schedule-lost",
         ),
-        ([("set_state_dict(model, optimizer,", "print(model, optimizer,")], "undisturbed run a different one|fails"),
-        ([('first_step = state["step"]', 'first_step = state["step"] + 1')], "goes on with step 14; it saves"),
-        ([("% 2 == 0", "% 3 == 0")], "killed in step 16 .* goes on with step 16; it saves after every second"),
+        ([("set_state_dict(model, optimizer,", "print(model, optimizer,")], "uninterrupted run a different one|fails"),
+        ([('first_step = state["step"]', 'first_step = state["step"] + 1')], "continues with step 14; it saves"),
+        ([("% 2 == 0", "% 3 == 0")], "killed in step 16 .* continues with step 16; it saves after every second"),
         # one folder, overwritten; a part of it is new when the save is cut short
         ([('f"{step + 1:06}"', '"newest"')], "killed in the save after step 14 .* written by the same save"),
-        ([("{step + 1:06}", "{step + 1}")], "goes on with step 9; .* of what was saved whole the newest counts"),
+        ([("{step + 1:06}", "{step + 1}")], "continues with step 9; .* has to load the newest complete checkpoint"),
         (
             [('glob("*/.metadata")', 'glob("*")'), ("whole[-1].parent", "whole[-1]")],
-            "fails; is all that it finds whole",
+            "fails; are all the files it finds complete",
         ),
     ]
 
@@ -179,4 +179,6 @@ class TestLoop(BuildTests):
         )
         assert OTHER_WAY.count("\n") == at_once.count("\n") + 1
         write(at_once)
-        self.refuse("in the save after step 14 .* your loop fails; is all that it finds whole.*save-half-written")
+        self.refuse(
+            "in the save after step 14 .* your loop fails; are all the files it finds complete.*save-half-written"
+        )

@@ -34,10 +34,10 @@ def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(cases):
     wrong = {
         "that is not its symptom": ("slow" if symptom != "slow" else "hang", cause, letter),
         "looks different": (symptom, cause_of(next(one for one in RUN if cause_of(one) != cause)), letter),
-        "does not touch it": (symptom, cause, next(other for other in cases.fixes if other != letter)),
-        "is none of the symptoms": ("no idea", cause, letter),
-        "is none of the causes": (symptom, "no idea", letter),
-        "is none of the letters": (symptom, cause, "z"),
+        "doesn't address it": (symptom, cause, next(other for other in cases.fixes if other != letter)),
+        "isn't one of the symptoms": ("no idea", cause, letter),
+        "isn't one of the causes": (symptom, "no idea", letter),
+        "isn't one of the letters": (symptom, cause, "z"),
         "give three words": "hang",
         "replace the ...": ...,
     }

@@ -20,7 +20,7 @@ class TestLowerPeak(RunTests):
         attempt(UNDER_LIMITS, world_size=3, **{**FSDP, "strategy": "fsdp-auto-wrap"}),
     ]
     missed = [
-        (attempt(36_000_000, **FSDP), "peaks at 36.0 MB on a rank, the target is below 30.0 MB"),
+        (attempt(36_000_000, **FSDP), "peaks at 36.0 MB on a rank; the target is below 30.0 MB"),
         (attempt(UNDER_LIMITS, **{**FSDP, "global_batch_size": 48}), "leaves global_batch_size at 96; your run has 48"),
         (attempt(UNDER_LIMITS, **FSDP, precision="bf16"), "leaves precision"),
         (attempt(UNDER_LIMITS, **FSDP, activation_checkpointing="units"), "leaves activation_checkpointing"),
@@ -59,7 +59,7 @@ class TestLowerPeak(RunTests):
 # ---------------------------------------------------------------- the build
 
 
-UNPADDED = "my_unit.py fails|are all equally long"
+UNPADDED = "my_unit.py fails|do all ranks have the same number"
 
 
 class TestUnit(BuildTestsOnRanks):
@@ -111,4 +111,4 @@ class TestUnit(BuildTestsOnRanks):
 
     def test_the_package_s_own_answer_is_refused(self, write):
         write("from fsdp_helpers.sharding.strategies import shard_fsdp2 as Unit\n")
-        self.refuse("my_unit.py imports fsdp_helpers; write it with torch alone")
+        self.refuse("my_unit.py imports fsdp_helpers; write it yourself, with torch only")

@@ -124,20 +124,20 @@ def test_the_kubernetes_job_reads_as_its_kinds():
 
 
 WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"
-QUEUED_EARLY = "the script queued the job again while ranks were saving, which stops them: srun has to end first"
+QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to end first"
 WRONG = [
-    ([("partition=a100", "partition=a40")], "--partition: a40 is given, a100 is asked for"),
-    ([("--gpus-per-node=4", "--gpus-per-node=8")], "8 GPUs per node are asked for; each node has 4"),
+    ([("partition=a100", "partition=a40")], "--partition: a40 is given; it should be a100"),
+    ([("--gpus-per-node=4", "--gpus-per-node=8")], "8 GPUs per node are requested; each node has 4"),
     ([("02:00:00", "1-00:00:00")], "the partition allows two hours"),
     ([("#SBATCH --requeue\n", "")], "which option queues it again"),
-    ([("B:USR1@300", "USR1@300")], "before the time limit this shell has to hear of it"),
+    ([("B:USR1@300", "USR1@300")], "this shell has to get a signal before the time limit"),
     ([("B:USR1@300", "B:USR1@60")], "60 s before the limit; saving takes up to 300 s"),
     ([("--ntasks-per-node=1", "--ntasks-per-node=4")], "16 torchruns were started; 4 nodes need one each"),
     ([("srun torchrun", "torchrun")], "1 torchruns were started"),
     ([("$((20000 + SLURM_JOB_ID % 10000))", "29500")], "two jobs meet at gpu-0:29500"),
     ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "a port from 1024 to 65535 is needed"),
     ([("$first:", "localhost:")], "the meeting point has to be one of the job's nodes"),
-    ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart a store of its own"),
+    ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart its own store"),
     ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node is 1; gpu or auto or 4 is needed"),
     # torchrun takes the last one, and after a script's name all belongs to the script
     ([("--max-restarts=3", "--nnodes=1 --max-restarts=3")], "torchrun --nnodes is 1; 4 or 4:4 is needed"),
@@ -148,10 +148,10 @@ WRONG = [
         [("srun torchrun", "srun bash -c 'torchrun"), ("$first:", "$(hostname):"), ("train.py &", "train.py' &")],
         "torchruns that meet at gpu-0:.* and gpu-1:.* never meet",
     ),
-    ([('requeue "$SLURM_JOB_ID"', "requeue 1")], "the job was not queued again: scontrol requeue, with its id"),
-    ([("exit $status", "exit 1")], "every torchrun ended well, and the script left with exit status 1"),
+    ([('requeue "$SLURM_JOB_ID"', "requeue 1")], "the job wasn't requeued: scontrol requeue, with its ID"),
+    ([("exit $status", "exit 1")], "every torchrun succeeded, but the script exited with status 1"),
     ([("$first:", "gpu-0:")], "submitted with sbatch --nodes=2: .* the meeting point has to be one of the job's nodes"),
-    ([("--max-restarts=3", "--max-restart=three")], "torchrun does not take its arguments: .*invalid int value"),
+    ([("--max-restarts=3", "--max-restart=three")], "torchrun doesn't accept its arguments: .*invalid int value"),
     ([("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")], "kills ranks 120 s after SIGTERM; saving takes up to 300 s"),
     ([("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")], "kills ranks 30 s after SIGTERM; saving takes up to 300 s"),
     ([('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM"),
@@ -160,8 +160,8 @@ WRONG = [
     ([('"$SLURM_JOB_ID"\' USR1', '"$SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"\' USR1')], QUEUED_EARLY),
     ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
     ([(WAITING, "wait $!\nexit $?\n")], "the script ended while ranks were saving, which stops them: srun has to end"),
-    ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job was not queued again"),
-    ([('[ -z "$out_of_time" ] || ', "")], "the training was finished, and the script queued the job again"),
+    ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job wasn't requeued"),
+    ([('[ -z "$out_of_time" ] || ', "")], "the training was finished, but the script requeued the job"),
 ]
 
 
@@ -191,7 +191,7 @@ def test_the_starter_and_lazy_ones_are_refused(check, text, message):
 def test_a_script_that_is_not_there():
     with pytest.raises(NotYet, match="there is no job.sbatch here; run the cell that writes it"):
         check_job_script("job.sbatch")
-    with pytest.raises(NotYet, match="the name of your script is asked for"):
+    with pytest.raises(NotYet, match="it should be the name of your script"):
         check_job_script(Path("job.sbatch"))
 
 

@@ -25,16 +25,16 @@ class TestDocumentLoss(BuildTestsOnRanks):
     name = "my_documents"
     checker = staticmethod(language.check_document_loss)
     worker = staticmethod(language.documents_by_reader)
-    starter = "on 2 ranks, rank 0: nothing was reduced"
+    starter = "on 2 ranks, rank 0: no gradient was reduced"
     wrong = [
-        ([("    dist.all_reduce(num_documents)", "    pass")], "points elsewhere .*same weight.*wrong-mean-of-means"),
+        ([("    dist.all_reduce(num_documents)", "    pass")], "direction differs .*same weight.*wrong-mean-of-means"),
         (
             [(" * dist.get_world_size()", "")],
             "the gradient is 0.500 times as long as in one process .*wrong-summed-loss",
         ),
-        ([("index == len(parts) - 1", "True")], "6 reduce-scatters were seen; the model has 3 units"),
+        ([("index == len(parts) - 1", "True")], "6 reduce-scatters; the model has 3 units"),
         ([("    dist.all_reduce(total)\n", "")], "the loss returned is"),
-        ([MEAN_OF_MEANS], "the gradient points elsewhere .* by [2-9].%.*wrong-mean-of-means"),
+        ([MEAN_OF_MEANS], "the gradient's direction differs .* by [2-9].%.*wrong-mean-of-means"),
         ([BY_TOKENS], "times as long as in one process .*wrong-summed-loss"),
         ([BY_ROWS], "the gradient is 0.875 times as long as in one process"),  # 7 documents, 8 rows
         ([EVERYTHING], "the model computed .* tokens, and this rank's parts have"),
@@ -52,7 +52,7 @@ class TestChunks(BuildTestsOnRanks):
     name = "my_chunks"
     checker = staticmethod(language.check_chunks)
     worker = staticmethod(language.chunks_by_reader)
-    starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; a tensor is asked for"
+    starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; it should be a tensor"
     wrong = [
         (
             [("checkpoint(loss_of_chunk, part, head, wanted, cap, use_reentrant=False)", KEPT)],
@@ -88,17 +88,17 @@ class TestAdapters(BuildTestsOnRanks):
     checker = staticmethod(language.check_adapters)
     worker = staticmethod(language.adapters_by_reader)
     file = "adapters-2.safetensors"
-    starter = "adapters-2.safetensors cannot be read: FileNotFoundError"
+    starter = "adapters-2.safetensors can't be read: FileNotFoundError"
     wrong = [
         ([(" if parameter.requires_grad", "")], "tensors that are not trained, .* among them"),
         (
             [(" if parameter.requires_grad", ' if "lora" in name or parameter.requires_grad')],
             "are not trained, .*lora_a",
         ),
-        ([("detach().full_tensor()", "detach().to_local().clone()")], "are not full; a rank has its shard"),
+        ([("detach().full_tensor()", "detach().to_local().clone()")], "aren't full; a rank only has its shard"),
         ([("        parameter.copy_(own)\n", "        pass\n")], "after loading, logits differ by .* from those"),
         ([BY_OPTION], "1 tensors that are not trained, lm_head.weight among them"),
-        (ELSEWHERE, "in the file, .*second_a has other values than the model had"),
+        (ELSEWHERE, "in the file, .*second_a has different values than in the model"),
     ]
 
 

@@ -65,19 +65,19 @@ class TestAccumulation(BuildTestsOnRanks):
     name = "my_accumulation"
     checker = staticmethod(levers.check_accumulation)
     worker = staticmethod(levers.accumulate_by_reader)
-    starter = "on 2 ranks, with 4 parts, rank 0: nothing was reduced"
+    starter = "on 2 ranks, with 4 parts, rank 0: no gradient was reduced"
     wrong = [
-        ([("index == len(parts) - 1", "True")], "12 reduce-scatters were seen.*memory-accumulation"),
-        ([("index == len(parts) - 1", "False")], "nothing was reduced"),
+        ([("index == len(parts) - 1", "True")], "12 reduce-scatters.*memory-accumulation"),
+        ([("index == len(parts) - 1", "False")], "no gradient was reduced"),
         ([(" / len(parts)", "")], "4.00 times as long as in one process .*wrong-summed-loss"),
-        ([("    dist.all_reduce(squares)", "    pass")], "not the norm of the whole gradient.*wrong-local-norm-logged"),
+        ([("    dist.all_reduce(squares)", "    pass")], "not the norm of the full gradient.*wrong-local-norm-logged"),
         ([("    dist.all_reduce(squares)", "    dist.reduce(squares, 0)")], "rank 1: gradient_norm says"),
         (
             [WITH_TORCH, ("    for index", AS_ONE + "    for index")],
             "rank 0: a forward takes 12 images at once; a part has 3",
         ),
         ([(ONE_BY_ONE, TOGETHER)], "the second forward comes before the first backward"),
-        ([WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))], "gradient_norm returns a DTensor; a number"),
+        ([WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))], "gradient_norm returns a DTensor; it should be a number"),
         (
             [WITH_TORCH, (BY_SQUARES, CLIPPED.format(0.1).rstrip() + ".full_tensor()\n")],
             "gradient_norm changes the gradient it looks at",

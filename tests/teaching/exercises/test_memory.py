@@ -48,7 +48,7 @@ class TestLargestBatch(RunTests):
         (local(128, 89_600_000), "target is below 60.0 MB"),
         (local(1, 19_750_000), "next power of two would still fit"),
         (local(32, 36_800_000), "next power of two would still fit"),
-        (local(72, 58_800_000), "no power of two"),
+        (local(72, 58_800_000), "not a power of two"),
         (local(64, None), "run of one step"),
         (local(128, 50_000_000, dropout=False), "leaves dropout at True; your run has False"),
         (attempt(UNDER_LIMITS, strategy="ddp"), "about strategy local; your run has 'ddp'"),

@@ -35,14 +35,14 @@ class TestSplitMLP(BuildTestsOnRanks):
     worker = staticmethod(more_dimensions.train_split_mlp)
     starter = "on 2 ranks, my_mlp.py fails: "
     wrong = [
-        (BIAS_INSIDE, "the losses are not those of one process: .* in step 1$"),
-        ([NO_ENTER], "the gradient of the inputs, which the layers below need, is not that of one process"),
+        (BIAS_INSIDE, "the losses aren't those of one process: .* in step 1$"),
+        ([NO_ENTER], "the gradient of the inputs, which the layers below need, isn't that of one process"),
         ([(".chunk(size)[rank]", ""), (".chunk(size, dim=1)[rank]", "")], "your MLP keeps .* values; a share of both weights"),
         ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward takes no collective; one all-reduce is enough"),
         ([("        return total, None", "        return total / 2, None")], "the gradient of the inputs"),
-        ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses are not those of one process"),
+        ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses aren't those of one process"),
         ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward takes all-reduce, all-reduce; one"),
-        ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP makes a NoneType; an nn.Module is asked for"),
+        ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP makes a NoneType; it should make an nn.Module"),
     ]  # fmt: skip
 
     def test_other_ways_are_accepted(self, write):
@@ -62,13 +62,13 @@ class TestLabels(BuildTests):
     starter = "replace the ... with your answer"
     wrong = [
         ([("pieces[-1 - rank]", "pieces[rank + world_size]")], "some ranks compute more scores than others"),
-        ([("pieces[-1 - rank]", "pieces[-1]")], "the ranks do not have every place exactly once"),
-        ([("tokens[:, places + 1]", "tokens[:, places].roll(-1, 1)")], "the label at place .* is not the token at place"),
+        ([("pieces[-1 - rank]", "pieces[-1]")], "the ranks don't have every place exactly once"),
+        ([("tokens[:, places + 1]", "tokens[:, places].roll(-1, 1)")], "the label at place .* isn't the token at place"),
         ([("return tokens[:, places], tokens[:, places + 1], places", "return tokens[:, places], tokens[:, places + 1]")], "split returns three tensors"),
         ([("2 * world_size", "world_size"), ("torch.cat([pieces[rank], pieces[-1 - rank]])", "pieces[rank]")], "some ranks compute more scores"),
         ([("tokens[:, places], tokens", "tokens[:, places].T, tokens")], "the shapes are"),
         ([("torch.arange(length)", "(torch.arange(length) + 1)")], "your function fails: IndexError"),
-        ([("torch.arange(length)", "(torch.arange(length) - 1)")], "there is no place -1"),
+        ([("torch.arange(length)", "(torch.arange(length) - 1)")], "there's no place -1"),
     ]  # fmt: skip
 
 
@@ -101,15 +101,15 @@ def test_the_folded_solution_is_right():
     [
         (..., "replace the ... with your answer"),
         ({"data": 1024}, "choice needs these names: tensor, context, data, pipeline"),
-        ({"data": ...}, "a number is asked for|replace|choice needs"),
+        ({"data": ...}, "it should be a number|replace|choice needs"),
         ({"data": 64, "tensor": 8, "context": 1, "pipeline": 1}, "is 512 GPUs; there are 1,024"),
-        ({"data": 1024, "tensor": 1, "context": 1, "pipeline": 1}, "512 sequences cannot be dealt out evenly to 1024"),
-        ({"data": 64, "tensor": 16, "context": 1, "pipeline": 1}, "16 ranks cannot share 8 key heads"),
+        ({"data": 1024, "tensor": 1, "context": 1, "pipeline": 1}, "512 sequences can't be divided evenly over 1024"),
+        ({"data": 64, "tensor": 16, "context": 1, "pipeline": 1}, "16 ranks can't share 8 key heads"),
         ({"data": 128, "tensor": 1, "context": 1, "pipeline": 8}, "80 layers|bubble; at most 25%"),
         ({"data": 512, "tensor": 2, "context": 1, "pipeline": 1}, "communication takes 100% of the arithmetic's time"),
         ({"data": 512, "tensor": 1, "context": 2, "pipeline": 1}, "communication takes 195% of"),
-        ({"data": 32, "tensor": 1, "context": 1, "pipeline": 32}, "80 layers cannot be shared by 32 stages"),
-        ({"data": 128, "tensor": 8, "context": 1, "pipeline": 1.5}, "a number of ranks is asked for"),
+        ({"data": 32, "tensor": 1, "context": 1, "pipeline": 32}, "80 layers can't be divided into 32 stages"),
+        ({"data": 128, "tensor": 8, "context": 1, "pipeline": 1.5}, "it should be a number of ranks"),
     ],
 )
 def test_wrong_dimensions(choice, says):

@@ -71,7 +71,7 @@ class TestPlan(BuildTests):
             "the host would be",
         ),
         ([("    return None\n", "    return 0\n")], "would be too small"),
-        ([("            return offloaded\n", "            return str(offloaded)\n")], "a number is asked for"),
+        ([("            return offloaded\n", "            return str(offloaded)\n")], "it should be a number"),
         ([("at_work = 8", "at_work = none")], "fails: NameError"),
     ]
 

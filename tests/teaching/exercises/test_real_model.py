@@ -113,10 +113,10 @@ class TestStart(BuildTestsOnRanks):
     checker = staticmethod(real_model.check_start)
     worker = staticmethod(real_model.start_by_reader)
     alone = (MISSING_KEY,)  # rank 0 alone reads the weights
-    starter = "on 2 ranks, rank 0: 97 tensors are in no unit"
+    starter = "on 2 ranks, rank 0: 97 tensors aren't in any unit"
     wrong = [
-        ([('with torch.device("meta")', "if True")], "besides what stays, .* whole for a moment"),
-        ([("    model.fill_buffers()\n", "")], "the buffer does not have its values.*wrong-meta-buffers"),
+        ([('with torch.device("meta")', "if True")], "besides what stays, .* there for a moment"),
+        ([("    model.fill_buffers()\n", "")], "the buffer doesn't have its values.*wrong-meta-buffers"),
         ([("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; one per block"),
         (
             [("model.to_empty(device=mesh.device_type)", "pass")],
@@ -124,7 +124,7 @@ class TestStart(BuildTestsOnRanks):
         ),
         (
             [("set_model_state_dict(model, weights, options=options)", "torch.nn.init.normal_(model.head.weight)")],
-            "the losses are not those of rank 0's weights: .* in step 1 ",  # counted as in the tables
+            "the losses aren't those of rank 0's weights: .* in step 1 ",  # counted as in the tables
         ),
         ([(ADD_KEY, "")], MISSING_KEY),
         (
@@ -135,7 +135,7 @@ class TestStart(BuildTestsOnRanks):
             [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],
             "rank 0: head.weight and embed.weight are two parameters.*crash-tied-weights",
         ),
-        ([("    return model", "    return None")], "returns a NoneType; the model is asked for"),
+        ([("    return model", "    return None")], "returns a NoneType; it should return the model"),
     ]
 
     def test_another_way_is_accepted(self, write):

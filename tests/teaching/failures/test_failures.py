@@ -10,6 +10,7 @@ from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, same_numbers
 from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
 from fsdp_helpers.teaching.failures.sights import MESSAGE, SIGHTS
+from fsdp_helpers.teaching.failures.small_job import images
 
 # These raise on every rank before any of them waits, so that several fit into one launch.
 RAISES_EVERYWHERE = (
@@ -26,6 +27,12 @@ RAISES_EVERYWHERE = (
     "crash-meta-tensor",
     "crash-scalar-parameter",
     "hang-dead-address",
+    "crash-no-torchrun",
+    "crash-main-guard",
+    "crash-ready-twice",
+    "crash-no-sharding-strategy",
+    "crash-dtype-mismatch",
+    "save-one-ranks-shards",
 )
 IN_ONE_LAUNCH = [failure for failure in RUN if not failure.says or failure.name in RAISES_EVERYWHERE]
 BY_ITSELF = [failure for failure in RUN if failure not in IN_ONE_LAUNCH]
@@ -101,6 +108,37 @@ def test_right_is_not_what_a_broken_run_gives(failure):
         failure, Seen(numbers=({name: value * (1.01 + 2 * failure.tolerance) + 1 for name, value in right.items()},))
     )
     assert not same_numbers(dict.fromkeys(right, float("nan")), right, failure.tolerance)
+
+
+def muon_update(gradient: torch.Tensor) -> torch.Tensor:
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient.clone()
+    torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    return -parameter.detach()
+
+
+@pytest.mark.parametrize("shape, ranks, right", [((64, 64), 8, 0.69), ((256, 1024), 8, 0.30)])
+def test_muon_on_rows_differs_by_as_much_as_its_card_says(shape, ranks, right):
+    """The largest and the smallest of the differences that were measured; its loop computes in bf16."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    full = muon_update(gradient)
+    of_rows = torch.cat([muon_update(rows) for rows in gradient.chunk(ranks)])
+    assert float((of_rows - full).norm() / full.norm()) == pytest.approx(right, abs=0.05)
+    assert "30 to 69%" in gallery.find("wrong-muon-local-rows").why
+
+
+def test_averaged_variances_leave_out_how_far_means_are_apart():
+    def variance(samples: torch.Tensor) -> float:
+        layer = torch.nn.BatchNorm1d(samples.shape[1], momentum=None)
+        layer(samples)
+        return layer.running_var.mean().item()
+
+    for apart, averaged, of_all in ((0.0, 1.05, 1.06), (2.0, 1.05, 1.96)):
+        first, second = images(64).chunk(2)
+        second = second + apart
+        assert (variance(first) + variance(second)) / 2 == pytest.approx(averaged, abs=0.02)
+        assert variance(torch.cat([first, second])) == pytest.approx(of_all, abs=0.02)
+    assert "1.05 instead of 1.96" in gallery.find("wrong-batchnorm").fix
 
 
 # ---------------------------------------------------------------- the gallery as a whole

@@ -51,24 +51,21 @@ def test_a_waterfall_adds_up_to_what_is_needed():
     assert "(GB)" in ax.get_ylabel()
     assert list(ax.lines[0].get_ydata()) == [10, 10]  # the device's memory
     assert [text.get_text() for text in ax.texts] == [f"{plan.needed_bytes / 1e9:,.0f}" for plan in three]
-    assert describe(fig).startswith("Figure: Of those drawn, 8 ranks or more fit 10 GB; title;")
+    assert describe(fig).startswith("Figure: Fits 10 GB on 8 ranks or more; title;")
     assert f"64: parameters {three[1].by_category()['parameters'] / 1e9:,.4g}, " in describe(fig)
 
 
 def test_a_waterfall_says_from_how_many_ranks_on_it_fits():
     drawn = [planned(ranks, memory=5.3e9) for ranks in (2, 8, 64)]
     assert [plan.fits for plan in drawn] == [False, True, True]
-    assert (
-        plans.plot_waterfall(drawn, "A model")[1].get_title("left")
-        == "Of those drawn, 8 ranks or more fit 5 GB\nA model"
-    )
-    assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Of those drawn, 1,024 ranks or more fit 10 GB"
-    assert findings.fits_from({8: 30e9}, 10e9) == "Does not fit 10 GB on 8 ranks"
-    assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Of those drawn, 8 ranks or more fit 10 GB"
+    assert plans.plot_waterfall(drawn, "A model")[1].get_title("left") == "Fits 5 GB on 8 ranks or more\nA model"
+    assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB on 1,024 ranks or more"
+    assert findings.fits_from({8: 30e9}, 10e9) == "Doesn't fit 10 GB on 8 ranks"
+    assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Fits 10 GB on 8 ranks or more"
 
 
 def test_losses_that_are_no_numbers_are_not_the_same():
-    assert findings.same_losses([(2.0, 1.0), (2.0, 1.0 + 6e-8)]) == "Same losses: at most 6e-8 apart"
+    assert findings.same_losses([(2.0, 1.0), (2.0, 1.0 + 6e-8)]) == "Same losses: they differ by at most 6e-8"
     assert findings.same_losses([(2.0, 1.0), (2.0, float("nan"))]) == ""
 
 

@@ -269,10 +269,10 @@ def title_of(name: str, *arguments: object) -> list[str]:
 
 def test_a_title_states_what_was_found_or_there_is_none():
     same = {"one": [2.3, 2.0], "two": [2.3, 2.0 + 6e-8]}
-    assert title_of("plot_step_losses", same) == ["Same losses: at most 6e-8 apart"]
+    assert title_of("plot_step_losses", same) == ["Same losses: they differ by at most 6e-8"]
     for runs in ({"one": [2.3, 2.0], "two": [2.3, 1.9]}, {"one": [2.3, 2.0], "two": [2.3]}, {"one": [2.3]}):
         assert title_of("plot_step_losses", runs) == []
-    assert title_of("plot_step_losses", {"one": [2.3], "two": [2.3]}) == ["Same losses, bit for bit"]
+    assert title_of("plot_step_losses", {"one": [2.3], "two": [2.3]}) == ["Same losses, bitwise equal"]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_title_states_what_was_found_or_there_is_none():
         # Each rank sends 2 MB for each of three collectives
         ("plot_collectives", ["In 3 collectives each rank sends 6.00 MB\nOne step"]),
         ("plot_held_and_peak", ["fsdp: 100 % of what ddp holds, 75 % of its peak"]),
-        ("plot_ladder", ["The lowest peak is 30.0 MB, 75 % of the first rung's 40.0"]),
+        ("plot_ladder", ["The lowest peak is 30.0 MB, 75 % of DDP's 40.0"]),
         (
             "plot_comparison",
             [

@@ -16,7 +16,7 @@ KEPT = json.loads((NOTEBOOKS / "reference/failures.json").read_text())
 CELLS = nbformat.read(NOTEBOOKS / "11_when_it_breaks.ipynb", as_version=4).cells
 MARKDOWN = [cell.source for cell in CELLS if cell.cell_type == "markdown"]
 CODE = "\n".join(cell.source for cell in CELLS if cell.cell_type == "code")
-LIVE = [failure.name for failure in RUN if f' = card("{failure.name}")' in CODE]
+LIVE = [failure.name for failure in RUN if f' = cards.card("{failure.name}")' in CODE]
 
 
 def documented_card(failure: Failure) -> str:
@@ -33,7 +33,7 @@ def test_every_failure_has_its_card_in_the_notebook():
         if not failure.is_run:
             assert heading == documented_card(failure)
         elif failure.name not in LIVE:
-            assert f'kept_card("{failure.name}")' in CODE and "*A saved run.*" in heading
+            assert f'cards.kept_card("{failure.name}")' in CODE and "*A saved run.*" in heading
 
 
 @pytest.mark.parametrize("name", [failure.name for failure in RUN if failure.name not in LIVE])
@@ -43,11 +43,11 @@ def test_a_kept_run_shows_what_its_test_asks_for(name):
     assert gallery.is_fixed(failure, cards.seen_from(record["fixed"]))
 
 
-def test_each_symptom_was_there_within_15_seconds():
-    """As kept from one run on two idle cores, of the first 40; `cards.keep_seconds` adds more. Nothing here measures."""
+def test_each_symptom_was_there_within_half_a_minute():
+    """As kept by `keep_cards` from one run of each on a busy machine; one starts torchrun twice. Nothing here measures."""
     seconds = KEPT["seconds"]
-    assert seconds.keys() <= {failure.name for failure in RUN} and len(seconds) >= 40
-    assert max(seconds.values()) < 15
+    assert seconds.keys() == {failure.name for failure in RUN}
+    assert max(seconds.values()) < 30
 
 
 def test_the_index_leads_from_what_is_seen_to_every_card():
@@ -142,5 +142,5 @@ def test_the_last_whole_stack_of_the_main_thread():
     cut = whole[: whole.index("line 2")]  # the rank was ended meanwhile
     expected = "all_reduce (c10d.py, line 0), called from f (b.py, line 2), called from g (c.py, line 3)"
     assert cards.shorten_stack(f"{other}{whole}Timeout!\n{other}{cut}") == expected
-    with pytest.raises(ValueError, match="no whole stack of a rank's main thread"):
+    with pytest.raises(ValueError, match="no complete stack of a rank's main thread"):
         cards.shorten_stack(other)

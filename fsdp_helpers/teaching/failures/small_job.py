@@ -1,4 +1,4 @@
-"""The common parts of the failures: a small model, its units, and a few images."""
+"""The small job that the failures break: a model, its units, and a few images."""
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ def small_model(seed: int = 0) -> nn.Sequential:
 
 
 def cpu_mesh() -> DeviceMesh:
-    """Return the mesh of all ranks on the CPU; left alone, `fully_shard` looks for a GPU."""
+    """Return the mesh of all ranks on the CPU; without one, `fully_shard` looks for a GPU."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -38,10 +38,10 @@ def images(count: int = ALL_IMAGES) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor, gathered if it is sharded; a collective of all ranks."""
+    """Return the full tensor, all-gathered if it's sharded; a collective over all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Return the norm of the whole gradient, sharded or not, the same number on every rank."""
+    """Return the norm of the full gradient, sharded or not, the same number on every rank."""
     return float(whole(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))
