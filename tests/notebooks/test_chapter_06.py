@@ -91,11 +91,3 @@ def test_without_a_save_there_is_nothing_to_load(chapter):
         chapter.execute(without)
     chapter.run("live-async")
     assert chapter.value("ranks['in_background']") == [True, True]
-
-
-def test_fsdp1s_cells_run_twice_show_the_same(chapter):
-    chapter.run_all(["live-load", "live-full"])
-    for cell_id in ("live-full-fsdp1", "live-sharded-fsdp1", "live-async", "accident-3"):
-        first, second = chapter.run(cell_id), chapter.run(cell_id)
-        assert second.endswith(first), cell_id  # before it, torch may warn that a checkpoint is overwritten
-    chapter.run("live-load")
