@@ -8,7 +8,7 @@ Importing the package is instant, since each name is only loaded when you first 
 
 import importlib
 
-__version__ = "2.1.0"
+__version__ = "2.2.0"
 _HOMES = {
     "Ranks": "ranks.live",
     "TrainConfig": "config",

@@ -30,7 +30,9 @@ def complaints(notebook: dict, name: str, folder: Path) -> str:
     path = folder / name
     path.write_text(json.dumps(bodies(notebook)))
     code = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
-    handed_over = re.findall(r'ranks\.run\(f"(\w+) = ', code)  # a setting of the notebook that it gives to the ranks
+    # A setting or a function of the notebook that it gives to the ranks.
+    handed_over = re.findall(r'ranks\.run\(f"(\w+) = |ranks\.run\(inspect\.getsource\((\w+)\)', code)
+    handed_over = ["".join(names) for names in handed_over]
     names = [*NAMES, *handed_over]
     settings = ["--no-cache", "--config", str(PROJECT / "pyproject.toml"), "--config", f"builtins = {names}"]
     # A class in a cell needs no docstring, since there is text around it; new ranks need their imports again.

@@ -83,7 +83,7 @@ def launch(
 
 
 def run_worker(rank: int, setup: Setup, send: Send, link: Connection) -> None:
-    """Be a rank of a launch: join the group, run the worker once, and send its result, or its failure."""
+    """Act as one rank of a launch: join the group, run the worker once, and send its result, or its failure."""
     send_reports_to(lambda report: send("report", report))
     with server.loading_worker():
         worker, args = read_job(setup.payload)
@@ -193,7 +193,7 @@ class _Launch:
         return results
 
     def end(self) -> None:
-        """End all processes; print the beginnings of lines."""
+        """End all processes, then print their unfinished lines."""
         if self.processes is not None:
             self.processes.end(grace_s=TERM_S, finished=self.results)
             for (rank, stream), line in self.unfinished.items():

@@ -21,7 +21,8 @@ from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 SERVER_OF = "FSDP_HELPERS_SERVER_OF"  # the server's parent, in the environment of the server alone
-LAST_S = 0.5  # for ranks to end by themselves, which removes their folder, before the server ends them
+LOOK_S = 0.5  # between two looks at the server's parent
+LAST_S = 5.0  # at most, for ranks to end by themselves, which removes their folder, before the server ends them
 
 
 def adopt_orphans() -> None:
@@ -65,8 +66,10 @@ def watch_over_ranks(parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(LAST_S)
-        time.sleep(LAST_S)
+            time.sleep(LOOK_S)
+        deadline = time.monotonic() + LAST_S
+        while children(os.getpid()) and time.monotonic() < deadline:
+            time.sleep(0.05)
         end_own_children()
         os._exit(0)
 

@@ -1,6 +1,6 @@
 """Save every few steps, so that a run killed at any moment continues from its newest checkpoint.
 
-`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` takes 3 steps; with 2 and 6, two ranks continue to step 6.
+`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` takes 3 steps; with 2 and 6, two ranks go on to step 6.
 Restarts, with `--max-restarts 3`, need the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
@@ -57,7 +57,7 @@ def choose_device() -> torch.device:
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed; otherwise it would keep training during the next run."""
+    """Have Linux kill this rank if torchrun is killed; otherwise it would train on during the next run."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG

@@ -298,7 +298,7 @@ def export(model: nn.Module, folder: Path, out: Path) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed; it would train on beside the next start."""
+    """Have Linux kill this rank if torchrun is killed; otherwise it would train on during the next run."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG

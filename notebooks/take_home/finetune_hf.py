@@ -37,7 +37,7 @@ from typing import TextIO
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed: without it, the rank would train on beside the next start."""
+    """Have Linux kill this rank if torchrun is killed; otherwise it would train on during the next run."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG

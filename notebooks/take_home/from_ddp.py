@@ -1,4 +1,4 @@
-"""From DDP to FSDP2 in mid-training: read a DDP script's checkpoint, Adam and schedule included, and continue.
+"""From DDP to FSDP2 in mid-training: read a DDP script's checkpoint, Adam and schedule included, and go on.
 
 `torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves them;
 `torchrun --nproc-per-node 2 from_ddp.py FILE` takes the rest under FSDP2, on any number of ranks.

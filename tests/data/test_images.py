@@ -325,7 +325,7 @@ def test_read_only_folder_without_mnist(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
     )
     tmp_path.chmod(0o755)
-    assert "cannot be written (Permission denied). Choose another with --data-dir" in done.stdout, done.stderr
+    assert "isn't writable (Permission denied). Choose another with --data-dir" in done.stdout, done.stderr
     assert left_over(tmp_path) == []
 
 
@@ -340,7 +340,7 @@ def test_read_only_folder_with_mnist_is_fine(mnist_dir, monkeypatch):
 
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "data").write_text("not a folder")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="isn't writable"):
         prepare_data(tmp_path / "data")
 
 

@@ -51,7 +51,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
         copies_s = 4 * (2 * num_params - root_params) / world_size / bytes_per_s  # the slower direction
         says = (
             f"{format_count(num_params)} parameters, {format_count(root_params)} of them in the root, {world_size}"
-            f" rank(s), {1e3 * image_s:.2f} ms an image, {format_bytes(round(bytes_per_s))}/s: your function says {given}; "
+            f" rank(s), {1e3 * image_s:.2f} ms per image, {format_bytes(round(bytes_per_s))}/s: your function says {given}; "
         )
         expect(given >= 1, f"{says}a step has at least one image")
         expect(

@@ -244,7 +244,7 @@ WRONG = (
         name="wrong-bf16-reduction",
         title="Convergence is a little worse than in one process",
         why="Through PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` alone also reduces gradients in bf16, which "
-        "keeps 8 significant bits; since 2.15 it reduces in fp32. FSDP1 still does it. The more ranks, the more is rounded away.",
+        "keeps 8 significant bits; since 2.15 it reduces in fp32. FSDP1 still uses bf16. The more ranks, the more is rounded away.",
         tell="Compare the gradient's norm of one step with fp32's: here they differ in the fourth digit.",
         fix="`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. It doubles the bytes of the reduction.",
         broken=reduce_in_bf16,

@@ -124,7 +124,7 @@ WRONG_DATA = (
         why="`DistributedSampler` pads: with five images on two ranks it repeats one, so that all ranks have three. In training "
         "that hardly matters. In an evaluation one image counts twice.",
         tell="Add up the images that the ranks evaluated, and compare with the length of the data set.",
-        fix="Share the images out without padding, and divide the sum of hits by the number of images.",
+        fix="Split the images among ranks without padding, and divide the sum of hits by the number of images.",
         broken=count_padded_images,
         fixed=count_each_image_once,
         right=five_images,

@@ -34,7 +34,7 @@ def _short(value: float) -> str:
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
-    """Say in which phase a step peaks, and how far above what is held between steps; nothing where it has no phases."""
+    """Say in which phase a step peaks, and how far above the held bytes; return "" if it has no phases."""
     if not curve.phases:
         return ""
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]

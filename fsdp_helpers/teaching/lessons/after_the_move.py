@@ -61,7 +61,7 @@ LINES = [
     ("a parameter with shape `()`", "shape `(1,)`", "else: ValueError; or ignore it and average its gradient"),
     ("`torch.compile(model)`", "compile each block, after sharding", "files saved with it have `_orig_mod.` in names"),
     ("`DistributedDataParallel(model)`", "`fully_shard(block, mesh=mesh)` per block, then the root", ""),
-    ("`bucket_cap_mb`, `gradient_as_bucket_view`", "the choice of units", "a unit is the bucket"),
+    ("`bucket_cap_mb`, `gradient_as_bucket_view`", "the choice of units", "each unit is a bucket"),
     ("`static_graph=True`", "nothing", "each unit's hooks follow the graph as it comes"),
     (
         "`find_unused_parameters=True`, every rank skips the same layers",

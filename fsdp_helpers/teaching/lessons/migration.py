@@ -96,7 +96,7 @@ ARGUMENTS = [
     ("module", "the same argument", "changed in place and returned; there is no wrapper, and no `.module`"),
     ("process_group", "`mesh`", "`init_device_mesh`; also says on which device"),
     ("device_mesh", "`mesh`", "one dimension, or two for hybrid sharding"),
-    ("sharding_strategy=FULL_SHARD", "`reshard_after_forward=True`", "the root stays full, unless you say True"),
+    ("sharding_strategy=FULL_SHARD", "`reshard_after_forward=True`", "the root stays unsharded unless you pass True"),
     ("sharding_strategy=SHARD_GRAD_OP", "`reshard_after_forward=False`", "a number N keeps one shard in N"),
     ("sharding_strategy=HYBRID_SHARD", "a mesh of two dimensions", "copies first, shards second"),
     ("sharding_strategy=NO_SHARD", "`DistributedDataParallel`", ""),

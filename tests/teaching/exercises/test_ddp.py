@@ -82,6 +82,6 @@ class TestAverageGradients(BuildTestsOnRanks):
         assert "rank 0 was waiting in barrier(), called from my_ddp.py line 6, in average_gradients;" in str(
             caught.value
         )
-        assert "rank 1 was waiting in all_reduce(), called from exchange.py" in str(caught.value)
+        assert "rank 1 was waiting in all_reduce(), called from group.py" in str(caught.value)
         assert str(caught.value).endswith("(in notebook 11: hang-order, hang-gather-on-rank-0)")
         assert "\n" not in str(caught.value)

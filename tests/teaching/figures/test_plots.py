@@ -357,7 +357,7 @@ SAID = {
     "plot_step_losses": ["loss over the global batch (nats) against step", "ddp: 2.3 at 1, 2 at 2, 1.8 at 3."],
     "plot_digits": ["7 ≠ 2"],
     "plot_memory_curve": ["The peak comes in backward", "16 at 0, 40 at 100, 16 at 200, 16 at 300."],
-    "plot_held_and_peak": ["held, parameters 4", "at the peak, gathered units 4", "peak 30.0"],
+    "plot_held_and_peak": ["held, parameters 4", "at the peak, unsharded units 4", "peak 30.0"],
     "plot_collectives": ["In 3 collectives each rank sends 6.00 MB", "rank 1: forward 100", "all_to_all 50"],
     "plot_step": ["In 3 collectives", "reduce_scatter 50", "40 at 100"],
     "plot_peak_by_ranks": ["ddp, lean: 15 at 1, 10 at 2."],
