@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 FOLDER = Path(__file__).resolve().parents[3] / "notebooks"
-CELL_S = 180  # for one cell, on a busy machine
+CELL_S = 600  # for one cell, on a busy machine
 
 
 def chosen(names: list[str]) -> list[Path]:
