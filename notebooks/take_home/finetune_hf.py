@@ -769,7 +769,8 @@ def cause_of(error: BaseException) -> str:
     """Return the first cause in one line; torch's own message has every rank's traceback."""
     failures = getattr(error, "failures", None) or {0: (error, None)}
     cause = next(iter(failures.values()))[0]
-    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    said = str(getattr(cause, "strerror", None) or cause).strip()
+    return said.splitlines()[0] if said else type(cause).__name__
 
 
 def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
