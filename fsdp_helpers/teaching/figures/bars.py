@@ -53,26 +53,27 @@ def held_parts(record: RankRecord) -> dict[str, int]:
     return own | {CATEGORIES["buffers"]: max(0, record.held_bytes - sum(own.values()))}
 
 
-def peak_parts(peak: Peak) -> dict[str, int]:
+def peak_parts(peak: Peak, alone: bool = False) -> dict[str, int]:
     """Return the bytes of a predicted peak by kind: full gradients and their shards, gloo's copies and other buffers.
 
-    What FSDP2 sends in a reduce-scatter are full gradients, laid out anew.
+    What FSDP2 sends in a reduce-scatter are full gradients, laid out anew. Those of one process `alone` have nothing to
+    be averaged with, so they are its gradients, as between steps.
     """
     parts = dict.fromkeys(PEAK_COLORS, 0)
     for term in peak.terms:
-        parts[_kind_of(term)] += term.bytes
+        parts[_kind_of(term, alone)] += term.bytes
     return parts
 
 
-def _kind_of(term: Term) -> str:
+def _kind_of(term: Term, alone: bool) -> str:
     if term.kind == "gradients" and "shard" not in term.name or term.name.startswith(f"{REDUCE},"):
-        return FULL_GRADIENTS
+        return CATEGORIES["gradients"] if alone else FULL_GRADIENTS
     return GLOO_COPY if term.name.startswith(f"{COPY_OF_GLOO},") else CATEGORIES[term.kind]
 
 
-def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes: int) -> set[str]:
-    """Draw the two bars of a row, and a line at the measured peak; return the kinds drawn."""
-    held, parts = held_parts(record), peak_parts(peak)
+def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes: int, alone: bool) -> set[str]:
+    """Draw the two bars of a row, and a line at the measured peak; return the kinds drawn. `alone`: in one process."""
+    held, parts = held_parts(record), peak_parts(peak, alone)
     above, below = row - THIN / 2 - 0.02, row + THIN / 2 + 0.02
     _draw_parts(ax, above, "held", held, highest_bytes)
     _draw_parts(ax, below, "at the peak", parts, highest_bytes)

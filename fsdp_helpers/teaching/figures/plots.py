@@ -116,7 +116,8 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] 
         fig, ax = plt.subplots(figsize=(8, 1.3 + 0.62 * len(rows)), layout="constrained")
         kinds: set[str] = set()
         for place, (name, record) in enumerate(rows.values()):
-            kinds |= draw_rank(ax, place, record, peaks[name], highest_bytes)
+            alone = len(runs[name].ranks) == 1
+            kinds |= draw_rank(ax, place, record, peaks[name], highest_bytes, alone)
         ax.set_yticks(range(len(rows)), rows)
         ax.tick_params(axis="y", length=0)
         ax.invert_yaxis()

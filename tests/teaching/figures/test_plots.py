@@ -144,7 +144,7 @@ def texts(ax: Axes) -> list[str]:
 
 def test_bars_are_as_long_as_the_bytes():
     peak = peak_of(optimizer=8, gathered=4, gradients=6, activations=10)
-    ax = plots.plot_held_and_peak({"fsdp": run_of(rank_record())}, {"fsdp": peak})[1]
+    ax = plots.plot_held_and_peak({"fsdp": run_of(rank_record(), rank_record())}, {"fsdp": peak})[1]
     # Between steps: 4 + 4 + 8 MB are kept; 17 MB are held, so 1 MB is buffers.
     # At the peak: 4 + 4 MB of shards, 6 MB of full gradients, 8 of moments, 4 gathered, 10 of activations: 36 MB.
     assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [
@@ -152,6 +152,12 @@ def test_bars_are_as_long_as_the_bytes():
         *((0, 4), (4, 4), (8, 8), (16, 6), (22, 4), (26, 10)),
     ]
     assert [bar.get_hatch() for bar in ax.patches].index("////") == 7  # gradients that are not averaged yet
+
+
+def test_one_process_has_its_gradients_in_one_look_between_steps_and_at_the_peak():
+    ax = plots.plot_held_and_peak({"one process": run_of(rank_record())}, {"one process": peak_of(gradients=6)})[1]
+    hatches = {bars.get_label(): {bar.get_hatch() for bar in bars} for bars in ax.containers}
+    assert {label: found for label, found in hatches.items() if "gradients" in label} == {"held, gradients": {None}, "at the peak, gradients": {None}}
 
 
 def test_gradients_have_one_color_in_either_api_and_gloos_copy_has_its_own():
