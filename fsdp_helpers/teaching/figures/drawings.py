@@ -1,28 +1,24 @@
-"""Diagrams: the bytes and stages of a step, units, queues, the shards of a checkpoint. Nothing here is measured.
+"""Diagrams: the bytes and stages of a step, units and queues. Nothing here is measured.
 
 Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
-from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, Span
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.style import (
     HATCH,
     OP_COLORS,
-    SERIES_COLORS,
     STATE_COLORS,
     figure_style,
     height_of,
-    ink_on,
     swatches,
 )
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
@@ -222,57 +218,3 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
     told = "; ".join(f"{name}: {', '.join(order)}" for name, order in orders.items())
     put_in_words(fig, f"Events of a forward in time. {told}.")
     return fig, ax
-
-
-def draw_shards(entries: Sequence[TensorEntry]) -> tuple[Figure, Axes]:
-    """Draw which rank wrote which shard: one row per tensor, from first value to last, one bar per shard.
-
-    A row's height grows with the tensor's bytes, and is always large enough for its name.
-    """
-    ranks = sorted({part.rank for entry in entries for part in entry.shards})
-    colors = dict(zip(ranks, cycle(SERIES_COLORS[1:]), strict=False))
-    heights = _row_heights(entries)
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 1 + 0.24 * sum(heights)), layout="constrained")
-        middles = []
-        for entry, height in zip(entries, heights, strict=True):
-            middles.append(sum(heights[: len(middles)]) + height / 2)
-            for part in entry.shards:
-                _draw_shard(ax, entry, part, (middles[-1], 0.9 * height), colors[part.rank])
-        ax.set_yticks(middles, [f"{entry.name}  {list(entry.shape)}  {entry.num_bytes:,} B" for entry in entries])
-        ax.tick_params(axis="y", length=0)
-        ax.set(
-            xlim=(0, 1),
-            ylim=(sum(heights), 0),
-            xlabel="along the first dimension (fraction of the tensor); numbers are rows",
-        )
-        handles = [Patch(color=colors[rank], label=f"rank {rank}") for rank in ranks]
-        fig.legend(handles=handles, ncols=len(ranks), loc="outside upper right", title="written by")
-    written = (
-        f"{entry.name}: " + ", ".join(f"rank {part.rank} wrote {_rows_of(entry, part)[0]:,}" for part in entry.shards)
-        for entry in entries
-    )
-    put_in_words(fig, f"Rows of each tensor by the rank that wrote them. {'; '.join(written)}.")
-    return fig, ax
-
-
-def _row_heights(entries: Sequence[TensorEntry]) -> list[float]:
-    """1 for a tensor of next to no bytes, 5 for the largest, in between in proportion."""
-    largest = max(entry.num_bytes for entry in entries)
-    return [1 + 4 * entry.num_bytes / largest for entry in entries]
-
-
-def _rows_of(entry: TensorEntry, part: ShardEntry) -> tuple[int, int]:
-    """Return how many rows a shard has, and the tensor; a single number is one row."""
-    return (part.sizes[0], entry.shape[0]) if entry.shape else (1, 1)
-
-
-def _draw_shard(ax: Axes, entry: TensorEntry, part: ShardEntry, row: tuple[float, float], color: str) -> None:
-    """One bar in `row`, its middle and height; it says the rank and, of a tensor with rows, how many they are."""
-    num_rows, all_rows = _rows_of(entry, part)
-    width, left = num_rows / all_rows, (part.offsets[0] if part.offsets else 0) / all_rows
-    middle, height = row
-    ax.barh(middle, width, left=left, color=color, edgecolor="white", height=height)
-    text = f"rank {part.rank}: {num_rows:,}" if entry.shape else f"rank {part.rank}"
-    text = text if width > 0.12 else f"{num_rows:,}"
-    ax.text(left + width / 2, middle, text, ha="center", va="center", fontsize=7, color=ink_on(color))

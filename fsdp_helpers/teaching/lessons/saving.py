@@ -98,9 +98,7 @@ def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, f
     losses = train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=half)
     save(folder, model, optimizer, extra={"schedule": schedule.state_dict(), "step": half})
 
-    model, optimizer, schedule = build_sharded(
-        config, seed=config.seed + 1
-    )  # a new process knows nothing of the old one
+    model, optimizer, schedule = build_sharded(config, seed=config.seed + 1)  # as in a new process
     extra = load(folder, model, optimizer)
     if lost == "optimizer":
         optimizer, schedule = optimize_with_schedule(model, config)
@@ -112,6 +110,12 @@ def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, f
     first_step = 0 if lost == "data position" else extra["step"]
     losses += train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count=half)
     return losses
+
+
+def resume_without_each(rank: int, world_size: int, config: TrainConfig, folder: str) -> dict[str, list[float]]:
+    """Return the losses of `resume_without`, by what was lost."""
+    cases = ("nothing", "optimizer", "schedule", "data position")
+    return {f"lost: {lost}": resume_without(rank, world_size, config, lost, f"{folder}/{lost}") for lost in cases}
 
 
 def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: int) -> RunRecord:

@@ -1,39 +1,19 @@
 import matplotlib.pyplot as plt
 import pytest
-import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
-from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings
 from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.teaching.figures.style import OP_COLORS, STATE_COLORS
 
-
-def entry(name: str, *sizes: int) -> TensorEntry:
-    """A tensor of so many rows a rank, each row with 4 values."""
-    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    shards = tuple(
-        ShardEntry(offsets=(start, 0), sizes=(size, 4), file=f"__{rank}_0.distcp", begin=0, length=0)
-        for rank, (start, size) in enumerate(zip(starts, sizes, strict=True))
-    )
-    return TensorEntry(name=name, dtype=torch.float32, shape=(sum(sizes), 4), shards=shards)
-
-
-ONE_NUMBER = TensorEntry(
-    name="step",
-    dtype=torch.float32,
-    shape=(),
-    shards=(ShardEntry(offsets=(), sizes=(), file="__1_0.distcp", begin=0, length=0),),
-)
 SPANS = step_spans(2, forward_s=2e-3, gather_s=1e-3, reduce_s=1e-3, prefetch=True)
 DRAWINGS = {
     "draw_streams": ({"gathered early": SPANS}, "2 ms of forward"),
     "draw_step": ("FSDP",),
     "draw_units": (["net", "first", "second"],),
     "draw_gathers": ({"as it is": ["gather 0", "compute 0"], "ahead": ["gather 0", "gather 1"]},),
-    "draw_shards": ([entry("weight", 3, 3, 2), entry("bias", 1, 1, 1), ONE_NUMBER],),
 }
 
 
@@ -101,15 +81,6 @@ def test_streams_are_drawn_where_they_were_computed():
     assert "not measured: computed from 2 ms of forward" in ax.get_xlabel()
 
 
-def test_shards_lie_where_their_rows_are():
-    ax = drawings.draw_shards([entry("weight", 3, 3, 2)])[1]
-    # Of 8 rows: 3 / 8, 3 / 8 and 2 / 8
-    assert [bar.get_x() for bar in ax.patches] == [0, 0.375, 0.75]
-    assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
-    assert [text.get_text() for text in ax.texts] == ["rank 0: 3", "rank 1: 3", "rank 2: 2"]
-    assert len({bar.get_facecolor() for bar in ax.patches}) == 3
-
-
 def test_gathers_are_drawn_in_order():
     orders = {"as it is": ["gather 0", "compute 0"], "ahead": ["gather 0", "gather 1", "compute 0", "compute 1"]}
     ax = drawings.draw_gathers(orders)[1]
@@ -130,7 +101,6 @@ def test_gathers_are_drawn_in_order():
         ("draw_units", "The root, net, stays unsharded from its first all-gather"),
         ("draw_units", "Unsharded one unit early in backward: first."),
         ("draw_streams", "gathered early: 14.0 ms, in which the arithmetic waits for 2.0 ms."),
-        ("draw_shards", "weight: rank 0 wrote 3, rank 1 wrote 3, rank 2 wrote 2; bias: rank 0 wrote 1,"),
         ("draw_gathers", "as it is: gather 0, compute 0; ahead: gather 0, gather 1."),
     ],
 )

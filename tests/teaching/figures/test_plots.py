@@ -157,7 +157,10 @@ def test_bars_are_as_long_as_the_bytes():
 def test_one_process_has_its_gradients_in_one_look_between_steps_and_at_the_peak():
     ax = plots.plot_held_and_peak({"one process": run_of(rank_record())}, {"one process": peak_of(gradients=6)})[1]
     hatches = {bars.get_label(): {bar.get_hatch() for bar in bars} for bars in ax.containers}
-    assert {label: found for label, found in hatches.items() if "gradients" in label} == {"held, gradients": {None}, "at the peak, gradients": {None}}
+    assert {label: found for label, found in hatches.items() if "gradients" in label} == {
+        "held, gradients": {None},
+        "at the peak, gradients": {None},
+    }
 
 
 def test_gradients_have_one_color_in_either_api_and_gloos_copy_has_its_own():

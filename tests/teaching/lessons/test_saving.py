@@ -48,7 +48,7 @@ def found(config, tmp_path_factory) -> dict:
         )
         for way in WAYS
     }
-    calls |= {lost: (lessons.resume_without, config, lost, str(folder / lost)) for lost in LOST}
+    calls["lost"] = (lessons.resume_without_each, config, str(folder))
     calls["undisturbed"] = (workers.train_with_schedule, config)
     for way in ("package", "lesson"):
         calls[f"late, {way}"] = (workers.go_on_with_a_late_head, str(folder / f"late-{way}"), way)
@@ -85,18 +85,19 @@ def check_ways(strategy: str, api: str, of_each_rank: list) -> None:
 
 
 def test_what_is_lost_shows_in_the_losses(found):
-    losses = {lost: found[lost][0] for lost in LOST}
-    whole = losses.pop("nothing")
+    losses = dict(found["lost"][0])
+    assert list(losses) == [f"lost: {lost}" for lost in LOST]
+    whole = losses.pop("lost: nothing")
     for lost, others in losses.items():
         assert others[:3] == whole[:3]
         # The first loss after the break is that of the same parameters; on other images it is another at once.
-        assert (others[3] == whole[3]) == (lost != "data position")
+        assert (others[3] == whole[3]) == (lost != "lost: data position")
         assert others[4:] != whole[4:]
 
 
 def test_nothing_lost_is_nothing_lost(found):
     """Resumed with everything, the schedule included, it is the run that nobody stopped."""
-    assert found["nothing"] == found["undisturbed"]
+    assert [losses["lost: nothing"] for losses in found["lost"]] == list(found["undisturbed"])
 
 
 def test_killed_while_writing(config, tmp_path):
