@@ -38,7 +38,6 @@ def compare_command(options: argparse.Namespace) -> None:
 
     from fsdp_helpers.data.images import num_train_images
     from fsdp_helpers.ranks.group import choose_device, device_name
-    from fsdp_helpers.ranks.progress import ProgressBar, Report
     from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
     from fsdp_helpers.training.run import prepare_run_data
     from fsdp_helpers.training.watch import STEADY_STEP
@@ -65,11 +64,7 @@ def compare_command(options: argparse.Namespace) -> None:
     print_data_source(source, base)
     images = min(options.steps * options.global_batch_size, num_train_images(source))
     configs = comparison_configs(options.models, replace(base, train_images=images), device)
-    bar = ProgressBar()
-    rows = compare(
-        configs, world_size=options.world_size, device=device, on_done=lambda *what: bar.update(Report(*what))
-    )
-    bar.close()
+    rows = compare(configs, world_size=options.world_size, device=device, progress=True)
     print(plain_table(rows))
     if options.json:
         content = {

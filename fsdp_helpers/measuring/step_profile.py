@@ -156,15 +156,26 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
 def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -> dict[str, Peak]:
     """Return each run's predicted peak, from one micro-batch measured here in one process.
 
-    `backend` is "gloo" or "nccl"; by default, the backend of the run.
+    Runs that differ only in how they're sharded share the measurement. `backend` is "gloo" or "nccl"; by default, the
+    backend of the run.
     """
-    return {name: _predicted_peak(run, backend) for name, run in runs.items()}
+    profiles: dict[tuple, StepProfile] = {}
+    peaks = {}
+    for name, run in runs.items():
+        config, ranks, step = run.config, run.world_size, _measured_in(run)
+        if step not in profiles:
+            profiles[step] = measure_run(config, ranks, run.device)
+        chosen = backend or ("gloo" if run.device == "cpu" else "nccl")
+        peaks[name] = peak_of_step(profiles[step], config, ranks, units_of(config), backend=chosen)
+    return peaks
 
 
-def _predicted_peak(run: RunRecord, backend: str | None) -> Peak:
-    config, ranks = run.config, run.world_size
-    backend = backend or ("gloo" if run.device == "cpu" else "nccl")
-    return peak_of_step(measure_run(config, ranks, run.device), config, ranks, units_of(config), backend=backend)
+def _measured_in(run: RunRecord) -> tuple:
+    """Return what `measure_run` looks at. How a run is sharded decides only which units it recomputes."""
+    config = run.config
+    images = config.global_batch_size, run.world_size, config.micro_batches
+    recomputed = config if config.activation_checkpointing != "none" else None
+    return config.model, config.dropout, config.precision, *images, run.device, recomputed
 
 
 def units_of(config: TrainConfig) -> list[str]:

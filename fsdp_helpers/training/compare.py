@@ -1,15 +1,16 @@
 """The final comparison: every strategy and both APIs, side by side on this machine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from statistics import median
 
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.quantities import format_bytes, format_seconds
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import ComparisonRow, RunRecord
+from fsdp_helpers.training.run import train_one_after_the_other
 from fsdp_helpers.training.watch import STEADY_STEP
-from fsdp_helpers.training.worker import train_worker
 
 HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "sent a step", "final loss")
 SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "loss")
@@ -43,20 +44,14 @@ def left_out(config: TrainConfig, device: str) -> str | None:
 
 
 def compare(
-    configs: Sequence[TrainConfig],
-    *,
-    world_size: int,
-    device: str,
-    on_done: Callable[[int, int, str, str], None] = lambda done, total, title, details: None,
+    configs: Sequence[TrainConfig], *, world_size: int, device: str, progress: bool = False
 ) -> list[ComparisonRow]:
-    """Run the configurations one by one; call `on_done(done, total, title, details)` after each."""
+    """Run the configurations one by one; those that follow one another on equally many ranks share a launch."""
     rows = []
-    on_done(0, len(configs), "compare", "")
-    for config in configs:
-        ranks = 1 if config.strategy == "local" else world_size
-        record = launch(train_worker, config, world_size=ranks, device=device, progress=False)[0]
-        rows.append(comparison_row(record))
-        on_done(len(rows), len(configs), "compare", f"{config.model}, {rows[-1].label}")
+    for ranks, chosen in groupby(configs, lambda config: 1 if config.strategy == "local" else world_size):
+        settings = {"world_size": ranks, "device": device, "progress": progress}
+        records = launch(train_one_after_the_other, list(chosen), **settings)[0]
+        rows += [comparison_row(record) for record in records]
     return rows
 
 

@@ -109,11 +109,11 @@ def train_each(
             device = _check_ranks(one, world_size, device)
             prepare_run_data(one)
     settings = {"world_size": world_size, "device": device, "progress": progress}
-    records = launch(_train_one_after_the_other, list(configs.values()), **settings)[0]
+    records = launch(train_one_after_the_other, list(configs.values()), **settings)[0]
     return dict(zip(configs, records, strict=True))
 
 
-def _train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
+def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
     """Train each of `configs`. One model is gone before the next begins, so its bytes are those of a `train`."""
     records = []
     for config in configs:

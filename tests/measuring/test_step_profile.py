@@ -1,10 +1,14 @@
 """One measured step: which events, in which order, with how many bytes."""
 
+from dataclasses import replace
+
 import torch
+from runs import tiny_record
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.step_profile import measure_step, settle, units_of
+from fsdp_helpers.measuring import step_profile
+from fsdp_helpers.measuring.step_profile import measure_step, predicted_peaks, settle, units_of
 from fsdp_helpers.planning.profile import Moment
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
@@ -77,3 +81,23 @@ def test_units_from_settings_alone():
     config = TrainConfig(model="simple", strategy="fsdp-auto-wrap", global_batch_size=8, min_num_params=20_000)
     assert units_of(config) == ["layers.7"]
     assert units_of(TrainConfig(model="simple", strategy="fsdp")) == []
+
+
+def test_runs_that_differ_only_in_their_shards_share_a_measurement(monkeypatch):
+    measured = []
+
+    def measure_run(config, world_size, device):
+        measured.append((config.global_batch_size // world_size, config.activation_checkpointing))
+        return measure(config, world_size, device)
+
+    measure = step_profile.measure_run
+    monkeypatch.setattr(step_profile, "measure_run", measure_run)
+    config = TrainConfig(model="vit", strategy="fsdp", global_batch_size=8)
+    kinds = {"fsdp": {}, "fsdp1": {"api": "fsdp1"}, "ddp": {"strategy": "ddp"}, "half": {"global_batch_size": 4}}
+    kinds["recomputed"] = {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"}
+    runs = {
+        name: replace(tiny_record(), config=replace(config, **changes), world_size=2) for name, changes in kinds.items()
+    }
+    together = predicted_peaks(runs)
+    assert measured == [(4, "none"), (2, "none"), (4, "units")]
+    assert together == {name: predicted_peaks({name: run})[name] for name, run in runs.items()}

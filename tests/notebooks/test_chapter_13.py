@@ -62,6 +62,15 @@ def test_a_head_of_its_own_is_gathered_for_every_chunk(chapter):
     assert gathers["head a unit"][1] > gathers["head a unit"][0] + 3
 
 
+def test_a_root_that_reshards_after_forward_is_gathered_once_more_in_every_step(chapter):
+    chapter.run_all(["logits", "step-peaks", "head-unit", "adapters", "adapters-start", "adapters-train", "generate"])
+    counts = "[ranks['gathers_before'], ranks['gathers_after']]"
+    assert chapter.value(counts) == [[13, 13], [13, 13]]
+    line = "model.set_reshard_after_forward(False, recurse=False)  # the root: backward begins with it\n"
+    chapter.run("generate", {"generate": (line, "")})
+    assert chapter.value(counts) == [[13, 13], [14, 14]]
+
+
 def test_without_the_reader_the_shards_have_no_values(chapter):
     line = "    dcp.load(in_files, storage_reader=dcp.HuggingFaceStorageReader(FOLDER))\n"
     chapter.run("start", {"start": (line, "")})

@@ -44,6 +44,26 @@ def test_a_line_left_out(chapter, cell, line, instead, differs):
     assert go_on(chapter, {cell: (line, instead)})[differs] > 1e-3
 
 
+def test_a_schedule_that_is_built_after_the_load_starts_each_rank_at_its_own_rate(chapter):
+    built = "    schedule = common.make_schedule(optimizer)\n"
+    start = '    start = {"step": 0, "schedule": schedule.state_dict()}\n'
+    used = '    schedule.load_state_dict(start["schedule"])\n'
+    rates = "[one.rates[0] for one in launch(fsdp2_job.train_fsdp2, moves, world_size=2, device='cpu', progress=False)]"
+    assert go_on(chapter)["losses"] < 1e-5
+    right, same = chapter.value(rates)
+    assert right == same
+    late = chapter.source("fsdp2-loop", {"fsdp2-loop": (used, built + used)}).replace(built + start, "", 1)
+    chapter.run_all(MOVED[: MOVED.index("fsdp2-loop")])
+    chapter.execute(late)
+    chapter.run_all(MOVED[MOVED.index("fsdp2-loop") + 1 :])
+    chapter.execute(GO_ON)
+    first, second = chapter.value(rates)
+    assert (
+        len({first, second, right}) == 3
+    )  # rank 0 has `initial_lr` from the file, rank 1 takes the current rate for it
+    assert chapter.value("differ[0]") > 1e-3
+
+
 def test_an_average_that_stays_unsharded_is_not_updated(chapter):
     with pytest.raises(CellError, match="mixed torch.Tensor and DTensor"):
         go_on(chapter, {"fsdp2-evaluate": ("    average.reshard()", "    pass")})

@@ -68,9 +68,27 @@ def test_srun_and_torchrun_tell_a_rank_the_same(monkeypatch, tmp_path):
     assert after_the_move.ranks_from_srun()["rank"] == 5
 
 
-@pytest.mark.parametrize("old", ["`model.module`", "`with model.no_sync()`", "`Join([model])`", "`GradScaler`"])
+ROWS = {  # a part of a DDP script's line: a part of what its row says of it
+    "`model.module`": "AttributeError",
+    "`with model.no_sync()`": "set_requires_gradient_sync(False)",
+    "`Join([model])`": "same number of batches",
+    "`GradScaler`": "all ranks skip",
+    "`with torch.autocast": "MixedPrecisionPolicy",
+    "SyncBatchNorm": "on the CPU it raises a ValueError",
+    "`mean.copy_(own)` for its buffers": "never sharded",
+    "`()`": "`(1,)`",
+    "every rank skips the same layers": "no gradient",
+    "`find_unused_parameters=True`, ranks differ": "wrong gradients, without an error",
+    "`broadcast_buffers=True`": "average the buffers, variance included",
+    "LambdaLR": "before the load",
+    "`torch.compile(model)`": "_orig_mod.",
+}
+
+
+@pytest.mark.parametrize("old", ROWS)
 def test_each_line_of_a_ddp_script_has_its_row(old):
-    assert old in {row[0] for row in after_the_move.LINES}
+    (row,) = [row for row in after_the_move.LINES if old in row[0]]
+    assert ROWS[old] in " ".join(row[1:])
 
 
 def test_what_the_rows_say_is_so():
