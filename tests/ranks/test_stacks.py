@@ -84,8 +84,8 @@ def test_torch_that_a_pth_file_leads_to(tmp_path):
             place = f"was waiting in init_process_group(), called from alone.py line {len(ALONE.splitlines())}"
             found = []
             assert wait_until(
-                lambda: found.append(stacks.describe(ask_one(rank.pid, tmp_path))) or found[-1] == place
-            ), found
+                lambda: found.append(stacks.describe(ask_one(rank.pid, tmp_path))) or found[-1] == place, timeout_s=60
+            ), found[-1]
         finally:
             rank.kill()
 

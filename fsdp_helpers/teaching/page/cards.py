@@ -25,10 +25,15 @@ def index() -> Markdown:
 def index_by(kind: str) -> str:
     """Return the table of one kind of symptoms, in alphabetical order."""
     rows = sorted((sight.text, name) for name, sights in SIGHTS.items() for sight in sights if sight.kind == kind)
-    shown = [(f"`{text}`" if kind == MESSAGE else text, name) for text, name in rows]
+    shown = [(as_code(text) if kind == MESSAGE else text, name) for text, name in rows]
     return "\n".join(
         ["| what you see | its card |", "| :-- | :-- |", *(f"| {text} | [{name}](#{name}) |" for text, name in shown)]
     )
+
+
+def as_code(text: str) -> str:
+    """Return a code span that shows all of the text, its own backticks too."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def card(name: str) -> bool:
@@ -104,6 +109,12 @@ def proof(fixed: Seen, right: Numbers) -> str:
     rows = [(f"fixed, rank {rank}", numbers) for rank, numbers in enumerate(fixed.numbers)] + [("right", right)]
     lines += [f"| {what} | " + " | ".join(f"{numbers[name]:.6g}" for name in right) + " |" for what, numbers in rows]
     return "\n".join(lines)
+
+
+def documented(failure: Failure) -> str:
+    """Return the cell of a card that isn't run here: all that there is to say, and where it comes from."""
+    origin = f"**{failure.title}.** *From the documentation, not run here.*"
+    return f"### {failure.name}\n\n{origin}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}\n\n**Source.** {failure.source}."
 
 
 def stacks_of_page(page: str) -> dict[str, str]:
