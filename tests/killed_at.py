@@ -22,49 +22,38 @@ STALE = "^shutil.rmtree .*unfinished"  # what a killed save left
 WRITE = "^open .*unfinished.*/__0_0.distcp w"
 METADATA = "^open .*unfinished.*/.metadata.tmp w"  # when all ranks have written
 NAME = "^os.rename .*unfinished.* .*/step-"
-DROP = "^os.rename .*/step-.* .*unfinished-removal"
 BEGIN = "^os.mkdir .*unfinished-model"
 SHARD = "^open .*unfinished-model/sharded/shard-00001.* w"
 JOIN = "^open .*unfinished-model/model-00001-of-.* w"
-FILL = "^open .*unfinished-model/model-00001-of-.* r[+]"
-INDEX = "^open .*unfinished-model/model.safetensors.index.json w"
 JOINED = "^shutil.rmtree .*unfinished-model/sharded"
 COPY = "^shutil.copyfile .*unfinished-model/"
 EXPORT = "^os.rename .*unfinished-model .*/model"
-REPLACE = "^os.rename .*/model .*unfinished-removal"
-REMOVE = "^shutil.rmtree .*unfinished-removal-of-model"
 # The N-th event of a kind, and who is killed: the rank that comes to it, its sibling, or torchrun. Of 10 steps, the
 # 4th, the 8th and the last are saved; a run that was killed goes on after the last one that has its name.
 KILLS = {
-    "in the loop": [
-        (STEP, 3, "self"), (STEP, 7, "torchrun"), (STEP, 1, "self"), (STEP, 4, "sibling"), (STEP, 2, "torchrun"),
-        (STEP, 6, "self"), (STEP, 1, "torchrun"), (STEP, 2, "sibling"), (STEP, 2, "self"), (STEP, 1, "torchrun"),
-    ],
-    "in a save": [
-        (WRITE, 1, "self"), (METADATA, 1, "torchrun"), (NAME, 1, "self"), (WRITE, 2, "sibling"), (STALE, 1, "self"),
-        (NAME, 1, "torchrun"), (METADATA, 2, "self"), (WRITE, 1, "sibling"), (NAME, 1, "self"), (DROP, 1, "torchrun"),
-    ],
-    "in the export": [
-        (BEGIN, 1, "self"), (SHARD, 1, "torchrun"), (JOIN, 1, "self"), (FILL, 1, "sibling"), (INDEX, 1, "self"),
-        (JOINED, 1, "torchrun"), (COPY, 1, "self"), (EXPORT, 1, "sibling"), None, (REPLACE, 1, "self"),
-        (REMOVE, 2, "torchrun"),
-    ],
-    "everywhere": [
+    "on 2 ranks": [
         (STEP, 3, "self"), (METADATA, 1, "torchrun"), (NAME, 1, "sibling"), (STEP, 6, "torchrun"), (WRITE, 1, "self"),
         (STEP, 2, "sibling"), (NAME, 1, "self"), (BEGIN, 1, "torchrun"), (JOIN, 1, "self"), (EXPORT, 1, "sibling"),
     ],
+    "on 1 to 3 ranks": [
+        (STEP, 3, "torchrun"), (WRITE, 1, "sibling"), (STALE, 1, "self"), (METADATA, 1, "self"), (NAME, 2, "sibling"),
+        (STEP, 1, "self"), (SHARD, 1, "torchrun"), (JOINED, 1, "self"), (COPY, 1, "torchrun"), (EXPORT, 1, "sibling"),
+    ],
 }  # fmt: skip
-WORLD_SIZES = (2, 3, 1, 2, 1, 3, 1, 2, 1, 2, 3, 1)  # one start after the other; a sibling needs two ranks
+WORLD_SIZES = {  # one start after the other; a sibling needs two ranks
+    "on 2 ranks": (2,) * 11,
+    "on 1 to 3 ranks": (2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3),
+}
 Start = Callable[[int, str, dict[str, str]], AbstractContextManager]
 
 
-def survive(start: Start, when: str, folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES) -> None:
+def survive(start: Start, when: str, folder: Path) -> None:
     """Start a run again and again, each time killed at the next moment of `when`, and once more until its end.
 
-    `start(world_size, name, variables)` is a torchrun_job. A None among the moments is a start that nothing disturbs.
+    `start(world_size, name, variables)` is a torchrun_job.
     """
     moments = [*KILLS[when], None]
-    for number, (moment, world_size) in enumerate(zip(moments, world_sizes, strict=False)):
+    for number, (moment, world_size) in enumerate(zip(moments, WORLD_SIZES[when], strict=True)):
         name = f"job-{number}"
         with start(world_size, name, variables(folder, moment, name) if moment else {}) as job:
             status = job.wait()

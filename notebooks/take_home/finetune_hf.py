@@ -1060,5 +1060,9 @@ if __name__ == "__main__":
         place = getattr(error, "filename", None) or chosen_arguments.out
         cause = getattr(error, "strerror", None) or error
         sys.exit(f"finetune_hf.py: {cause} ({place}); what was saved is kept")
+    except RuntimeError as error:
+        if "by peer" not in str(error):
+            raise
+        sys.exit(1)  # the connection is closed: another rank has ended, and said why
     if chosen.type == "cpu":
         os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included

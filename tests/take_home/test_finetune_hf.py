@@ -1,10 +1,13 @@
 """finetune_hf.py: models of `transformers`, made on the spot, trained on shared ranks and in one process."""
 
 import fcntl
+import functools
 import json
 import math
 import random
 import re
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,21 +179,34 @@ def on_three(home, on_two) -> dict[str, list[Seen]]:
     return launch_runs(runs, 3)
 
 
+@pytest.fixture(scope="module")
+def alone(home) -> Callable[[str], tuple[list[float], torch.nn.Module]]:
+    """A model's name -> its losses and the trained model in one process, computed once."""
+    return functools.cache(lambda name: train_alone(home / name, home / f"{name}-2", words_of(home, name, f"{name}-2")))
+
+
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
-def test_ten_steps_equal_those_of_one_process(name, home, request):
+def test_ten_steps_equal_those_of_one_process(name, home, alone, request):
     request.getfixturevalue("on_two" if name in FAST else "others_on_two")
-    right, model = train_alone(home / name, home / f"{name}-2", words_of(home, name, f"{name}-2"))
-    assert losses(home / f"{name}-2") == pytest.approx(right, abs=1e-5)
+    right, _ = alone(name)
     assert right[-1] < right[0] - 0.1
+    assert_trained_as_alone(name, home, home / f"{name}-2", alone)
+
+
+def assert_trained_as_alone(name: str, home: Path, run: Path, alone: Callable) -> None:
+    """The losses, and what `transformers` loads: the same logits, the files' dtype, and all other files."""
+    right, model = alone(name)
+    assert losses(run) == pytest.approx(right, abs=1e-5)
     _, dtype, _ = MODELS[name]
-    exported = home / f"{name}-2" / "model"
-    tuned = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tuned = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
     if dtype == torch.bfloat16:
-        model = model.to(dtype).float()
+        model = deepcopy(model).to(dtype).float()
     assert torch.allclose(logits_of(tuned), logits_of(model), atol=1e-4 if dtype == torch.float32 else 0.05)
-    assert {tensor.dtype for path in exported.glob("*.safetensors") for tensor in load_file(path).values()} == {dtype}
+    files = list((run / "model").iterdir())
+    tensors = [one for path in files if path.suffix == ".safetensors" for one in load_file(path).values()]
+    assert {tensor.dtype for tensor in tensors} == {dtype}
     side = {path.name for path in (home / name).iterdir() if ".safetensors" not in path.name}
-    assert side == {path.name for path in exported.iterdir() if ".safetensors" not in path.name}
+    assert side == {path.name for path in files if ".safetensors" not in path.name}
 
 
 def test_padded_rows_equal_one_document_at_a_time(home, on_two):
@@ -540,7 +556,7 @@ def test_a_full_disk_ends_the_run_in_one_line(home, tmp_path):
 def assert_one_line(job, expected: str) -> None:
     said = [line for line in job.output.splitlines() if line.startswith("finetune_hf.py: ")]
     assert len(said) == 1 and expected in said[0], job.output
-    assert "Traceback" not in job.output.split("Sending process")[0], job.output
+    assert 'finetune_hf.py", line' not in job.output, job.output  # no traceback but torchrun's own
 
 
 # ---------------------------------------------------------------- the long evidence
@@ -548,12 +564,12 @@ def assert_one_line(job, expected: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
-def test_other_numbers_of_ranks_equal_two(num_ranks, home, on_two, others_on_two):
+def test_other_numbers_of_ranks_equal_one_process(num_ranks, home, on_two, others_on_two, alone):
     """Every model; on 8 ranks there are fewer rows than ranks."""
-    names = [name for name in MODELS if (name, num_ranks) != ("llama", 3)]
-    launch_runs({name: words_of(home, name, f"{name}-{num_ranks}") for name in names}, num_ranks)
-    for name in names:
-        assert losses(home / f"{name}-{num_ranks}") == pytest.approx(losses(home / f"{name}-2"), abs=1e-5), name
+    runs = {name: words_of(home, name, f"{name}-on-{num_ranks}") for name in MODELS}
+    launch_runs(runs, num_ranks)
+    for name in runs:
+        assert_trained_as_alone(name, home, home / f"{name}-on-{num_ranks}", alone)
 
 
 LARGE = {"vocab_size": 4096, "tie_word_embeddings": True, "num_hidden_layers": 6, "max_position_embeddings": 256}
@@ -561,6 +577,7 @@ LARGE |= {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8
 PLANNED = {
     "llama": LARGE,
     "qwen3": LARGE | {"head_dim": 32},
+    "phi3": LARGE,
 }  # GPT-2's GELU is written out in transformers, and keeps what the plan's one kernel does not
 
 
@@ -609,7 +626,7 @@ def test_the_saved_run_of_13(tmp_path):
 @pytest.mark.parametrize(
     "moment, expected",
     [
-        (("^open .*/settings.json", 1, "disk"), "No space left on device"),
+        (("^open .*/unfinished-settings.json", 1, "disk"), "No space left on device"),
         (("^open .*/log.jsonl", 3, "disk"), "No space left on device"),
         ((killed_at.JOIN, 1, "disk"), "the model cannot be written (No space left on device)"),
         ((killed_at.COPY, 1, "disk"), "No space left on device"),
@@ -637,14 +654,13 @@ def undisturbed(home, tmp_path_factory) -> dict[str, torch.Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("when", killed_at.KILLS)
 def test_ten_kills_change_nothing(when, home, undisturbed, tmp_path):
-    """Bitwise nothing, where all starts have two ranks."""
+    """In the loop, in a save and in the export; bitwise nothing, where all starts have two ranks."""
     words = [home / "llama", home / "text.txt", "--out", tmp_path / "run", *SETTINGS]
-    same = when == "everywhere"
+    same = when == "on 2 ranks"
     killed_at.survive(
         lambda num_ranks, name, variables: hf_job(tmp_path, words, num_ranks, name, **variables),
         when,
         tmp_path,
-        (2,) * 12 if same else killed_at.WORLD_SIZES,
     )
     found = load_file(next((tmp_path / "run" / "model").glob("*.safetensors")))
     assert all(torch.allclose(found[name], one, rtol=0, atol=0 if same else 1e-5) for name, one in undisturbed.items())
