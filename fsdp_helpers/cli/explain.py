@@ -7,14 +7,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 MOST_CARDS = 3
-LEAST_SCORE = 0.35  # of a line's words, weighted by how rare they are; below it, nothing is known
+LEAST_SCORE = 0.5  # of a line's words, weighted by how rare they are; below it, nothing is known
 FEWEST_WORDS = 3  # that a description and a card must share; fewer are chance
 QUOTED = 10.0  # what a whole quoted message counts more than likeness
+SHORTEST_QUOTE = 8  # characters
+KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind, and the word by which a text names it
+SAME_KIND = 1.3  # what a card of the kind that the text names counts more
+UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of one that every third card has
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
-IN_EVERY_OUTPUT = "crash-no-traceback"  # torchrun's report comes with each failure; what else is known says more
-ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")  # "hangs" is "hang", and "decreasing" is "decrease"
+WRAPPERS = (
+    "crash-no-traceback",
+    "slow-threads",
+    "crash-nccl-system-error",
+)  # their messages come with others, which say more
+ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")
 PAGE = "notebooks/11_when_it_breaks.ipynb"
 
 
@@ -55,36 +64,40 @@ def explain_text(text: str) -> str:
 def find_cards(text: str) -> list[Match]:
     """Return the cards that match a message or a full output, best first.
 
-    If the text contains a message from the index, that counts most, the longer the better. Otherwise, each line is
-    compared with each phrase of the index by the words they share; rare words count more.
+    If the text contains a message from the index, that counts most, the rarer its words the better. Otherwise, each line
+    is compared with each phrase of the index, and the whole text with all that a card says, by the words that they share;
+    rare words count more, and two neighboring words count as one more.
     """
-    lines = [line for line in text.splitlines() if line.strip()] or [text]
-    bags = [bag for line in lines if (bag := words_of(line))]
-    whole = " ".join(normalized(text).split())
-    described = words_of(text)
+    lines = [words for line in text.splitlines() if (words := words_of(line))]
+    whole, described = normalized(text), frozenset().union(*lines)
     found = []
     for name, phrases in phrases_of_cards().items():
-        score, phrase = max((score_of(phrase, whole, bags), phrase) for phrase in phrases)
+        score, phrase = max((score_of(phrase, whole, lines), phrase) for phrase in phrases)
         score += covered(described, name)
-        if name == IN_EVERY_OUTPUT:
+        if KIND.get(name.partition("-")[0]) in described:
+            score *= SAME_KIND
+        if name in WRAPPERS:
             score = min(score, QUOTED)
         if score >= LEAST_SCORE:
             found.append(Match(name, score, phrase))
     return sorted(found, key=lambda match: -match.score)
 
 
-def score_of(phrase: str, whole: str, bags: Iterable[frozenset[str]]) -> float:
+def score_of(phrase: str, whole: str, lines: Iterable[frozenset[str]]) -> float:
     """Return how well a phrase matches: above QUOTED if the text contains it, else the best likeness of a line, up to 1."""
     wanted = normalized(phrase)
-    if len(wanted) >= 8 and wanted in whole:
-        return QUOTED + len(wanted) / 1000 + weight(words_of(phrase))
-    return max((likeness(words_of(phrase), bag) for bag in bags), default=0.0)
+    if len(wanted) >= SHORTEST_QUOTE and wanted in whole:
+        return QUOTED + weight(words_of(phrase))
+    return max((likeness(words_of(phrase), line) for line in lines), default=0.0)
 
 
 def covered(described: frozenset[str], name: str) -> float:
-    """Return how much of a description a card's own text covers, from 0 to 1: the weight of the words that both have."""
-    both = described & words_of_card(name)
-    return weight(both) / weight(described) if len(both) >= FEWEST_WORDS else 0.0
+    """Return how much of a description a card's text covers, from 0 to 1; what isn't in its rows counts half."""
+    seen, said = words_of_card(name)
+    shared = described & seen
+    if len({word for word in described & (seen | said) if " " not in word}) < FEWEST_WORDS:
+        return 0.0
+    return (weight(shared) + weight(described & said - seen) / 2) / weight(described)
 
 
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
@@ -95,17 +108,16 @@ def likeness(one: frozenset[str], other: frozenset[str]) -> float:
 
 
 def weight(words: Iterable[str]) -> float:
-    return sum(rarity().get(word, rarity()[""]) for word in words)
+    """Return the sum of the words' weights; a pair of neighbors weighs half, and nothing if no card has it."""
+    return sum(rarity().get(word, 0.0) / 2 if " " in word else rarity().get(word, UNKNOWN_WORD) for word in words)
 
 
 @cache
 def rarity() -> dict[str, float]:
-    """Return each word's weight: the logarithm of how few phrases have it. "" stands for words that aren't in any."""
-    bags = [words_of(phrase) for phrases in phrases_of_cards().values() for phrase in phrases]
-    counts = Counter(word for bag in bags for word in bag)
-    return {word: math.log(1 + len(bags) / count) for word, count in counts.items()} | {
-        "": 0.25 * math.log(1 + len(bags))
-    }
+    """Return the weight of each word that a card has: the logarithm of how few cards have it."""
+    cards = [frozenset().union(*words_of_card(name)) for name in phrases_of_cards()]
+    counts = Counter(word for words in cards for word in words)
+    return {word: math.log(1 + len(cards) / count) for word, count in counts.items()}
 
 
 @cache
@@ -118,31 +130,56 @@ def phrases_of_cards() -> dict[str, tuple[str, ...]]:
 
 
 @cache
-def words_of_card(name: str) -> frozenset[str]:
-    """Return the words of all that a card says, its rows in the index among them."""
+def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the words of a card's rows in the index, and those of its explanation."""
     from fsdp_helpers.teaching.failures.gallery import GALLERY
 
     card = GALLERY[name]
-    return words_of(" ".join([*phrases_of_cards()[name], card.why, card.tell, card.fix]))
+    seen = frozenset().union(*(words_of(phrase) for phrase in phrases_of_cards()[name]))
+    return seen, words_of(" ".join([card.why, card.tell, card.fix]))
 
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return the informative words, without endings: no numbers, no words that occur everywhere."""
-    return frozenset(
-        ENDING.sub("", word)
-        for word in WORD.findall(text.lower().replace("oom", "out of memory"))
-        if word not in COMMON
-    )
+    """Return the informative words, in one form each, and each two neighbors: no numbers, no words that occur everywhere."""
+    words = [SAME.get(word, word) for word in map(stem, WORD.findall(text.lower())) if word not in COMMON]
+    return frozenset(words) | {f"{one} {next_one}" for one, next_one in pairwise(words)}
+
+
+def stem(word: str) -> str:
+    """Return a word without its ending: "hangs" is "hang", and "decreasing" is "decreas"."""
+    return word if word in COMMON else ENDING.sub("", word)
 
 
 def normalized(text: str) -> str:
-    """Return lowercase text, with # for each number and single spaces."""
-    return re.sub(r"\d+", "#", " ".join(text.lower().split()))
+    """Return lowercase text, with # for each number but an exit code such as -9, and single spaces."""
+    return re.sub(r"(?<![-\d])\d+|(?<=-)\d{3,}", "#", " ".join(text.lower().split()))
 
 
 COMMON = frozenset(
     "a an and are as at be but by for from in into is it its me my not of on or our so than that the their then there "
     "they this to was we were when while with you your has have had i if no do does did can error runtimeerror file "
-    "line torch py module name named".split()
+    "line torch py module name named use using used get got will would which any some also just only after before all "
+    "try trying way how what why like same issue problem code run running set please help".split()
 )
+# What people say, in the words of the cards; without endings.
+SAME = {
+    said: word
+    for word, others in {
+        "hang": "freez froz frozen stuck stall halt deadlock lock dead block forever indefinitely wait",
+        "memory": "oom outofmemoryerror ram vram",
+        "train": "finetun fine-tun",
+        "sav": "stor dump",
+        "nod": "machin host multi-nod multinod server",
+        "gpu": "multi-gpu multigpu",
+        "rank": "process",
+        "slow": "slower slowly slowdown",
+        "nan": "nans inf",
+        "checkpoint": "ckpt snapshot",
+        "resum": "restart continu restor reload",
+        "decreas": "converg learn improv drop",
+        "evaluat": "validat valid validation evaluation eval inferenc test",
+        "accuracy": "accuraci metric score",
+    }.items()
+    for said in others.split()
+}

@@ -106,6 +106,12 @@ def proof(fixed: Seen, right: Numbers) -> str:
     return "\n".join(lines)
 
 
+def documented(failure: Failure) -> str:
+    """Return the cell of a card that isn't run here: all that there is to say, and where it comes from."""
+    origin = f"**{failure.title}.** *From the documentation, not run here.*"
+    return f"### {failure.name}\n\n{origin}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}\n\n**Source.** {failure.source}."
+
+
 def stacks_of_page(page: str) -> dict[str, str]:
     """Return each rank's innermost frames, as the debug server's page of stacks shows them."""
     stacks = re.findall(r"<h2>Rank (\d+):.*?<pre>(.*?)</pre>", page, re.DOTALL)

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from fsdp_helpers.teaching.failures import gallery
-from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure
+from fsdp_helpers.teaching.failures.entry import SYMPTOMS
 from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
 from fsdp_helpers.teaching.page import cards
 
@@ -19,19 +19,13 @@ CODE = "\n".join(cell.source for cell in CELLS if cell.cell_type == "code")
 LIVE = [failure.name for failure in RUN if f' = cards.card("{failure.name}")' in CODE]
 
 
-def documented_card(failure: Failure) -> str:
-    """Return the Markdown of a card that was not run here, with its source."""
-    head = f"### {failure.name}\n\n**{failure.title}.** *From the documentation, not run here.*"
-    return f"{head}\n\n{cards.reasons(failure)}\n\n**The fix.** {failure.fix}\n\n**Source.** {failure.source}."
-
-
 def test_every_failure_has_its_card_in_the_notebook():
     assert len(LIVE) >= 12
     for failure in GALLERY.values():
         (heading,) = [text for text in MARKDOWN if text.startswith(f"### {failure.name}\n")]
         assert f"**{failure.title}.**" in heading
         if not failure.is_run:
-            assert heading == documented_card(failure)
+            assert heading == cards.documented(failure)
         elif failure.name not in LIVE:
             assert f'cards.kept_card("{failure.name}")' in CODE and "*A saved run.*" in heading
 
