@@ -47,11 +47,9 @@ def measure_step(
     complete: another module may use that input, too. A profile for FSDP1 names its `flat_units`, an empty list if the
     model is one unit. With `precision` "bf16", an fp32 model computes as under FSDP's mixed precision (see
     `cast_by_policy`), and its parameters stay in bf16.
-
-    There is one thread, as CPU ranks usually have: convolutions and products in bf16 take scratch memory for each.
     """
     casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
-    with one_thread(), casts:
+    with casts:
         compute_loss().backward()  # what only a first step allocates does not count
         model.zero_grad()
         gc.collect()  # what is freed within the trace should have been allocated in it
@@ -68,9 +66,12 @@ def measure_step(
 
 @contextmanager
 def cast_by_policy(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """Within the block, `model` computes in bf16 as under FSDP's mixed precision; its parameters stay in bf16."""
+    """Within the block, `model` computes in bf16 as under FSDP's mixed precision; its parameters stay in bf16.
+
+    There is one thread, as CPU ranks usually have.
+    """
     cast_parameters(model)
-    with cast_inputs(model, units):
+    with one_thread(), cast_inputs(model, units):
         yield
 
 
