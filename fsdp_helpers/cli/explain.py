@@ -18,11 +18,8 @@ KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind, an
 SAME_KIND = 1.3  # what a card of the kind that the text names counts more
 UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of one that every third card has
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
-WRAPPERS = (
-    "crash-no-traceback",
-    "slow-threads",
-    "crash-nccl-system-error",
-)  # their messages come with others, which say more
+# Messages of these cards come with those of others, which say more.
+WRAPPERS = ("crash-no-traceback", "slow-threads", "crash-nccl-system-error")
 ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")
 PAGE = "notebooks/11_when_it_breaks.ipynb"
 
@@ -64,7 +61,7 @@ def explain_text(text: str) -> str:
 def find_cards(text: str) -> list[Match]:
     """Return the cards that match a message or a full output, best first.
 
-    If the text contains a message from the index, that counts most, the rarer its words the better. Otherwise, each line
+    If the text contains a message from the index, that counts most, the more and the rarer its words the better. Otherwise, each line
     is compared with each phrase of the index, and the whole text with all that a card says, by the words that they share;
     rare words count more, and two neighboring words count as one more.
     """
@@ -72,7 +69,7 @@ def find_cards(text: str) -> list[Match]:
     whole, described = normalized(text), frozenset().union(*lines)
     found = []
     for name, phrases in phrases_of_cards().items():
-        score, phrase = max((score_of(phrase, whole, lines), phrase) for phrase in phrases)
+        score, phrase = best_of(phrases, whole, lines)
         score += covered(described, name)
         if KIND.get(name.partition("-")[0]) in described:
             score *= SAME_KIND
@@ -83,12 +80,18 @@ def find_cards(text: str) -> list[Match]:
     return sorted(found, key=lambda match: -match.score)
 
 
-def score_of(phrase: str, whole: str, lines: Iterable[frozenset[str]]) -> float:
-    """Return how well a phrase matches: above QUOTED if the text contains it, else the best likeness of a line, up to 1."""
-    wanted = normalized(phrase)
-    if len(wanted) >= SHORTEST_QUOTE and wanted in whole:
-        return QUOTED + weight(words_of(phrase))
-    return max((likeness(words_of(phrase), line) for line in lines), default=0.0)
+def best_of(phrases: Sequence[str], whole: str, lines: Sequence[frozenset[str]]) -> tuple[float, str]:
+    """Return how well a card's phrases match and the best one: above QUOTED if the text contains any, else up to 1."""
+    quoted = [phrase for phrase in phrases if is_quote(phrase) and normalized(phrase) in whole]
+    if quoted:
+        words = frozenset().union(*(words_of(phrase) for phrase in quoted))
+        return QUOTED + weight(words), max(quoted, key=len)
+    return max((likeness(words_of(phrase), line), phrase) for phrase in phrases for line in lines or [frozenset()])
+
+
+def is_quote(phrase: str) -> bool:
+    """Return whether a phrase is long enough to be found by its letters alone."""
+    return len(normalized(phrase)) >= SHORTEST_QUOTE
 
 
 def covered(described: frozenset[str], name: str) -> float:

@@ -64,6 +64,10 @@ def open_files() -> Outcome:
     if limit == resource.RLIM_INFINITY:
         return Outcome(True, "no limit")
     remedy = f"`ulimit -n {4096 if most == resource.RLIM_INFINITY else min(4096, most)}` in this shell"
+    if most == limit:
+        remedy = (
+            "no shell may raise it: `nofile` in /etc/security/limits.conf, or a container with --ulimit nofile=4096"
+        )
     if limit < LEAST_FILES:
         return Outcome(False, f"at most {limit}, and two ranks need {LEAST_FILES}; {remedy}")
     if limit < ENOUGH_FILES:

@@ -25,10 +25,15 @@ def index() -> Markdown:
 def index_by(kind: str) -> str:
     """Return the table of one kind of symptoms, in alphabetical order."""
     rows = sorted((sight.text, name) for name, sights in SIGHTS.items() for sight in sights if sight.kind == kind)
-    shown = [(f"`{text}`" if kind == MESSAGE else text, name) for text, name in rows]
+    shown = [(as_code(text) if kind == MESSAGE else text, name) for text, name in rows]
     return "\n".join(
         ["| what you see | its card |", "| :-- | :-- |", *(f"| {text} | [{name}](#{name}) |" for text, name in shown)]
     )
+
+
+def as_code(text: str) -> str:
+    """Return a code span that shows all of the text, its own backticks too."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def card(name: str) -> bool:

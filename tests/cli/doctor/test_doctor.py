@@ -350,8 +350,9 @@ LOOK = """
 import json, sys
 from fsdp_helpers.cli.doctor import leftovers, machine, network
 from fsdp_helpers.cli.doctor.rows import Look, look_at
-looks = [machine.shared_memory, network.host_name_is_this_machine, network.interfaces_exist, network.ports_answer,
-         leftovers.processes_of_earlier_runs]
+looks = [machine.shared_memory, machine.open_files, machine.temporary_folder, network.rank_variables,
+         network.host_name_is_this_machine, network.interfaces_exist, network.ports_answer,
+         network.proxies_leave_this_machine_alone, leftovers.processes_of_earlier_runs]
 print(json.dumps({look.__name__: (row.result, row.measured) for look in looks for row in [look_at(Look("", look))]}))
 """
 
@@ -381,6 +382,26 @@ def test_without_a_loopback_and_with_a_name_of_a_different_machine(tmp_path):
     found = in_namespaces(f"mount --bind {hosts} /etc/hosts; hostname elsewhere")
     assert found["host_name_is_this_machine"][0] == FAIL and "192.0.2.7, which" in found["host_name_is_this_machine"][1]
     assert found["ports_answer"][0] == FAIL
+
+
+def test_with_a_full_shared_memory_and_variables_of_a_different_job(tmp_path):
+    found = in_namespaces(
+        f"""
+        mount -t tmpfs -o size=16m none /dev/shm; dd if=/dev/zero of=/dev/shm/full bs=1M count=12 2> /dev/null
+        mount -t tmpfs -o ro none {tmp_path}; export TMPDIR={tmp_path}
+        export RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.255.0.9 GLOO_SOCKET_IFNAME=ib7 http_proxy=http://proxy:3128
+        unset no_proxy NO_PROXY; ip link set lo up; ulimit -n 40
+        """
+    )
+    for look, result, said in (
+        ("shared_memory", FAIL, "4.19 MB of 16.8 MB free in /dev/shm, too little"),
+        ("open_files", FAIL, "at most 40, and two ranks need 64; no shell may raise it"),
+        ("temporary_folder", NOTE, "cannot be used (Read-only file system): Python takes /"),
+        ("rank_variables", FAIL, "RANK=0, WORLD_SIZE=2, MASTER_ADDR=10.255.0.9"),
+        ("interfaces_exist", FAIL, "GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; name one of lo"),
+        ("proxies_leave_this_machine_alone", NOTE, "http_proxy is set"),
+    ):
+        assert found[look][0] == result and said in found[look][1], found[look]
 
 
 RANKS = {

@@ -48,7 +48,14 @@ def test_the_index_leads_from_what_is_seen_to_every_card():
     text = cards.index().data
     assert all(f"[{name}](#{name})" in text for name in GALLERY)
     assert "| `EADDRINUSE` | [crash-port-in-use](#crash-port-in-use) |" in text
+    assert "| `` `FlatParameter` requires uniform `requires_grad` `` | [crash-frozen-flat]" in text
     assert text.index("**By message**") < text.index("**By behavior**") < text.index("**By number**")
+
+
+def test_each_piece_is_on_the_page_that_a_reader_searches():
+    """11 as it is kept, which is also the book's page: the index that its cell shows is that of the tables."""
+    (cell,) = [cell for cell in CELLS if cell.id == "index"]
+    assert cell.outputs[0].data["text/markdown"] == cards.index().data
 
 
 def test_what_torchrun_shows_stands_next_to_what_launch_shows(monkeypatch):
