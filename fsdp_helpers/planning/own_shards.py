@@ -10,8 +10,8 @@ from math import prod
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import named_optimizer
 from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES, num_shards
-from fsdp_helpers.planning.traffic import ALIGNED_VALUES
+from fsdp_helpers.planning.state import FP32_BYTES, PRECISIONS, num_shards
+from fsdp_helpers.planning.traffic import ALIGNED_BYTES
 from fsdp_helpers.planning.walk.units import cut
 from fsdp_helpers.records import StateBytes
 
@@ -25,16 +25,20 @@ def own_state(
     replicas: int | None = None,
     *,
     optimizer: str = "adam",
-    value_bytes: int = FP32_BYTES,
+    precision: str | None = None,
 ) -> StateBytes:
-    """Return what `rank` holds: all parameters or its shards, and gradients and moments of the trained ones."""
+    """Return what `rank` holds: all parameters or its shards, and gradients and moments of the trained ones.
+
+    `precision` is by default that of `config`, which doesn't know all that can be planned.
+    """
+    sizes = PRECISIONS[precision or config.precision]
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
-    values = own_values(profile, config, shards, units, rank)
-    trained = own_values(profile, config, shards, units, rank, counted=profile.trained)
+    where = (profile, config, shards, units, rank, sizes.gathered)
+    values, trained = own_values(*where), own_values(*where, counted=profile.trained)
     return StateBytes(
-        parameter_bytes=value_bytes * values,
-        gradient_bytes=value_bytes * trained,
-        optimizer_bytes=named_optimizer(optimizer).state_bytes(trained, value_bytes),
+        parameter_bytes=sizes.kept * values,
+        gradient_bytes=sizes.kept * trained,
+        optimizer_bytes=named_optimizer(optimizer).state_bytes(trained, sizes.kept),
     )
 
 
@@ -44,9 +48,13 @@ def own_values(
     shards: int,
     units: Sequence[str],
     rank: int,
+    value_bytes: int = FP32_BYTES,
     counted: Collection[str] | None = None,
 ) -> int:
-    """Return the number of values on `rank`, one of `shards` that share a copy of the model: of all parameters, or of some."""
+    """Return the number of values on `rank`, one of `shards` that share a copy of the model: of all parameters, or of some.
+
+    `value_bytes` is the size of a value in the precision of the computation.
+    """
     counted = profile.shapes if counted is None else counted
     if not config.is_sharded or shards == 1:
         return sum(prod(profile.shapes[name]) for name in counted)
@@ -60,8 +68,9 @@ def own_values(
             place * unit.padded // shards,
             (place + 1) * unit.padded // shards,
             [name in counted for name in unit.parameters],
+            value_bytes=value_bytes,
         )
-        for unit in cut(profile, units, "fsdp1", shards).values()
+        for unit in cut(profile, units, "fsdp1", shards, value_bytes=value_bytes).values()
     )
 
 
@@ -71,11 +80,21 @@ def own_rows(rows: int, shards: int, place: int) -> int:
     return max(0, min(share, rows - place * share))
 
 
-def values_between(shapes: Sequence[Sequence[int]], begin: int, end: int, counted: Sequence[bool] | None = None) -> int:
-    """Return how many values of these parameters lie between two places of FSDP1's flat tensor."""
+def values_between(
+    shapes: Sequence[Sequence[int]],
+    begin: int,
+    end: int,
+    counted: Sequence[bool] | None = None,
+    *,
+    value_bytes: int = FP32_BYTES,
+) -> int:
+    """Return how many values of these parameters lie between two places of FSDP1's flat tensor.
+
+    `value_bytes` is the size of a value in the precision of the computation, in which parameters are aligned.
+    """
     found = at = 0
     for shape, counts in zip(shapes, counted or [True] * len(shapes), strict=True):
-        at += -at % ALIGNED_VALUES
+        at += -at % (ALIGNED_BYTES // value_bytes)
         if counts:
             found += max(0, min(end, at + prod(shape)) - max(begin, at))
         at += prod(shape)

@@ -258,7 +258,6 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
         profile, config, cluster.world_size, units, backend="nccl", replicas=replicas, has_host=True, **how
     )
     optimizer, kept_bytes = named_optimizer(settings.optimizer), PRECISIONS[settings.precision].kept
-    kept = {"optimizer": settings.optimizer, "value_bytes": kept_bytes}
     return Plan(
         model=subject.name,
         item=subject.item,
@@ -268,7 +267,7 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
         settings=settings,
         cluster=cluster,
         peak=step.peak,
-        state=own_state(profile, config, cluster.world_size, units, replicas=replicas, **kept),
+        state=own_state(profile, config, cluster.world_size, units, replicas=replicas, **how),
         collectives=step.collectives,
         step_flops=step_flops(subject, settings),
         model_flops=_model_flops(subject, settings),

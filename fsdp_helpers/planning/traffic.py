@@ -13,7 +13,7 @@ from math import prod
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.state import FP32_BYTES
 
-ALIGNED_VALUES = 4  # FSDP1 begins every parameter of its flat tensor at 16 bytes: 4 values of fp32
+ALIGNED_BYTES = 16  # where FSDP1 begins each parameter of a flat tensor: every 4 values of fp32, every 8 of bf16
 
 
 def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: bool = False) -> int:
@@ -84,17 +84,18 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 
 
-def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
+def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
     """Return the size of one unit with the padding that makes all shards equal; `shapes` are those of its parameters.
 
-    FSDP1 packs them into one flat tensor, each at an aligned offset, and pads the end; FSDP2 pads the rows of each
-    parameter.
+    FSDP1 packs them into one flat tensor, each at an offset that is aligned in the precision of the computation,
+    `value_bytes`, and pads the end; FSDP2 pads the rows of each parameter.
+    Source: torch 2.15, `_get_aligned_numel` in `torch/distributed/fsdp/_flat_param.py`.
     """
     if api == "fsdp2":
         return sum(_round_up(shape[0], num_ranks) * prod(shape[1:]) for shape in shapes)
     values = 0
     for shape in shapes:
-        values = _round_up(values, ALIGNED_VALUES) + prod(shape)
+        values = _round_up(values, ALIGNED_BYTES // value_bytes) + prod(shape)
     return _round_up(values, num_ranks)
 
 

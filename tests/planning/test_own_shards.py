@@ -28,6 +28,8 @@ def test_a_flat_tensor_is_cut_in_its_middle():
     # the filling at 30 and 31, and the 5.
     assert [own(rank, 4, strategy="fsdp", api="fsdp1") for rank in range(4)] == [40, 40, 40, 20]
     assert values_between([(10, 3), (5,)], 28, 34) == 2 + 2
+    # in bf16 the 5 values begin at 32 as well; after 3 values they begin at 8, not at 4
+    assert values_between([(3,), (5,)], 0, 8) == 3 + 4 and values_between([(3,), (5,)], 0, 8, value_bytes=2) == 3
 
 
 def test_whole_copies():

@@ -10,7 +10,7 @@ from math import prod
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import Optimizer
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.state import ValueBytes
+from fsdp_helpers.planning.state import FP32_BYTES, ValueBytes
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
@@ -34,7 +34,9 @@ class Unit:
         return self.name or "root"
 
 
-def cut(profile: StepProfile, names: Sequence[str], api: str, ranks: int) -> dict[str, Unit]:
+def cut(
+    profile: StepProfile, names: Sequence[str], api: str, ranks: int, *, value_bytes: int = FP32_BYTES
+) -> dict[str, Unit]:
     """Return the units of those names and the root, the root first; a parameter is in the innermost unit around it.
 
     A unit may be empty if units within it took everything. Raises ValueError for a name under which the model has no
@@ -54,7 +56,7 @@ def cut(profile: StepProfile, names: Sequence[str], api: str, ranks: int) -> dic
     for name in wanted:
         if name not in modules:
             raise ValueError(f"unit {name!r} has no parameters; a unit is the name of a module that has some")
-    return {name: _unit(name, parameters, profile, api, ranks) for name, parameters in found.items()}
+    return {name: _unit(name, parameters, profile, api, ranks, value_bytes) for name, parameters in found.items()}
 
 
 def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozenset[str]:
@@ -86,13 +88,13 @@ def _check_tied(profile: StepProfile, units: Collection[str]) -> None:
             )
 
 
-def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, ranks: int) -> Unit:
+def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, ranks: int, value_bytes: int) -> Unit:
     shapes = [profile.shapes[parameter] for parameter in parameters]
     return Unit(
         name=name,
         parameters=tuple(parameters),
-        values=padded_params(api, shapes, 1),
-        padded=padded_params(api, shapes, ranks),
+        values=padded_params(api, shapes, 1, value_bytes=value_bytes),
+        padded=padded_params(api, shapes, ranks, value_bytes=value_bytes),
         is_trained=any(parameter not in profile.frozen for parameter in parameters),
     )
 
@@ -118,7 +120,8 @@ class Shards:
         *,
         offloads: bool = False,
     ) -> None:
-        self.units, self.ranks, self.sizes = cut(profile, units, config.api, ranks), ranks, sizes
+        self.units = cut(profile, units, config.api, ranks, value_bytes=sizes.gathered)
+        self.ranks, self.sizes = ranks, sizes
         self._api, self._replicas, self._backend, self._ledger = config.api, replicas, backend, ledger
         self._offloads, self._optimizer = offloads, optimizer
         self._shapes, self._trained = profile.shapes, profile.trained

@@ -1,11 +1,9 @@
-"""The figures of notebook 15: ranks in two dimensions, causal attention split over ranks, a pipeline's step, sent bytes."""
+"""The figures of notebook 15: ranks in two dimensions, a pipeline's step, sent bytes."""
 
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from fsdp_helpers.planning.dimensions import PipelineWork, idle_share
@@ -13,7 +11,6 @@ from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.style import (
     OP_COLORS,
-    SERIES_COLORS,
     STATE_COLORS,
     figure_style,
     ink_on,
@@ -49,33 +46,6 @@ def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
     ]
     put_in_words(fig, " ".join(["Four ranks in two dimensions.", *told]).replace("\n", " "))
     return fig, axes
-
-
-def draw_causal_work(splits: Mapping[str, Sequence[int]]) -> tuple[Figure, Sequence[Axes]]:
-    """Draw which rank computes which scores of causal attention; `splits` gives, for each token, its rank."""
-    with figure_style():
-        fig, axes = plt.subplots(1, len(splits), figsize=(3.2 * len(splits), 2.9), layout="constrained")
-        told = []
-        for ax, (name, owners) in zip(axes, splits.items(), strict=True):
-            length, pairs = len(owners), causal_pairs(owners)
-            owner_of_row = np.repeat(np.asarray(owners, float)[:, None], length, axis=1)
-            seen = np.where(np.tri(length, dtype=bool), owner_of_row, np.nan)
-            colors = ListedColormap(SERIES_COLORS[1 : 1 + len(pairs)])
-            ax.imshow(seen, cmap=colors, vmin=0, vmax=len(pairs) - 1, interpolation="nearest")
-            counted = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(pairs))
-            ax.set_title(f"{name}\n{counted} scores", fontsize=9)
-            ax.set(xlabel="key (token)", ylabel="query (token)")
-            told.append(f"{name}: {counted} scores.")
-    put_in_words(fig, " ".join(["Scores of causal attention by the rank that computes them.", *told]))
-    return fig, axes
-
-
-def causal_pairs(owners: Sequence[int]) -> list[int]:
-    """Return how many visible (query, key) pairs each rank computes, given its queries."""
-    counts = [0] * (max(owners) + 1)
-    for place, owner in enumerate(owners):
-        counts[owner] += place + 1
-    return counts
 
 
 def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> tuple[Figure, Sequence[Axes]]:

@@ -33,21 +33,6 @@ def test_each_rank_has_what_lies_along_both_dimensions():
     fig.canvas.draw()
 
 
-def test_causal_work_is_counted_by_rank():
-    # Queries at places 0 to 3 see 1, 2, 3 and 4 keys
-    assert dimension_plots.causal_pairs([0, 0, 1, 1]) == [3, 7]
-    assert dimension_plots.causal_pairs([0, 1, 1, 0]) == [5, 5]
-    fig, axes = dimension_plots.draw_causal_work({"halves": [0, 0, 1, 1], "head and tail": [0, 1, 1, 0]})
-    assert [ax.get_title("left").splitlines()[1] for ax in axes] == [
-        "rank 0: 3, rank 1: 7 scores",
-        "rank 0: 5, rank 1: 5 scores",
-    ]
-    shown = axes[0].get_images()[0].get_array()
-    assert shown.mask.sum() == 6 and shown[3].tolist() == [1, 1, 1, 1]  # what is masked out is not drawn
-    assert describe(fig).endswith("halves: rank 0: 3, rank 1: 7 scores. head and tail: rank 0: 5, rank 1: 5 scores.")
-    fig.canvas.draw()
-
-
 def test_a_pipeline_is_drawn_with_its_bubble():
     order = ["F0", "F1", "B0", "B1"]
     fig, (ax,) = dimension_plots.draw_pipeline({"GPipe": pipeline_spans([order, order])})
