@@ -34,7 +34,7 @@ def keep_tools(kept: dict) -> None:
     """Add the output of the tools that need packages of their own."""
     two_ranks = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": gallery.LIMIT_S}
     dump = launch(tools.dump_with_py_spy, **two_ranks)[1]
-    kept["py-spy"] = dump[dump.index("Thread ") :].splitlines()[:5]
+    kept["py-spy"] = dump[dump.index("Thread ") :].splitlines()[:4]  # down to the rank function
     kept["debug server"] = stacks_of_page(launch(tools.read_debug_server, **two_ranks)[1])
 
 
