@@ -6,7 +6,8 @@ MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoMode
 (Without a tokenizer, a vocabulary of 256 means bytes.) DATA is a text, whose documents are separated by blank
 lines, or JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}, of
 which completions and the assistant's turns are learned. Texts longer than --length are split, conversations
-are cut. As many documents as fit share a row, unless the model's attention would mix them. RUN receives the checkpoints, log.jsonl and, in the end, the model (or the adapter) in its own folder.
+are cut. As many documents as fit share a row, unless the model's attention would mix them. RUN receives the
+checkpoints, log.jsonl and, in the end, the model (or the adapter) in its own folder.
 
 The same command goes on from the newest checkpoint, on any number of ranks. Changed on the way, --lr, --warmup,
 --steps, --epochs and whatever does not change the result are obeyed; --batch, --length, --seed, --held-out, the
@@ -288,22 +289,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
         with safe_open(path, "pt") as file:
             if file.metadata()[DIGEST] == arguments.digest:
                 return
-    tokens, learned, ends = [], [], [0]
-    counts = Counter()
-    for document in read_documents(arguments.data, tokenizer):
-        found, own = encode(document, tokenizer)
-        pieces = range(0, max(1, len(found) - 1), arguments.length)  # n + 1 tokens make n pairs of token and next token
-        counts["documents"] += 1
-        counts["rewritten"] += document.num_rewritten
-        counts["split" if document.kind == "text" else "cut"] += len(pieces) > 1
-        for first in pieces if document.kind == "text" else [0]:
-            piece = slice(first, first + arguments.length + 1)
-            if any(own[piece][1:]):
-                tokens += found[piece]
-                learned += own[piece]
-                ends.append(len(tokens))
-            else:
-                counts["empty"] += 1
+    tokens, learned, ends, counts = tokenize(arguments, tokenizer)
     print(f"{counts['documents']:,} documents, {len(tokens):,} tokens, {sum(learned):,} of them learned", flush=True)
     if counts["empty"]:
         print(f"{counts['empty']:,} with nothing to learn are left out", flush=True)
@@ -323,6 +309,28 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
     unfinished = path.with_name(f"unfinished-{path.name}")
     save_file(content | {"ends": torch.tensor(ends)}, unfinished, metadata={DIGEST: arguments.digest})
     unfinished.rename(path)
+
+
+def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[bool], list[int], Counter]:
+    """Return the tokens of all documents, which of them are learned, where each document ends, and counts."""
+    tokens, learned, ends = [], [], [0]
+    counts = Counter()
+    for document in read_documents(arguments.data, tokenizer):
+        found, own = encode(document, tokenizer)
+        firsts = range(0, max(1, len(found) - 1), arguments.length)  # n + 1 tokens make n pairs of token and next token
+        is_text = document.kind == "text"
+        counts["documents"] += 1
+        counts["rewritten"] += document.num_rewritten
+        counts["split" if is_text else "cut"] += len(firsts) > 1
+        for first in firsts if is_text else [0]:
+            piece = slice(first, first + arguments.length + 1)
+            if any(own[piece][1:]):
+                tokens += found[piece]
+                learned += own[piece]
+                ends.append(len(tokens))
+            else:
+                counts["empty"] += 1
+    return tokens, learned, ends, counts
 
 
 def digest_of(arguments: argparse.Namespace) -> str:

@@ -21,7 +21,7 @@ from take_home_workers import FOLDER, load_script, run_main
 from torch import nn
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torchrun_jobs import one_agent, torchrun_job
+from torchrun_jobs import one_agent, torchrun_job, wait_for_output
 
 from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.models.llama import IGNORED, Llama
@@ -226,13 +226,16 @@ def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
     arguments = [*alone[1], 1_000_000]
     program = [FOLDER / "finetune.py"]
     with torchrun_job(one_agent(2), arguments, tmp_path, program=program) as job:
-        assert wait_until(lambda: list((tmp_path / "run").glob("step-*")) or job.process.poll() is not None)
-        assert job.process.poll() is None, job.output
+        wait_for_output("step (0) ", job)
+        ranks = job.workers().values()
+        assert len(ranks) == 2
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # it holds the lock, and leaves the cores to the second start
         with torchrun_job(one_agent(2), arguments, tmp_path, program=program, name="second") as second:
             assert second.wait() != 0
             assert "another run is writing to" in second.output
-        ranks = job.workers().values()
-        assert len(ranks) == 2
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
         job.kill_agent()
         assert wait_until(lambda: all(map(has_ended, ranks)), 10)
 

@@ -4,8 +4,10 @@ import fcntl
 import functools
 import json
 import math
+import os
 import random
 import re
+import signal
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -28,7 +30,7 @@ from runs import main_in_process
 from safetensors.torch import load_file
 from take_home_workers import FOLDER, load_script
 from torch.distributed import HashStore, TCPStore
-from torchrun_jobs import one_agent, torchrun_job
+from torchrun_jobs import one_agent, torchrun_job, wait_for_output
 from transformers import AutoModelForCausalLM
 
 from fsdp_helpers.data.text import docstring_documents
@@ -529,15 +531,18 @@ def hf_job(folder: Path, words: list, num_ranks: int, name: str = "job", **varia
 
 
 def test_a_second_start_is_refused_and_ranks_end_with_torchrun(home, tmp_path):
-    words = [home / "llama", home / "text.txt", "--out", tmp_path / "run", "--steps", 1_000_000, "--save-every", 5]
+    words = [home / "llama", home / "text.txt", "--out", tmp_path / "run", "--batch", 2, "--steps", 1_000_000]
     with hf_job(tmp_path, words, 2) as job:
-        assert wait_until(lambda: list((tmp_path / "run").glob("step-*")) or job.process.poll() is not None), job.output
-        assert job.process.poll() is None, job.output
+        wait_for_output("step (1) ", job)
+        ranks = job.workers().values()
+        assert len(ranks) == 2
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # it holds the lock, and leaves the cores to the second start
         with hf_job(tmp_path, words, 2, "second") as second:
             assert second.wait() != 0
             assert second.output.count("another run is writing to") == 1
-        ranks = job.workers().values()
-        assert len(ranks) == 2
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
         job.kill_agent()
         assert wait_until(lambda: all(map(has_ended, ranks)), 10)
     with (tmp_path / "run" / ".lock").open("a") as lock:  # as the next run does: a busy machine frees it a moment later
@@ -589,7 +594,7 @@ def test_the_plan_is_within_3_percent_of_the_measured_peak(tmp_path):
     draw = random.Random(0)
     documents = [" ".join(f"w{draw.randrange(WORDS)}" for _ in range(256)) for _ in range(24)]
     (tmp_path / "text.txt").write_text("\n\n".join(documents))
-    runs = {name: words_of(tmp_path, name, f"run-{name}") for name in PLANNED}
+    runs = {name: words_of(tmp_path, name, f"run-{name}", "text.txt", "--steps", 3) for name in PLANNED}
     flags = "--world-size 2 --tokens 256 --context 256 --micro-batches 2 --activation-checkpointing units"
     flags += f" --loss-chunks {256 // CHUNK} --device-memory-gb 80"
     for name, seen in launch_runs(runs, 2, traced=True).items():
