@@ -14,7 +14,7 @@
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
 # make book         the executed notebooks, README and the glossary as a site, in book/ (installs Sphinx beside it)
 # make test-book    its links, its pictures and its search
-# make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE_ARGS="--to DIR")
+# make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE=DIR)
 # make lint         check the style of the code; `make format` fixes what a program can fix
 # make relock       take the newest versions that the registry serves into requirements.lock
 # make outdated     say in one line how many of them the lock lacks
@@ -37,6 +37,7 @@ XLA_BIN := .venv-xla/bin
 XLA_INSTALLED := .venv-xla/installed
 XLA_PACKAGES := torch==2.9.1 torch_xla==2.9.0 numpy
 WORK ?= work
+OFFLINE ?= offline
 CACHE := $(CURDIR)/.venv/cache
 # Markers of tests that need more than the installation.
 PLAIN := not xla and not browser and not cluster and not imagined
@@ -124,14 +125,30 @@ slides: $(INSTALLED)
 book: $(DOCS_INSTALLED)
 	rm -rf book
 	$(DOCS_BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --doctree-dir $(CACHE)/doctrees --conf-dir docs . book
+	rm -rf jupyter_execute
 	cp book/README.html book/index.html
 	@echo "open book/index.html"
 
 test-book: $(DOCS_INSTALLED)
 	$(DOCS_BIN)/python -m pytest tests/test_book.py
 
+# The packages of the lock as wheels for machines like this one, the last commit, MNIST if it is here whole, and laptop.sh,
+# which sets a laptop up from them. Wheels that are there already stay.
 offline: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers.cli.lab.offline $(OFFLINE_ARGS)
+	@echo "about 3 GB of packages, most of it PyTorch with its CUDA libraries"
+	mkdir -p '$(OFFLINE)/packages' '$(OFFLINE)/data'
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --find-links '$(OFFLINE)/packages' \
+	  --requirement requirements.lock --wheel-dir '$(OFFLINE)/packages'
+	git bundle create --quiet '$(OFFLINE)/fsdp.bundle' HEAD
+	cp docs/laptop.sh '$(OFFLINE)'
+	rm -f '$(OFFLINE)'/data/*
+	@if [ $$(ls data/MNIST/raw 2> /dev/null | grep --count 'ubyte$$') = 4 ]; then cp data/MNIST/raw/*ubyte '$(OFFLINE)/data'; \
+	  else echo "no MNIST here, so laptops use the bundled digits"; fi
+	@$(BIN)/python -c 'import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_platform())' > '$(OFFLINE)/contents.txt'
+	@ls '$(OFFLINE)/data' >> '$(OFFLINE)/contents.txt'
+	@[ -z "$$(git status --porcelain)" ] || echo "it has the last commit: changes that are not committed are not in it"
+	@echo "$(OFFLINE): $$(du -sh '$(OFFLINE)' | cut -f1), for Python $$(head -1 '$(OFFLINE)/contents.txt')"
+	@echo "to serve it: python3 -m http.server --directory $(OFFLINE) 8000"
 
 # With and without transformers and accelerate: the last line installs them beside the environment, or says why not.
 test: $(INSTALLED)
