@@ -17,7 +17,6 @@
 # make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE=DIR)
 # make lint         check the style of the code; `make format` fixes what a program can fix
 # make relock       take the newest versions that the registry serves into requirements.lock
-# make outdated     say in one line how many of them the lock lacks
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
 # make xla-all      the same, and its long evidence
 # make clean        remove the environments
@@ -57,7 +56,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab reset handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock outdated run clean
+.PHONY: lab reset handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -93,7 +92,7 @@ $(XLA_INSTALLED): Makefile
 	$(XLA_BIN)/python $(PIP_INSTALL) $(XLA_PACKAGES)
 	touch $@
 
-RUNS := test test-% run xla xla-all relock outdated
+RUNS := test test-% run xla xla-all relock
 # Nothing is written to the home folder, which may be read-only.
 $(RUNS): export MPLCONFIGDIR := $(CACHE)/matplotlib
 $(RUNS): export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
@@ -274,13 +273,6 @@ format: $(INSTALLED)
 relock: $(INSTALLED)
 	$(LOCK) --upgrade --group dev --output-file requirements.lock
 	$(LOCK) --upgrade --resolution lowest-direct --output-file oldest.lock
-
-# Never fails: a push is not to blame for an old lock.
-outdated: $(INSTALLED)
-	@mkdir -p $(CACHE)
-	@cp requirements.lock $(CACHE)/newest.lock
-	@$(LOCK) --upgrade --group dev --output-file $(CACHE)/newest.lock > /dev/null || echo "no package index answers"
-	@$(BIN)/python .ci/lock_age.py requirements.lock $(CACHE)/newest.lock
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)

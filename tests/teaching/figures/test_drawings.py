@@ -8,7 +8,7 @@ from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.teaching.figures import drawings
 from fsdp_helpers.teaching.figures.descriptions import describe
-from fsdp_helpers.teaching.figures.style import OP_COLORS, STATE_COLORS
+from fsdp_helpers.teaching.figures.style import STATE_COLORS
 
 
 def entry(name: str, *sizes: int) -> TensorEntry:
@@ -66,11 +66,6 @@ def test_a_step_of_fsdp_fills_what_each_rank_has():
     assert sum(bool(box.get_hatch()) for box in ax.patches) == 2 * 2  # before the reduce-scatter, each rank its own
 
 
-def test_a_step_of_ddp_fills_everything_but_gradients_in_forward():
-    ax = drawings.draw_step("DDP", num_ranks=3)[1]
-    assert [filled(ax, kind) for kind in ("parameters", "gradients", "optimizer")] == [36, 27, 36]
-
-
 def stretches(ax: Axes, kind: str) -> dict[int, list[tuple[float, float]]]:
     """From when to when one kind of state is whole, for each row of the drawing of units."""
     found = {}
@@ -108,14 +103,6 @@ def test_shards_lie_where_their_rows_are():
     assert [bar.get_width() for bar in ax.patches] == [0.375, 0.375, 0.25]
     assert [text.get_text() for text in ax.texts] == ["rank 0: 3", "rank 1: 3", "rank 2: 2"]
     assert len({bar.get_facecolor() for bar in ax.patches}) == 3
-
-
-def test_gathers_are_drawn_in_order():
-    orders = {"as it is": ["gather 0", "compute 0"], "ahead": ["gather 0", "gather 1", "compute 0", "compute 1"]}
-    ax = drawings.draw_gathers(orders)[1]
-    assert [text.get_text() for text in ax.texts] == [entry for order in orders.values() for entry in order]
-    gathers = [to_hex(bar.get_facecolor()) == OP_COLORS["all_gather"] for bar in ax.patches]
-    assert gathers == [True, False, True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,11 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from runs import tiny_record
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
-from fsdp_helpers.planning.walk.fsdp2 import REDUCE
 from fsdp_helpers.planning.walk.ledger import Peak, Term
-from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
@@ -30,12 +27,7 @@ from fsdp_helpers.records import (
     StepTrace,
 )
 from fsdp_helpers.teaching.figures import plots
-from fsdp_helpers.teaching.figures.bars import peak_parts
 from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
-from fsdp_helpers.teaching.figures.style import (
-    OP_COLORS,
-    STRATEGY_COLORS,
-)
 
 MB = 10**6
 COUNTS = ("step", "rank")  # what is counted has no unit
@@ -122,22 +114,6 @@ def test_every_axis_has_room_for_its_label_and_a_unit(name):
         assert re.search(r"\(.+\)", label) or label.startswith(COUNTS), label
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        ("plot_digits", (IMAGES[:1], LABELS[:1])),
-        ("plot_collectives", ([step_trace()], "a step without phases")),
-        ("plot_step", ([step_trace()], "a step without phases")),
-        ("plot_memory_curve", (step_trace().curve, "a step without phases")),
-        ("plot_ladder", (RUNGS[:1],)),
-        ("plot_comparison", (ROWS[:1],)),
-    ],
-)
-def test_one_of_a_kind(name, arguments):
-    fig, axes = getattr(plots, name)(*arguments)
-    assert list(np.ravel(axes)) == drawn(fig)
-
-
 def texts(ax: Axes) -> list[str]:
     return [text.get_text().strip() for text in ax.texts]
 
@@ -154,17 +130,6 @@ def test_bars_are_as_long_as_the_bytes():
     assert [bar.get_hatch() for bar in ax.patches].index("////") == 7  # gradients that are not averaged yet
 
 
-def test_gradients_have_one_color_in_either_api_and_gloos_copy_has_its_own():
-    names = {"buffers": (f"{REDUCE}, fc1", f"{COPY_OF_GLOO}, fc1", "all-gather, fc1"), "gradients": ("flat, fc1",)}
-    terms = [Term(kind=kind, name=name, values=MB, value_bytes=1) for kind, all_ in names.items() for name in all_]
-    parts = peak_parts(Peak(when="backward", terms=tuple(terms)))
-    assert {kind: size // MB for kind, size in parts.items() if size} == {
-        "full gradients": 2,
-        "communication buffers": 1,
-        "gloo's copy (CPU only)": 1,
-    }
-
-
 def test_ranks_that_are_alike_share_a_row():
     alike = run_of(rank_record(), replace(rank_record(peak_bytes=40 * MB + 16), rank=1))  # padding: 16 bytes
     differ = run_of(rank_record(), replace(rank_record(peak_bytes=39 * MB), rank=1))
@@ -172,16 +137,6 @@ def test_ranks_that_are_alike_share_a_row():
     ax = plots.plot_held_and_peak({"one": run_of(rank_record()), "two": alike, "three": differ}, peaks)[1]
     rows = [label.get_text() for label in ax.get_yticklabels()]
     assert rows == ["one", "two,\neach of 2 ranks", "three, rank 0", "three, rank 1"]
-
-
-def test_a_variant_of_a_strategy_has_its_color_and_a_broken_line():
-    ax = plots.plot_peak_by_ranks(*FIGURES["plot_peak_by_ranks"])[1]
-    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines] == [
-        ([1, 2], [15, 12.5]),  # 30 MB for two million parameters: 15 bytes each
-        ([1, 2], [15, 10]),
-    ]
-    assert {line.get_color() for line in ax.lines} == {STRATEGY_COLORS["ddp"]}
-    assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
 
 
 def test_copies_are_marked_when_they_begin():
@@ -195,34 +150,6 @@ def test_copies_are_marked_when_they_begin():
     assert texts(ax)[-2:] == ["0", "0"]
 
 
-def test_bars_of_collectives_say_what_the_rank_sends():
-    ax = plots.plot_collectives([step_trace(*PHASES)], "One step")[1]
-    # Each has a full tensor of 4 MB, of which the rank sends 2
-    assert sorted(texts(ax)) == ["2.0", "2.0", "2.0", *sorted(PHASES)]
-
-
-def test_bars_without_room_for_a_number_are_added_up():
-    short = [
-        Collective(op="all_gather", bytes=3 * MB, sent_bytes=sent, start_s=0.1 * i, end_s=0.1 * i + 0.001)
-        for i, sent in enumerate((2 * MB, 3 * MB))
-    ]
-    trace = replace(step_trace(*PHASES), collectives=(*short, *step_trace().collectives[2:]))
-    ax = plots.plot_collectives([trace, trace], "One step")[1]
-    # Two bars of 1 ms in 300 send 2 + 3 MB; the third, of 50 ms, has its number
-    for note in ("2.0", "2 narrow bars: 5.0"):
-        assert texts(ax).count(note) == 2  # one for each rank
-
-
-def test_traffic_and_memory_lie_on_one_time_line():
-    traffic, memory = plots.plot_step([step_trace(*PHASES)] * 2, "One step")[1]
-    assert traffic.get_shared_x_axes().joined(traffic, memory)
-    # A step of 300 ms; at 0.1 s, or 100 ms, memory rises to 40 MB and the reduce-scatter begins
-    assert memory.get_xlim() == pytest.approx((0, 300))
-    assert list(memory.lines[0].get_xdata()) == pytest.approx([0, 100, 200, 300])
-    reduces = [bar for bar in traffic.patches if to_hex(bar.get_facecolor()) == OP_COLORS["reduce_scatter"]]
-    assert [bar.get_x() for bar in reduces] == [100, 100]
-
-
 def test_a_rung_says_its_peak_and_the_change():
     memory_ax, time_ax = plots.plot_ladder(RUNGS)[1]
     # 9 MB held of each, then the peaks; each step takes 10 ms
@@ -231,26 +158,6 @@ def test_a_rung_says_its_peak_and_the_change():
     assert [bar.get_width() for bar in memory_ax.patches] == [40, 30, 32, 9, 9, 9]
     assert [line.get_xdata()[0] for line in memory_ax.lines] == [39, 39, 39]  # the predictions
     assert [bar.get_width() for bar in time_ax.patches] == [10, 10, 10]
-
-
-def test_notes_stand_above_the_curve_at_their_moments():
-    trace = step_trace(*PHASES)
-    ax = plots.plot_memory_curve(trace.curve, "One step", plots.moments_of_one_unit(trace))[1]
-    # The gather ends at 50 ms, forward at 100, where the reduce-scatter begins, backward at 200; memory rises from 16 to
-    # 40 MB and falls again
-    lines = dict(zip(texts(ax)[-4:], ax.lines[2:], strict=True))
-    moments = {text.split()[0]: (round(line.get_xdata()[0]), line.get_ydata()[0]) for text, line in lines.items()}
-    assert moments == {
-        "all-gather:": (50, 16),
-        "forward": (100, 40),
-        "backward": (100, 40),
-        "reduced:": (200, 16),
-    }
-    # Each text begins at its line and lies lower than the one before, above the peak: no line crosses a text
-    ends = sorted((line.get_xdata()[0], -line.get_ydata()[1]) for line in lines.values())
-    heights = [-lower for _, lower in ends]
-    assert heights == sorted(set(heights), reverse=True) and min(heights) > 40
-    assert {text.get_ha() for text in ax.texts[-4:]} == {"left"}
 
 
 def test_the_comparison_draws_held_in_front_of_peak():
@@ -273,47 +180,6 @@ def test_a_title_states_what_was_found_or_there_is_none():
     for runs in ({"one": [2.3, 2.0], "two": [2.3, 1.9]}, {"one": [2.3, 2.0], "two": [2.3]}, {"one": [2.3]}):
         assert title_of("plot_step_losses", runs) == []
     assert title_of("plot_step_losses", {"one": [2.3], "two": [2.3]}) == ["Same losses, bitwise equal"]
-
-
-@pytest.mark.parametrize(
-    "name, found",
-    [
-        # 40 of 16 MB, from 0.1 s on, where backward begins
-        ("plot_memory_curve", ["The peak comes in backward, 2.5 times what is held between steps\nOne step"]),
-        # Each rank sends 2 MB for each of three collectives
-        ("plot_collectives", ["In 3 collectives each rank sends 6.00 MB\nOne step"]),
-        ("plot_held_and_peak", ["fsdp: 100 % of what ddp holds, 75 % of its peak"]),
-        ("plot_ladder", ["The lowest peak is 30.0 MB, 75 % of DDP's 40.0"]),
-        (
-            "plot_comparison",
-            [
-                "shallow: the lowest peak is that of ddp and fsdp (fsdp1)",
-                "deep: the lowest peak is that of ddp",
-            ],
-        ),
-        ("plot_copies", ["Copies of units: 1 to the device, 0 to the host"]),
-        # 20 MB for two million parameters, and 20 of 25 MB
-        ("plot_peak_by_ranks", ["Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80 % of ddp's"]),
-    ],
-)
-def test_titles_are_computed_from_what_is_drawn(name, found):
-    assert title_of(name) == found
-
-
-def test_a_step_says_what_is_sent_and_where_it_peaks():
-    different = [step_trace(*PHASES), replace(step_trace(*PHASES), collectives=())]
-    assert title_of("plot_step", different, "One step") == [
-        "In 3 collectives rank 0 sends 6.00 MB; numbers are MB\nOne step",
-        "The peak comes in backward, 2.5 times what is held between steps",
-    ]
-
-
-def test_the_lowest_peak_is_named_with_its_share():
-    lower = replace(ROWS[1], peak_bytes=12 * MB)
-    # 12 of 20 MB
-    assert title_of("plot_comparison", [ROWS[0], lower]) == [
-        "shallow: the lowest peak is that of fsdp (fsdp1), 60 % of ddp's"
-    ]
 
 
 @pytest.fixture
@@ -357,12 +223,25 @@ SAID = {
     "plot_step_losses": ["loss over the global batch (nats) against step", "ddp: 2.3 at 1, 2 at 2, 1.8 at 3."],
     "plot_digits": ["7 ≠ 2"],
     "plot_memory_curve": ["The peak comes in backward", "16 at 0, 40 at 100, 16 at 200, 16 at 300."],
-    "plot_held_and_peak": ["held, parameters 4", "at the peak, unsharded units 4", "peak 30.0"],
+    "plot_held_and_peak": [
+        "fsdp: 100 % of what ddp holds, 75 % of its peak",
+        "held, parameters 4",
+        "at the peak, unsharded units 4",
+        "peak 30.0",
+    ],
     "plot_collectives": ["In 3 collectives each rank sends 6.00 MB", "rank 1: forward 100", "all_to_all 50"],
     "plot_step": ["In 3 collectives", "reduce_scatter 50", "40 at 100"],
-    "plot_peak_by_ranks": ["ddp, lean: 15 at 1, 10 at 2."],
-    "plot_ladder": ["+ a lever: peak 30, held 9", "predicted: at 39. predicted: at 39."],
-    "plot_comparison": ["fsdp (fsdp1): peak 20, held 9", "fsdp (fsdp1): 10"],
+    "plot_peak_by_ranks": ["10.0 bytes per parameter, 80 % of ddp's", "ddp, lean: 15 at 1, 10 at 2."],
+    "plot_ladder": [
+        "The lowest peak is 30.0 MB, 75 % of DDP's 40.0",
+        "+ a lever: peak 30, held 9",
+        "predicted: at 39. predicted: at 39.",
+    ],
+    "plot_comparison": [
+        "the lowest peak is that of ddp and fsdp (fsdp1)",
+        "fsdp (fsdp1): peak 20, held 9",
+        "fsdp (fsdp1): 10",
+    ],
     "plot_copies": ["In this order to the device: 0; to the host: ."],
 }
 
@@ -372,20 +251,3 @@ def test_every_figure_is_described_with_its_numbers(name):
     text = describe(getattr(plots, name)(*FIGURES[name])[0])
     assert all(part in text for part in SAID[name]), text
     assert len(text) <= MOST_CHARACTERS and "\n" not in text and "_child" not in text
-
-
-def test_many_bars_are_counted():
-    fig, ax = plt.subplots()
-    for _ in range(70):
-        ax.barh(0, 1, label="all_gather")
-    ax.set_yticks([0], ["rank 0"])
-    assert describe(fig) == "Numbers of bars: rank 0: all_gather 70."
-
-
-def test_axes_without_row_names_have_those_on_their_left():
-    fig, (left, right) = plt.subplots(1, 2)
-    left.barh([0, 1], [20, 9])
-    left.set_yticks([0, 1], ["ddp", "fsdp"])
-    right.barh([0, 1], [10, 12])
-    right.set(yticks=[], title="time (ms)")
-    assert describe(fig) == "Bars: ddp: 20; fsdp: 9. Figure: time (ms). Bars: ddp: 10; fsdp: 12."

@@ -59,12 +59,6 @@ def test_what_a_module_defines_itself_is_imported_from_it_unless_it_is_shown():
     assert of_module not in show.needed_imports(Block, Attention)
     # a constant, and an alias of a type
     assert "loop import Batches, layer_by_layer\n" in show.needed_imports(loop.evaluate)
-    assert show.needed_imports(needs_nothing) == ""
-
-
-def needs_nothing(value):
-    """Needs nothing: a name inside a comprehension is its own."""
-    return sum(value * part for part in range(3))
 
 
 LISTINGS = [
@@ -122,15 +116,6 @@ def test_difference():
         "+    total += square",
         " return total",
     ]
-
-
-def test_difference_of_scripts(tmp_path):
-    before, after = tmp_path / "before.py", tmp_path / "after.py"
-    before.write_text("one = 1\ntwo = 2\nthree = 3\n")
-    after.write_text("one = 1\ntwo = 2\nthree = 4\nfour = 4\n")
-    shown = show.script_difference(str(before), str(after))
-    assert shown.caption == "From before.py to after.py: 2 lines added, 1 removed."
-    assert shown.code.splitlines() == ["...", " two = 2", "-three = 3", "+three = 4", "+four = 4"]
 
 
 def test_predictions():
@@ -254,9 +239,3 @@ def test_a_device_that_is_chosen_anew(machine):
 def test_cuda_without_the_gpus_for_it_is_refused(found, problem, machine):
     with pytest.raises(ValueError, match=problem):
         machine("cuda", 2, found)
-
-
-def test_side_by_side():
-    shown = show.side_by_side(show.table, show.script)
-    assert [listing.code.splitlines()[0].split("(")[0] for listing in shown.listings] == ["def table", "def script"]
-    assert shown._repr_html_().count("<pre") == 2 and "def script(" in repr(shown)
