@@ -184,10 +184,10 @@ test-mnist: $(INSTALLED)
 test-cluster: test-network test-slurm
 
 test-network: $(INSTALLED)
-	$(BIN)/python -m pytest -m cluster tests/cluster/test_network.py
+	$(BIN)/python -m pytest -m cluster tests/evidence/test_network.py
 
 test-slurm: $(INSTALLED)
-	$(BIN)/python -m pytest -m cluster tests/cluster/test_slurm.py
+	$(BIN)/python -m pytest -m cluster tests/evidence/test_slurm.py
 
 # A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs. One notebook at a
 # time on each worker, whatever its file.
@@ -230,10 +230,10 @@ can-test-browser:
 missing_for = $(BIN)/python -c 'import sys; from $(1) import missing; sys.exit(missing())'
 
 can-test-network: $(INSTALLED)
-	@PYTHONPATH=tests:tests/cluster $(call missing_for,network)
+	@PYTHONPATH=tests:tests/evidence $(call missing_for,network)
 
 can-test-slurm: $(INSTALLED)
-	@PYTHONPATH=tests:tests/cluster $(call missing_for,slurm)
+	@PYTHONPATH=tests:tests/evidence $(call missing_for,slurm)
 
 can-test-mnist:
 	@ls data/MNIST/raw/*.gz > /dev/null 2>&1 || { echo "no MNIST: its four .gz files are not in data/MNIST/raw"; exit 1; }
