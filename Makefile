@@ -14,10 +14,9 @@
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
 # make book         the executed notebooks, README and the glossary as a site, in book/ (installs Sphinx beside it)
 # make test-book    its links, its pictures and its search
-# make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE_ARGS="--to DIR")
+# make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE=DIR)
 # make lint         check the style of the code; `make format` fixes what a program can fix
 # make relock       take the newest versions that the registry serves into requirements.lock
-# make outdated     say in one line how many of them the lock lacks
 # make xla          install PyTorch/XLA in an environment of its own (3 minutes, 7 GB), and run what needs it
 # make xla-all      the same, and its long evidence
 # make clean        remove the environments
@@ -37,6 +36,7 @@ XLA_BIN := .venv-xla/bin
 XLA_INSTALLED := .venv-xla/installed
 XLA_PACKAGES := torch==2.9.1 torch_xla==2.9.0 numpy
 WORK ?= work
+OFFLINE ?= offline
 CACHE := $(CURDIR)/.venv/cache
 # Markers of tests that need more than the installation.
 PLAIN := not xla and not browser and not cluster and not imagined
@@ -56,7 +56,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab reset handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock outdated run clean
+.PHONY: lab reset handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -92,7 +92,7 @@ $(XLA_INSTALLED): Makefile
 	$(XLA_BIN)/python $(PIP_INSTALL) $(XLA_PACKAGES)
 	touch $@
 
-RUNS := test test-% run xla xla-all relock outdated
+RUNS := test test-% run xla xla-all relock
 # Nothing is written to the home folder, which may be read-only.
 $(RUNS): export MPLCONFIGDIR := $(CACHE)/matplotlib
 $(RUNS): export JUPYTER_RUNTIME_DIR := $(CACHE)/jupyter/runtime
@@ -124,14 +124,30 @@ slides: $(INSTALLED)
 book: $(DOCS_INSTALLED)
 	rm -rf book
 	$(DOCS_BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --doctree-dir $(CACHE)/doctrees --conf-dir docs . book
+	rm -rf jupyter_execute
 	cp book/README.html book/index.html
 	@echo "open book/index.html"
 
 test-book: $(DOCS_INSTALLED)
 	$(DOCS_BIN)/python -m pytest tests/test_book.py
 
+# The packages of the lock as wheels for machines like this one, the last commit, MNIST if it is here whole, and laptop.sh,
+# which sets a laptop up from them. Wheels that are there already stay.
 offline: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers.cli.lab.offline $(OFFLINE_ARGS)
+	@echo "about 3 GB of packages, most of it PyTorch with its CUDA libraries"
+	mkdir -p '$(OFFLINE)/packages' '$(OFFLINE)/data'
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --find-links '$(OFFLINE)/packages' \
+	  --requirement requirements.lock --wheel-dir '$(OFFLINE)/packages'
+	git bundle create --quiet '$(OFFLINE)/fsdp.bundle' HEAD
+	cp docs/laptop.sh '$(OFFLINE)'
+	rm -f '$(OFFLINE)'/data/*
+	@if [ $$(ls data/MNIST/raw 2> /dev/null | grep --count 'ubyte$$') = 4 ]; then cp data/MNIST/raw/*ubyte '$(OFFLINE)/data'; \
+	  else echo "no MNIST here, so laptops use the bundled digits"; fi
+	@$(BIN)/python -c 'import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_platform())' > '$(OFFLINE)/contents.txt'
+	@ls '$(OFFLINE)/data' >> '$(OFFLINE)/contents.txt'
+	@[ -z "$$(git status --porcelain)" ] || echo "it has the last commit: changes that are not committed are not in it"
+	@echo "$(OFFLINE): $$(du -sh '$(OFFLINE)' | cut -f1), for Python $$(head -1 '$(OFFLINE)/contents.txt')"
+	@echo "to serve it: python3 -m http.server --directory $(OFFLINE) 8000"
 
 # With and without transformers and accelerate: the last line installs them beside the environment, or says why not.
 test: $(INSTALLED)
@@ -168,10 +184,10 @@ test-mnist: $(INSTALLED)
 test-cluster: test-network test-slurm
 
 test-network: $(INSTALLED)
-	$(BIN)/python -m pytest -m cluster tests/cluster/test_network.py
+	$(BIN)/python -m pytest -m cluster tests/evidence/test_network.py
 
 test-slurm: $(INSTALLED)
-	$(BIN)/python -m pytest -m cluster tests/cluster/test_slurm.py
+	$(BIN)/python -m pytest -m cluster tests/evidence/test_slurm.py
 
 # A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs. One notebook at a
 # time on each worker, whatever its file.
@@ -214,10 +230,10 @@ can-test-browser:
 missing_for = $(BIN)/python -c 'import sys; from $(1) import missing; sys.exit(missing())'
 
 can-test-network: $(INSTALLED)
-	@PYTHONPATH=tests:tests/cluster $(call missing_for,network)
+	@PYTHONPATH=tests:tests/evidence $(call missing_for,network)
 
 can-test-slurm: $(INSTALLED)
-	@PYTHONPATH=tests:tests/cluster $(call missing_for,slurm)
+	@PYTHONPATH=tests:tests/evidence $(call missing_for,slurm)
 
 can-test-mnist:
 	@ls data/MNIST/raw/*.gz > /dev/null 2>&1 || { echo "no MNIST: its four .gz files are not in data/MNIST/raw"; exit 1; }
@@ -257,13 +273,6 @@ format: $(INSTALLED)
 relock: $(INSTALLED)
 	$(LOCK) --upgrade --group dev --output-file requirements.lock
 	$(LOCK) --upgrade --resolution lowest-direct --output-file oldest.lock
-
-# Never fails: a push is not to blame for an old lock.
-outdated: $(INSTALLED)
-	@mkdir -p $(CACHE)
-	@cp requirements.lock $(CACHE)/newest.lock
-	@$(LOCK) --upgrade --group dev --output-file $(CACHE)/newest.lock > /dev/null || echo "no package index answers"
-	@$(BIN)/python .ci/lock_age.py requirements.lock $(CACHE)/newest.lock
 
 run: $(INSTALLED)
 	@mkdir -p $(CACHE)

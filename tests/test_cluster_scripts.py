@@ -1,4 +1,4 @@
-"""The job scripts of notebooks/cluster, run with stand-ins of a line each; tests/cluster has a real Slurm."""
+"""The job scripts of notebooks/cluster, run with stand-ins of a line each; tests/evidence has a real Slurm."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The files of a Slurm for tests, and what it needs; `tests/cluster` starts a real one."""
+"""The files of a Slurm for tests, and what it needs; `tests/evidence` starts a real one."""
 
 import re
 import stat

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import distributions
 
@@ -87,31 +85,3 @@ def test_every_dependency_says_what_it_is_for():
     text = (PROJECT / "pyproject.toml").read_text()
     without = [one for one in RANGES + TOOLS if not re.search(rf'^    "{re.escape(one)}",  # \S', text, re.MULTILINE)]
     assert without == []
-
-
-# ---------------------------------------------------------------- how old the lock is
-
-NEWEST = "# made\nnumpy==2.4.7\n    # via torch\nscipy==1.17.1 ; python_full_version < '3.12'\nscipy==1.18.1\n"
-
-
-@pytest.mark.parametrize(
-    "lock, said",
-    [
-        (NEWEST, "holds what the registry serves"),
-        (
-            NEWEST.replace("2.4.7", "2.4.6"),
-            "is behind the registry in 1 of 2 packages (`make relock`): numpy 2.4.6 -> 2.4.7",
-        ),
-        (
-            "numpy==2.4.7\nscipy==1.17.1\nsix==1.17.0 ; sys_platform == 'linux'",
-            "in 2 of 3 packages (`make relock`): scipy 1.17.1 -> 1.17.1 and 1.18.1, six 1.17.0 -> none",
-        ),
-    ],
-)
-def test_the_age_of_a_lock_is_one_line(tmp_path, lock, said):
-    files = {"requirements.lock": lock, "newest.lock": NEWEST}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    command = [sys.executable, str(PROJECT / ".ci" / "lock_age.py"), *files]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240)
-    assert done.stdout.count("\n") == 1 and said in done.stdout

@@ -12,7 +12,6 @@ FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?:^|[\s\"'(=:\[])(?:/home/|/root/|/work/|/tmp/|/Users/|/usr/|[A-Z]:\\)|site-packages")
 WARNING = re.compile(r"\b\w*Warning\b: |^\[?W\d{3,}|\[W\d", re.MULTILINE)
-FOLD = re.compile(r"<details>.*?</details>", re.DOTALL)
 FENCE = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
 NOT_PROSE = (
     re.compile(  # folds of code, code, links (they name other chapters), and the line that announces the next one
@@ -22,8 +21,7 @@ NOT_PROSE = (
 BOLD = re.compile(r"\*\*([^*]+)\*\*")
 OWN_ENVIRONMENT = ("12_xla",)  # no GPU is asked for there
 START_RANKS = ("Ranks", "launch", "train", "compare")  # each of them takes a device
-MAX_CODE_LINES, MAX_WORDS, MAX_FILE_BYTES = 25, 130, 1_500_000
-MAX_PIXELS = 1_008  # what JupyterLab shows without shrinking it, at 1440 x 900 with the side bar open
+MAX_FILE_BYTES = 1_500_000
 
 
 def problems(notebook) -> list[str]:
@@ -39,30 +37,15 @@ def problems(notebook) -> list[str]:
     for number, cell in enumerate(notebook.cells):
         where = f"cell {number}"
         if cell.cell_type == "markdown":
-            if (words := count_words(cell.source)) > MAX_WORDS:
-                found.append(f"{where}: {words} words, the limit is {MAX_WORDS}")
             found += [f"{where}: {problem}" for problem in unbalanced(cell.source)]
         if cell.cell_type == "code":
-            if (lines := len(cell.source.splitlines())) > MAX_CODE_LINES and not is_one_class(cell.source):
-                found.append(f"{where}: {lines} lines of code, the limit is {MAX_CODE_LINES}")
             found += [
                 f"{where}: {call} stands before its last line, so nothing shows it" for call in unseen(cell.source)
             ]
-            if not code_lines(cell.source):
-                found.append(f"{where}: a code cell without code")
             found += [f"{where}: {problem}" for problem in output_problems(cell)]
         if MACHINE_PATH.search(cell.source):
             found.append(f"{where}: its text names a path of one machine")
     return found
-
-
-def is_one_class(source: str) -> bool:
-    """Whether a cell for the ranks, or for a module, is one class and its imports: a class may be the subject."""
-    magic, _, code = source.partition("\n")
-    if not magic.startswith(("%%ranks", "%%writefile")):
-        return False
-    kinds = [type(node) for node in ast.parse(code).body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return kinds == [ast.ClassDef]
 
 
 def unbalanced(text: str) -> list[str]:
@@ -76,11 +59,6 @@ def unbalanced(text: str) -> list[str]:
     return found
 
 
-def code_lines(source: str) -> list[str]:
-    """The lines that are neither blank nor a comment."""
-    return [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
-
-
 def unseen(source: str) -> list[str]:
     """Return the tables and listings that Jupyter would not show: it shows the value of a cell's last line only."""
     if re.search(r"^[!%]", source, re.MULTILINE):
@@ -88,17 +66,6 @@ def unseen(source: str) -> list[str]:
     earlier = [line.value for line in ast.parse(source).body[:-1] if isinstance(line, ast.Expr)]
     called = [ast.unparse(value.func) for value in earlier if isinstance(value, ast.Call)]
     return [name for name in called if name.startswith("show.") and name != "show.machine"]
-
-
-def direct_launches(notebook) -> int:
-    """How often `train_worker` is launched by hand; `train` does that, with the data prepared and rank 0's record."""
-    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    return len(re.findall(r"launch\(\s*train_worker", code))
-
-
-def count_words(text: str) -> int:
-    """Words that are seen at once; what is folded away, such as a solution, does not count."""
-    return len(re.findall(r"\w[\w'’.,-]*", FOLD.sub("", text)))
 
 
 def output_problems(cell) -> list[str]:
@@ -109,8 +76,6 @@ def output_problems(cell) -> list[str]:
             found.append(f"an error is kept: {output.ename}")
         if output.get("name") == "stderr" and not may_fail:
             found.append(f"standard error is kept: {output.text[:60]!r}")
-        if (width := output.get("metadata", {}).get("image/png", {}).get("width", 0)) > MAX_PIXELS:
-            found.append(f"a figure is {width} pixels wide, the limit is {MAX_PIXELS}")
         text = output_text(output)
         if path := MACHINE_PATH.search(text):
             found.append(f"an output names a path of one machine: {text[path.start() : path.end() + 30]!r}")
@@ -128,13 +93,11 @@ def output_text(output) -> str:
     return "\n".join(str(content) for kind, content in output.data.items() if kind.startswith("text/"))
 
 
-@pytest.mark.skipif(not PATHS, reason="no notebook yet")
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_notebook(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert problems(notebook) == []
-    assert direct_launches(notebook) == 0
     assert path.stat().st_size < MAX_FILE_BYTES
 
 
@@ -201,7 +164,6 @@ def glossary_problems(notebook, number: str, words: dict[str, str]) -> list[str]
     return found
 
 
-@pytest.mark.skipif(not PATHS, reason="no notebook yet")
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_word_is_explained_before_it_is_used(path):
     notebook = nbformat.read(path, as_version=4)
@@ -216,13 +178,6 @@ def test_every_word_of_the_glossary_is_explained_by_a_notebook():
     assert set(words.values()) <= {path.stem[:2] for path in PATHS}
 
 
-@pytest.mark.skipif(not PATHS, reason="no notebook yet")
-def test_notebooks_are_a_numbered_series():
-    numbers = [path.name.split("_")[0] for path in PATHS]
-    assert all(re.fullmatch(r"\d\d", number) for number in numbers)
-    assert len(set(numbers)) == len(numbers)
-
-
 # ---------------------------------------------------------------- the checks can fail
 
 
@@ -234,43 +189,26 @@ def small_notebook():
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A title"), parameters, code])
 
 
-def test_a_clean_notebook_passes():
-    assert problems(small_notebook()) == []
-
-
 def set_output(notebook, text, name="stdout"):
     notebook.cells[2].outputs = [nbformat.v4.new_output("stream", name=name, text=text)]
-
-
-def set_figure(notebook, width):
-    shown = {"image/png": {"width": width}}
-    notebook.cells[2].outputs = [nbformat.v4.new_output("display_data", {"image/png": ""}, metadata=shown)]
 
 
 @pytest.mark.parametrize(
     "spoil, problem",
     [
         (lambda book: book.cells[2].update(execution_count=5), "execution counts"),
-        (lambda book: book.cells[2].update(execution_count=None), "execution counts"),
         (lambda book: book.cells[1].metadata.clear(), "0 cells are tagged"),
         (lambda book: book.cells[2].metadata.update(tags=["parameters"]), "2 cells are tagged"),
-        (lambda book: book.cells[2].update(source="pass\n" * 26), "26 lines of code"),
-        (lambda book: book.cells[0].update(source="word " * 131), "131 words"),
         (lambda book: book.cells[0].update(source="Look:\n\n```python\n"), "1 code fences"),
         (lambda book: book.cells[0].update(source="<details><summary>Hint</summary>Try."), "1 <details> and 0"),
-        (lambda book: book.cells[0].update(source="<details><summary>Hint Try.</details>"), "1 <summary> and 0"),
-        (lambda book: book.cells[2].update(source="# import torch\n\n# ```"), "a code cell without code"),
-        (lambda book: book.cells[2].update(source=""), "a code cell without code"),
         (
             lambda book: book.cells[2].update(source="show.table([], [])\nx = 1"),
             "show.table stands before its last line",
         ),
         (lambda book: set_output(book, "saved to /home/me/model.pt"), "path of one machine"),
-        (lambda book: set_output(book, 'File "/root/x.py", line 1'), "path of one machine"),
         (lambda book: set_output(book, ".venv/lib/python3.11/site-packages/torch"), "path of one machine"),
         (lambda book: set_output(book, "x.py:1: UserWarning: old\n  f()"), "a warning is kept"),
         (lambda book: set_output(book, "anything", name="stderr"), "standard error is kept"),
-        (lambda book: set_figure(book, 1_009), "a figure is 1009 pixels wide"),
         (
             lambda book: book.cells[2].update(
                 outputs=[nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])]
@@ -285,16 +223,6 @@ def test_each_problem_is_found(spoil, problem):
     assert any(problem in found for found in problems(notebook))
 
 
-@pytest.mark.parametrize(
-    "first, last, allowed",
-    [("%%ranks", "", True), ("%%writefile unit.py", "", True), ("%%ranks", "x = 1\n", False), ("# a class", "", False)],
-)
-def test_a_class_may_be_longer(first, last, allowed):
-    notebook = small_notebook()
-    notebook.cells[2].source = f"{first}\nimport torch\n\nclass Unit:\n" + "    x = 1\n" * 30 + last
-    assert any("lines of code" in found for found in problems(notebook)) is not allowed
-
-
 def test_an_error_that_is_meant_to_be_seen_may_stay():
     notebook = small_notebook()
     notebook.cells[2].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=["no"])]
@@ -306,45 +234,18 @@ GLOSSARY = """
 | word | also called | what it means | explained in |
 | :-- | :-- | :-- | :-- |
 | unit | FSDP unit | gathered together | [03](03_fsdp.ipynb) |
-| ZeRO-1, ZeRO-3 | stages | which state is sharded | [04](04_fsdp_auto_wrap.ipynb) |
 """
 
 
 @pytest.mark.parametrize(
-    "text, problem",
+    "number, text, problems",
     [
-        ("Units are gathered.", "'unit' is explained in 03 and used before, in 'Units are gathered.'"),
-        ("As in [03](03.ipynb), ZeRO-3 is.", "'ZeRO-3' is explained in 04 and used before, in 'As in  , ZeRO-3 is.'"),
-        (
-            "A **unit** is a part of one.",
-            "'unit' is explained in 03 and used before, in 'A **unit** is a part of one.'",
-        ),
+        ("02", "Units are gathered.", ["'unit' is explained in 03 and used before, in 'Units are gathered.'"]),
+        ("02", "A sub-unit, `unit` in code, [the unit](03_fsdp.ipynb) in a link.\n\n```\nunit = 1\n```", []),
+        ("03", "A unit is gathered.", ["'unit' is explained here, says the glossary, and is nowhere in bold"]),
+        ("03", "A **unit** is what is gathered together.", []),
     ],
 )
-def test_a_word_used_too_early_is_found(text, problem):
+def test_a_word_used_too_early_or_not_explained_is_found(number, text, problems):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
-    assert glossary_problems(notebook, "02", read_glossary(GLOSSARY)) == [problem]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "A community is united; a sub-unit and zero-1 are other words.",
-        "`unit` in code, <code>unit</code> in a fold, and [the unit](03_fsdp.ipynb) in a link.",
-        "```python\nunit = 1\n```",
-        "**Next:** [03](03_fsdp.ipynb), which has a unit.",
-    ],
-)
-def test_what_is_no_use_of_a_word(text):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
-    assert glossary_problems(notebook, "02", read_glossary(GLOSSARY)) == []
-
-
-@pytest.mark.parametrize("text", ["A unit is gathered together.", "**Unit tests** are others.", "No word of it."])
-def test_a_word_that_is_not_explained_where_it_should_be_is_found(text):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
-    assert glossary_problems(notebook, "03", {"unit": "03"}) == [
-        "'unit' is explained here, says the glossary, and is nowhere in bold"
-    ]
-    notebook.cells[0].source += " A **unit** is what is gathered together."
-    assert glossary_problems(notebook, "03", {"unit": "03"}) == []
+    assert glossary_problems(notebook, number, read_glossary(GLOSSARY)) == problems

@@ -44,19 +44,6 @@ def plans(text: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def longest_without_a_break(text: str) -> dict[str, int]:
-    """Return for each plan the most minutes between two breaks."""
-    found = {}
-    for section in re.split(r"^#{2,3} ", text, flags=re.MULTILINE):
-        if re.search(r": \d+ minutes$", title := section.partition("\n")[0]):
-            minutes, most = 0, 0
-            for row, what in re.findall(r"^\| (\d+) \| ([^|]*) \|", section, flags=re.MULTILINE):
-                minutes = 0 if what in ("break", "lunch") else minutes + int(row)
-                most = max(most, minutes)
-            found[title] = most
-    return found
-
-
 def test_every_section_that_the_workshop_names_is_there():
     assert missing_places(TEXT, NOTEBOOKS) == []
 
@@ -65,12 +52,6 @@ def test_the_minutes_add_up():
     found = plans(TEXT)
     assert len(found) == 4
     assert {title: pair for title, pair in found.items() if pair[0] != pair[1]} == {}
-
-
-def test_there_is_a_break_at_least_every_75_minutes():
-    found = longest_without_a_break(TEXT)
-    assert len(found) == 4 and {title: most for title, most in found.items() if most > 75} == {}
-    assert longest_without_a_break("## A: 9 minutes\n| 4 | a |\n| 4 | b |\n| 1 | break |\n") == {"A: 9 minutes": 8}
 
 
 @pytest.mark.parametrize(

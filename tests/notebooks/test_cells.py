@@ -59,7 +59,7 @@ CALLS = {
         "parallelize_module",
         "dist.all_reduce",
         "dist.reduce_scatter_tensor",
-        "dist.batch_isend_irecv",
+        "dist.all_to_all_single",
         "schedule.step",
         "all_to_all_single_autograd",
         "clip_grads_with_norm_",

@@ -1,7 +1,6 @@
 """The moving picture says what its trace says: bytes, times, and what each rank has at each moment."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -105,11 +104,6 @@ def test_a_part_moves_at_a_steady_pace_and_jumps_between_two_keys_of_one_time():
     part = Part(shape="", keys=keys)
     assert [part.at(time_s).opacity for time_s in (0, 0.9, 1, 2.9, 3, 9)] == [0, 0, 1, 1, 0, 0]
     assert [part.at(time_s).y for time_s in (1, 2, 2.5)] == [10, 5, 2.5]
-
-
-def test_more_ranks_than_two_are_refused(step):
-    with pytest.raises(ValueError, match="2 ranks; this step has 3"):
-        animation.frame(replace(step, ranks=(*step.ranks, step.ranks[0])), 0.0)
 
 
 def test_the_player_scrubs(step):

@@ -1,4 +1,4 @@
-"""The zoo on real ranks, beside its plans: `python tests/zoo_record.py` writes the record that chapter 09 reads.
+"""The zoo on real ranks, beside its plans: `python tests/evidence/zoo_record.py` writes the record that chapter 09 reads.
 
 It measures what `notebooks/reference/zoo.json` lacks, and everything if that was measured with a different torch.
 """
@@ -21,8 +21,8 @@ from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
-RECORD = Path(__file__).parents[1] / "notebooks/reference/zoo.json"
-COMMAND = "python tests/zoo_record.py"
+RECORD = Path(__file__).parents[2] / "notebooks/reference/zoo.json"
+COMMAND = "python tests/evidence/zoo_record.py"
 WAYS = {
     "DDP": {"strategy": "ddp"},
     "FSDP1 auto-wrap": {"strategy": "fsdp-auto-wrap", "api": "fsdp1"},

@@ -1,4 +1,4 @@
-"""Is this project fast enough? `python tests/benchmark.py` measures the loop; `fsdp` and `checkpoint` measure the rest.
+"""Is this project fast enough? `python tests/evidence/benchmark.py` measures the loop; `fsdp` and `checkpoint` measure the rest.
 
 `ground`: training ShallowNet and reading the data alone, each against what people write first, and `ranks`: a cell on
 live ranks, the time until they are up, and a launch of two workers that do nothing, against `mp.spawn`. `fsdp`: a step of DeepNet on two CPU ranks, FSDP against DDP and auto-wrap against one unit, for

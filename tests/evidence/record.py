@@ -1,4 +1,4 @@
-"""Writes the records that notebook 10 shows: `sudo PYTHONPATH=tests:. .venv/bin/python tests/cluster/record.py`."""
+"""Writes the records that notebook 10 shows: `sudo PYTHONPATH=tests:. .venv/bin/python tests/evidence/record.py`."""
 
 import json
 import os

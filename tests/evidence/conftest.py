@@ -5,6 +5,6 @@ import pytest
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "/cluster/" in item.path.as_posix():
+        if "/evidence/" in item.path.as_posix():
             item.add_marker(pytest.mark.cluster)
             item.add_marker(pytest.mark.timeout(900))
