@@ -14,9 +14,10 @@ NEEDED_FOR_A_WHEEL = ("pyproject.toml", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
-def modules() -> set[str]:
+def files() -> set[str]:
     """Every file of the package, as a path from the project's root."""
-    return {path.relative_to(PROJECT).as_posix() for path in (PROJECT / "fsdp_helpers").rglob("*.py")}
+    paths = (path for path in (PROJECT / "fsdp_helpers").rglob("*") if path.is_file())
+    return {path.relative_to(PROJECT).as_posix() for path in paths if path.parent.name != "__pycache__"}
 
 
 def test_a_wheel_holds_every_room(tmp_path):
@@ -31,7 +32,7 @@ def test_a_wheel_holds_every_room(tmp_path):
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == modules()
+    assert held == files()
 
 
 def tree_of(text: str) -> list[str]:
@@ -48,7 +49,7 @@ def test_the_tree_of_the_files_names_every_room_and_nothing_that_is_gone():
     section = (PROJECT / "CONTRIBUTING.md").read_text().partition("\n## The files\n")[2]
     named = tree_of(section.split("```\n")[1])
     assert [path for path in named if not (PROJECT / path).exists()] == []
-    rooms = {f"fsdp_helpers/{Path(path).parts[1]}/" for path in modules() if len(Path(path).parts) > 2}
+    rooms = {f"fsdp_helpers/{Path(path).parts[1]}/" for path in files() if len(Path(path).parts) > 2}
     assert {path for path in named if path.count("/") == 2 and path.startswith("fsdp_helpers/")} == rooms
 
 

@@ -10,8 +10,10 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -22,7 +24,7 @@ from pathlib import Path
 PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 SERVER_OF = "FSDP_HELPERS_SERVER_OF"  # the server's parent, in the environment of the server alone
 LOOK_S = 0.5  # between two looks at the server's parent
-LAST_S = 5.0  # at most, for ranks to end by themselves, which removes their folder, before the server ends them
+FOLDER = "fsdp_helpers-{}-"  # how the names of a process's private folders begin, by its id
 
 
 def adopt_orphans() -> None:
@@ -58,6 +60,16 @@ def end_own_children() -> None:
     end_children(os.getpid())
 
 
+def end_all_of(parent: int) -> None:
+    """In the server of ranks: end everything below it, then remove the folders of its parent, which has ended.
+
+    A rank removes its folder when it sees its parent end. It can't if the parent was killed while it ended its ranks.
+    """
+    end_own_children()
+    for folder in Path(tempfile.gettempdir()).glob(FOLDER.format(parent) + "*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def watch_over_ranks(parent: int) -> None:
     """In the server of ranks: adopt orphans, and end everything below it when its parent ends, even if it's killed."""
     os.setsid()  # Jupyter kills a kernel together with its process group
@@ -67,13 +79,12 @@ def watch_over_ranks(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(LOOK_S)
-        deadline = time.monotonic() + LAST_S
-        while children(os.getpid()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        end_own_children()
+        end_all_of(parent)
         os._exit(0)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
+    # The server's main thread leaves as soon as its parent and all ranks have ended, perhaps before `watch` has.
+    atexit.register(end_all_of, parent)
 
 
 if os.environ.pop(SERVER_OF, None) == str(os.getppid()):

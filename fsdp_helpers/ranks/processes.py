@@ -16,6 +16,7 @@ from typing import Any
 import torch.multiprocessing
 
 from fsdp_helpers.ranks import stacks
+from fsdp_helpers.ranks.orphans import FOLDER
 from fsdp_helpers.ranks.rank import Setup, run_rank
 from fsdp_helpers.ranks.server import (
     NO_MAIN_GUARD,
@@ -53,7 +54,7 @@ class Processes:
         self.world_size, self.on_output = world_size, on_output
         self.ends: dict[int, int | None] = {}  # ranks that have ended, and their exit codes
         self._processes: list = []
-        self._folder = tempfile.TemporaryDirectory(prefix="fsdp_helpers-", ignore_cleanup_errors=True)
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER.format(os.getpid()), ignore_cleanup_errors=True)
         self._setup = Setup(body, world_size, device, self.folder, dict(os.environ), payload, timeout_s)
         links = [Pipe() for _ in range(world_size)]
         pipes = [[Pipe(duplex=False) for _ in range(streams)] for _ in range(world_size)]

@@ -126,20 +126,13 @@ def flush() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-PATIENCE = 50  # attempts to remove the folder
-
-
 def _end_with_parent(folder: str) -> None:
     """End this rank, and everything it has started, when its parent ends in any way: a kernel is killed, or restarted."""
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:
         multiprocessing.connection.wait([parent])
-        for _ in range(PATIENCE):  # another rank may be writing into it, or removing it too
-            shutil.rmtree(folder, ignore_errors=True)
-            if not os.path.exists(folder):
-                break
-            time.sleep(0.01)
+        shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it too
         end_own_children()
         os._exit(1)
 

@@ -259,6 +259,8 @@ def test_a_restart_leaves_nothing_and_the_kernel_launches_again(kernels):
     pids = set(written_pids(folder))
     processes = kernel.processes()
     assert pids < processes
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # they can't tidy up after themselves, as when a kernel dies while it ends them
     kernel.manager.restart_kernel(now=True)
     assert ended(processes)
     assert wait_until(lambda: not list(kernel.folder.glob("fsdp_helpers-*")))
