@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdp_helpers.cli.doctor.rows import Outcome, note
@@ -40,7 +41,8 @@ def orphans() -> Iterator[Orphan]:
 
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it ended, or belongs to somebody else
-            command = " ".join(process.cmdline())
+            program, *arguments = process.cmdline() or [process.name()]
+            command = " ".join([Path(program).name, *arguments])
             is_server = all(word in command for word in SERVER)
             if (is_server or belongs_to_rank(process)) and is_orphan(process):
                 what = "a fork server" if is_server else command[:MOST_OF_COMMAND]
