@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from fsdp_helpers.cli.compare import add_compare_arguments
-from fsdp_helpers.cli.files import check_output_path, print_data_source, write_json
 from fsdp_helpers.cli.flags import Flag, add_flags, flags
+from fsdp_helpers.cli.output import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.cli.plan import add_plan_arguments, plan_command
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.torchrun import end_with_agent
-from fsdp_helpers.training.summary import print_summary
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 CALL_FLAGS = (

@@ -18,7 +18,7 @@ from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
 from fsdp_helpers.teaching.lessons import saving_and_resuming
 from fsdp_helpers.teaching.lessons.many_machines import add_up_without
-from fsdp_helpers.teaching.page import machine_gpus, show
+from fsdp_helpers.teaching.page import show, this_machine
 from fsdp_helpers.training import loop, worker
 
 
@@ -187,7 +187,7 @@ def machine(monkeypatch):
     monkeypatch.delenv("FSDP_DEVICE", raising=False)
 
     def set_up(device, num_ranks, found=Gpus(0), **settings):
-        for module in (group, machine_gpus):
+        for module in (group, this_machine):
             monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))

@@ -9,8 +9,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from fsdp_helpers.measuring.collectives import CollectiveTrace
-from fsdp_helpers.measuring.cuda_memory import requested_points
-from fsdp_helpers.measuring.memory import MemoryTrace
+from fsdp_helpers.measuring.memory import MemoryTrace, requested_points
 from fsdp_helpers.models.series import build_model
 
 STEPS = 3
@@ -98,7 +97,7 @@ def test_only_what_was_made_within_the_history_counts():
 def imagined_gpu(monkeypatch):
     """torch.cuda as a memory trace sees it, with a clock that tells Unix time; returns the allocator."""
     gpu = CachingAllocator()
-    monkeypatch.setattr("fsdp_helpers.measuring.cuda_memory.take_work_spaces", lambda device: gpu.malloc(8 * MIB))
+    monkeypatch.setattr("fsdp_helpers.measuring.memory.take_work_spaces", lambda device: gpu.malloc(8 * MIB))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: enabled and gpu.noted.clear())
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [gpu.noted]})
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: gpu.reserved_bytes)

@@ -11,8 +11,8 @@ from runs import tiny_record
 
 from fsdp_helpers.quantities import MB
 from fsdp_helpers.ranks.progress import Report
-from fsdp_helpers.training import live
-from fsdp_helpers.training.live import LiveView
+from fsdp_helpers.training import live_view
+from fsdp_helpers.training.live_view import LiveView
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def outputs(monkeypatch):
         return Handle(len(shown) - 1)
 
     monkeypatch.setattr("IPython.display.display", display)
-    monkeypatch.setattr(live, "SECONDS_BETWEEN_LINES", -1.0)
-    monkeypatch.setattr(live, "SECONDS_BETWEEN_CURVES", -1.0)
+    monkeypatch.setattr(live_view, "SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(live_view, "SECONDS_BETWEEN_CURVES", -1.0)
     return shown
 
 
@@ -80,13 +80,13 @@ def test_a_summary_takes_their_place(outputs):
 @pytest.fixture
 def curves(monkeypatch):
     """The steps and losses of every curve, and the memory of the ranks beside it."""
-    drawn, draw = [], live.run_picture
+    drawn, draw = [], live_view.run_picture
 
     def run_picture(steps, losses, memory, title):
         drawn.append((list(steps), list(losses), dict(memory)))
         return draw(steps, losses, memory, title)
 
-    monkeypatch.setattr(live, "run_picture", run_picture)
+    monkeypatch.setattr(live_view, "run_picture", run_picture)
     return drawn
 
 
@@ -117,34 +117,34 @@ def test_the_memory_of_each_rank_is_drawn_as_soon_as_it_is_known(outputs, curves
 
 def test_a_short_run_is_not_smoothed():
     losses = [2.3012, 2.2534, 2.1987]  # differences of their sums are not these numbers
-    assert live.smoothed(losses) == losses
+    assert live_view.smoothed(losses) == losses
 
 
 def test_the_axis_ends_where_the_run_is():
     ax = Figure().subplots()
-    live.draw_loss(ax, range(1, 101), [2.0] * 100)
+    live_view.draw_loss(ax, range(1, 101), [2.0] * 100)
     assert ax.get_xlim() == (1, pytest.approx(100 + 0.08 * 99))  # and not at the thousandth step that is to come
 
 
 def test_the_picture_has_whole_steps_room_above_and_no_background_of_its_own():
     ax = Figure().subplots()
-    live.draw_loss(ax, range(1, 5), [2.3, float("nan"), 2.5, 2.4])
+    live_view.draw_loss(ax, range(1, 5), [2.3, float("nan"), 2.5, 2.4])
     assert ax.get_ylim() == (0, pytest.approx(1.1 * 2.5))
     assert all(place == int(place) for place in ax.get_xticks())
-    live.draw_loss(Figure().subplots(), [1, 2], [float("nan")] * 2)  # a run that has failed is drawn too
-    picture, _ = live.run_picture([1, 2], [2.3, 2.0], {}, "Loss")
+    live_view.draw_loss(Figure().subplots(), [1, 2], [float("nan")] * 2)  # a run that has failed is drawn too
+    picture, _ = live_view.run_picture([1, 2], [2.3, 2.0], {}, "Loss")
     corner = plt.imread(io.BytesIO(base64.b64decode(picture)))[0, 0]
     assert corner[3] == 0
 
 
 def test_a_loss_is_smoothed_over_a_twentieth_of_the_run():
-    assert live.smoothed([4.0, 2.0, 6.0]) == [4.0, 2.0, 6.0]  # three steps: nothing to average
-    jagged = live.smoothed([1.0, 3.0] * 20)  # 40 steps: each with the one before it
+    assert live_view.smoothed([4.0, 2.0, 6.0]) == [4.0, 2.0, 6.0]  # three steps: nothing to average
+    jagged = live_view.smoothed([1.0, 3.0] * 20)  # 40 steps: each with the one before it
     assert jagged[0] == 1.0 and set(jagged[1:]) == {2.0}
 
 
 def test_bars_of_memory_are_as_long_as_the_bytes():
     ax = Figure().subplots()
-    live.draw_memory(ax, {0: (16 * MB, 40 * MB), 1: (16 * MB, 38 * MB)})
+    live_view.draw_memory(ax, {0: (16 * MB, 40 * MB), 1: (16 * MB, 38 * MB)})
     assert [bar.get_width() for bar in ax.patches] == [40, 38, 16, 16]
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["rank 0", "rank 1"]

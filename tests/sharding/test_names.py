@@ -1,4 +1,4 @@
-from fsdp_helpers.models.names import plain_name
+from fsdp_helpers.sharding.wrapping import plain_name
 
 
 def test_names_without_what_wrappers_add():
