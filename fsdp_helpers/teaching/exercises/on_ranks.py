@@ -11,8 +11,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from fsdp_helpers.progress import ProgressBar, count_ranks
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
-from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
 from fsdp_helpers.ranks.server import loading_worker
 from fsdp_helpers.teaching.exercises.answers import NotYet, error_line, expect
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from fsdp_helpers.gpus import Gpus, choose_device, find_gpus, hide_gpus, unhide_gpus
 from fsdp_helpers.quantities import KB, format_bytes
-from fsdp_helpers.ranks.gpus import Gpus, find_gpus, hide_gpus, unhide_gpus
-from fsdp_helpers.ranks.group import choose_device
 
 CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less than the machine
 WORTH_SAYING = 100_000 * KB

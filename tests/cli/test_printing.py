@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from runs import tiny_record
 
-from fsdp_helpers.cli.output import print_summary
+from fsdp_helpers.cli.printing import print_summary
 
 
 def test_held_and_peak_bytes_stand_where_they_belong(capsys):
