@@ -193,14 +193,6 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
     assert os.listdir(tmp_path) == []  # the data folder included: nothing is fetched for a run that cannot be
 
 
-def test_bad_input_in_a_process_of_its_own(run_cli, tmp_path):
-    done = run_cli("train", "--strategy", "ddp", "--world-size", 3, "--data-dir", tmp_path / "data")
-    assert done.returncode == 2
-    assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
-    assert "use 258 or 255" in done.stderr
-    assert not (tmp_path / "data").exists()
-
-
 @pytest.mark.parametrize(
     "flags, message", [(["--train-images", 1438], "digits has 1437"), (["--test-images", 361], "digits has 360")]
 )

@@ -411,9 +411,7 @@ def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_conf
 
 
 # Rank 0 alone writes the description, and has to hear that the other could not write its shards.
-@pytest.mark.parametrize(
-    "full_on, part", mostly_long([(0, "shards"), (1, "shards"), (0, "description")], telling=(2,))
-)
+@pytest.mark.parametrize("full_on, part", mostly_long([(0, "shards"), (1, "shards"), (0, "description")], telling=(2,)))
 def test_a_disk_that_fills_up(full_on, part, saving_config, undisturbed, tmp_path):
     """The third checkpoint, of step 6, does not fit: on one rank a file cannot grow any more."""
     folder = tmp_path / "run"

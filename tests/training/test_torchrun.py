@@ -55,6 +55,7 @@ def undisturbed(tmp_path_factory):
 # ---------------------------------------------------------------- who started it does not matter
 
 
+@pytest.mark.long  # 10 asserts the same of its own runs
 def test_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
     """Six steps, to the last bit: each rank has as many threads as any other, half of this host's cores."""
     arguments = [*SHARDED, "--max-steps", 6, "--json", tmp_path / "two.json"]

@@ -13,7 +13,6 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import from_fsdp1
 
-
 FEW_STEPS = {"MOVED_AT": 3, "LAST_STEP": 5}
 
 
