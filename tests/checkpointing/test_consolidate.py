@@ -354,13 +354,9 @@ def garble(path: Path) -> None:
     "spoil, message",
     [
         (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing. Put it back"),
-        (lambda path: os.truncate(path / "__1_0.distcp", 1000), "__1_0.distcp is damaged: 1,000 bytes instead of"),
         (lambda path: garble(path / "__1_0.distcp"), "step-00000002"),
-        (lambda path: (path / ".metadata").unlink(), ".metadata is missing. Put it back"),
         (lambda path: garble(path / ".metadata"), ".metadata is not the index of a sharded checkpoint"),
         (lambda path: garble(path / "checkpoint.json"), "it has no readable checkpoint.json"),
-        (lambda path: (path / "checkpoint.json").write_text('{"format": 3}'), "update fsdp_helpers to load it"),
-        (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
     ],
 )
 @pytest.mark.parametrize("suffix", READERS)
