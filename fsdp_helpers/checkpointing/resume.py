@@ -56,7 +56,7 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
         saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # a setting that is newer than the checkpoint
         if saved != now:
             raise CheckpointError(
-                f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same value to continue, or "
+                f"{path} was saved with {name} {saved!r}, but this run has {now!r}; use the same value to continue, or "
                 f"another --checkpoint-dir for a different run"
             )
     with torch.device("meta"):  # shapes without values
@@ -73,7 +73,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run: saves its full state as it trains, and loads it; without a folder, does nothing."""
+    """The checkpoints of a run. Saves its full state as it trains, and loads it; does nothing without a folder."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank

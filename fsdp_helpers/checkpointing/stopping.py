@@ -12,7 +12,7 @@ import torch
 
 from fsdp_helpers.ranks.group import sum_over_ranks
 
-_asked: bool | None = None  # None if nobody heeds SIGTERM
+_asked: bool | None = None  # None while SIGTERM isn't being watched
 
 
 class Stopped(Exception):

@@ -1,7 +1,7 @@
 """Memory requested by tensors on a GPU: the history of CUDA's caching allocator, as a curve.
 
 The allocator rounds each request up to 512 bytes, and hands out a whole block if no more than 1 MiB of it would be
-left. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7 % more than the tensors. Its history also has
+left. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7% more than the tensors. Its history also has
 the requests, which are what the formulas predict: the same bytes as on the CPU.
 """
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: a threshold, the units of a transformer, and blocks that come and go."""
+"""Exercises of notebook 04: a threshold, the units of a transformer, and blocks whose parameters come and go."""
 
 from dataclasses import dataclass
 
@@ -86,12 +86,12 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
     )
     expect(
         found.peak_bytes < limit_bytes,
-        f"{says}the peak is {format_bytes(found.peak_bytes)}, the target below {format_bytes(limit_bytes)}",
+        f"{says}the peak is {format_bytes(found.peak_bytes)}, the target is below {format_bytes(limit_bytes)}",
         "memory-root-only",
     )
     expect(
         found.num_collectives <= CUT_COLLECTIVES,
-        f"{says}{found.num_collectives} collectives per step, the target is at most {CUT_COLLECTIVES}",
+        f"{says}{found.num_collectives} collectives per step; the target is at most {CUT_COLLECTIVES}",
         "slow-many-units",
     )
     expect(
@@ -119,7 +119,7 @@ def _expect_hooks(found: TrainedHooks, says: str) -> None:
         found.num_gathers == GATHERS,
         f"{says}{found.num_gathers} gathers in a step, not {GATHERS}: each block needs one in forward, one in backward",
     )
-    expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are whole at a time while one computes")
+    expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are unsharded at once while one computes")
     expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
 
 

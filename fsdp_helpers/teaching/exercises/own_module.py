@@ -47,7 +47,7 @@ def _imported(source: str) -> set[str]:
 
 
 def import_own(module: str, name: str) -> Any:
-    """Import, in a rank, what the reader's module calls `name`."""
+    """Import `name` from the reader's module, in a rank."""
     with loading_worker():  # a module that launches is refused, else ranks would launch ranks
         return getattr(importlib.import_module(module), name)
 

@@ -32,7 +32,7 @@ class TrainedHooks:
     right: list[float]  # those of one process
     num_gathers: int  # in the last step
     left: dict[str, int]  # bytes that blocks have when none of them computes, by moment
-    most_whole: int  # blocks that are whole while one of them computes
+    most_whole: int  # blocks that are unsharded while one of them computes
 
 
 class Block(nn.Module):
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Widen(nn.Module):
-    """Repeat the columns, without a parameter: what comes out needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
+    """Repeat the columns, without a parameter: the output needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.repeat(1, -(-HOOKED_WIDTH // WIDTH))[:, :HOOKED_WIDTH]

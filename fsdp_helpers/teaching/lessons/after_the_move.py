@@ -1,4 +1,4 @@
-"""A job after the move: what may be wrong with it, found before it costs a day, and how its ranks start. For notebook 14."""
+"""A job after the move: how its ranks start, and a check that finds faults before they cost a day. For notebook 14."""
 
 import copy
 import os
@@ -86,7 +86,7 @@ LINES = [
     (
         "`with torch.autocast(...)`",
         "the same, or `MixedPrecisionPolicy`",
-        "parameters are gathered in fp32 with the first",
+        "the first all-gathers parameters in fp32",
     ),
     ("`GradScaler`", "the same", "inf on one rank: all ranks skip the step"),
     (
@@ -105,7 +105,7 @@ LINES = [
         "else: one rank's shards",
     ),
 ]
-# What torch changed from 2.11 to 2.15; read in its sources and documentation, but for what notebook 14 runs.
+# What torch changed from 2.11 to 2.15; read in its sources and documentation, except where notebook 14 runs it.
 CHANGES = [
     (
         "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`",

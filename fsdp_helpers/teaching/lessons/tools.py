@@ -1,4 +1,4 @@
-"""Tools that set FSDP2 for you: their settings next to plain torch, and accelerate asked for it on CPU ranks. For notebook 14."""
+"""Tools that set up FSDP2 for you: their settings next to plain torch, and accelerate on CPU ranks. For notebook 14."""
 
 import importlib.util
 import json
@@ -81,9 +81,9 @@ SETTINGS = [
         "`initial_load_path`",
     ),
     (
-        "`dcp.save` of shards, or one whole file",
+        "`dcp.save` of shards, or one full file",
         "`fsdp_state_dict_type`",
-        "`state_dict_type`; one whole file by default",
+        "`state_dict_type`; one full file by default",
         "`save_distributed_checkpoint`; shards by default",
         "`checkpoint.*`; shards",
     ),
@@ -105,7 +105,7 @@ SETTINGS = [
 
 
 def train_with_accelerate(rank: int, world_size: int) -> dict:
-    """Ask accelerate for FSDP2 on CPU ranks; report what it says, what it makes of the model, and the losses."""
+    """Ask accelerate for FSDP2 on CPU ranks; report its messages, how it shards the model, and the losses."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))  # as torchrun would
