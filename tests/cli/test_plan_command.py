@@ -268,7 +268,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"global_batch": "0"}, "global_batch is 0"),
         ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
         ({"lora_rank": "8"}, "--lora-rank belongs to language models"),
-        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "planned with FSDP2"),
+        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "planned only with FSDP2"),
         ({"lora_rank": "0", "model": "llama-8b"}, "lora_rank is 0"),
         ({"device": "v100", "precision": "pure-bf16"}, "has no arithmetic in bf16; use --precision fp16"),
         ({"activation_checkpointing": "some"}, "--activation-checkpointing: invalid choice"),
@@ -360,7 +360,7 @@ def test_published_sizes_by_file(changes, num_params, tmp_path):
         ("nonsense", "is not JSON"),
         ("{}", "has no model_type"),
         (json.dumps(THREE_B | {"model_type": "bert"}), "model_type 'bert' is not one of llama, mistral"),
-        (json.dumps({"model_type": "llama"}), "no whole number hidden_size, num_hidden_layers"),
+        (json.dumps({"model_type": "llama"}), "no whole number for hidden_size, num_hidden_layers"),
     ],
 )
 def test_files_that_are_no_such_model(text, message, tmp_path, capsys):

@@ -34,8 +34,8 @@ TOP, BOTTOM = 396, 532  # of the memory curve
 PLAY_S, REST_S = 14.0, 2.0  # in which a step is shown, and how long its end stays
 CURVE_POINTS, READINGS = 400, 80
 CAPTIONS = {
-    "forward": "Forward: shards flow together, and whole parameters are used",
-    "backward": "Backward: whole gradients (hatched); then each rank keeps its shard of their mean",
+    "forward": "Forward: shards come together, and full parameters are used",
+    "backward": "Backward: full gradients (hatched); then each rank keeps its shard of their mean",
     "step": "Optimizer's step: each rank updates its own shards",
 }
 STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{TEXT_COLOR}}}"

@@ -91,7 +91,7 @@ def install_wrong_torchvision(patch, folder):
         "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\nRequires-Dist: torch==1.0\n"
     )
     patch.syspath_prepend(str(folder))
-    return "torchvision needs torch==1.0, and "
+    return "torchvision needs torch==1.0, but "
 
 
 def remove_a_package(patch, folder):
