@@ -26,10 +26,9 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.models.names import plain_name
 from fsdp_helpers.ranks.group import limit_waiting, waits_in_the_open
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
-from fsdp_helpers.sharding.wrapping import Policy, choose_units, holders_of_ties, size_policy
+from fsdp_helpers.sharding.wrapping import Policy, choose_units, holders_of_ties, plain_name, size_policy
 
 SHARDING_STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,  # ZeRO-3: parameters are resharded after forward
