@@ -11,9 +11,11 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def chapter(tmp_path_factory):
-    """The chapter with all its cells run once; `first` has what they showed."""
+    """The chapter with all its cells run once, on a quarter of the images; `first` has what they showed."""
     with Chapter("07", tmp_path_factory.mktemp("chapter") / "07") as chapter:
         chapter.run_all(chapter.set_up_cells())
+        images = chapter.cells["second-step"]
+        images.source = images.source.replace("torch.randn(64,", "torch.randn(16,").replace("arange(64)", "arange(16)")
         chapter.first = {cell_id: chapter.run(cell_id) for cell_id in CELLS}
         yield chapter
 
@@ -36,7 +38,7 @@ def test_without_the_wrapper_the_activations_stay(chapter):
     assert peak_bytes(chapter, "selective_step") > checkpointed
     chapter.run("checkpointed", {"checkpointed": ("fully_shard(checkpoint_wrapper(block)", "fully_shard(block")})
     assert peak_bytes(chapter, "checkpointed_step") == pytest.approx(plain, rel=1e-3)
-    assert plain > 1.5 * checkpointed
+    assert plain > 1.2 * checkpointed
 
 
 def test_reduced_in_bf16_half_as_many_bytes_are_sent(chapter):
