@@ -293,7 +293,7 @@ def test_under_torchrun_a_failing_rank_is_no_bad_input(digits_dir, monkeypatch, 
 
 def test_the_digits_and_their_end_are_said(digits_dir, tmp_path, monkeypatch, capfd):
     """1,437 digits are 5 batches of 256. The output here is a log, and its lines may be as close as the steps."""
-    monkeypatch.setattr("fsdp_helpers.ranks.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("fsdp_helpers.progress.SECONDS_BETWEEN_LINES", 0.0)
     arguments = ["train", "--model", "simple", "--max-steps", 7, "--test-images", 9, "--data-dir", digits_dir]
     assert main_in_process(*arguments, "--json", tmp_path / "run.json") == 0
     output = capfd.readouterr()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
+from fsdp_helpers.gpus import are_hidden
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
 LONGEST_WAIT_S = 1800.0  # for the other ranks, where no time-out is given: the library's own default
@@ -27,30 +27,6 @@ set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
 
 _device: torch.device | None = None  # this rank's, while it is in a group
 _collective_timeout: timedelta | None = None  # of a single collective, while it is in a group
-
-
-def choose_device(device: str, ranks_on_this_machine: int) -> str:
-    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if every rank gets a GPU that torch can use.
-
-    This process doesn't touch a GPU here. Raises ValueError for any other word, and for "cuda" if there are more ranks
-    than CUDA devices or torch cannot use them.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}; choose one of auto, cpu, cuda")
-    if device == "cpu":
-        return device
-    gpus = find_gpus(ranks_on_this_machine)
-    if device == "auto":
-        return "cuda" if 1 <= ranks_on_this_machine <= gpus.count and not gpus.problem else "cpu"
-    if ranks_on_this_machine > gpus.count:
-        hidden = f" that {VISIBLE} does not hide" if are_hidden() else ""
-        raise ValueError(
-            f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, this machine has {gpus.count}"
-            f"{hidden}; use device 'cpu', or fewer ranks"
-        )
-    if gpus.problem:
-        raise ValueError(f"torch cannot use the GPU of this machine ({gpus.problem}); use device 'cpu'")
-    return device
 
 
 def rank_device() -> torch.device:

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fsdp_helpers.gpus import choose_device
+from fsdp_helpers.notebook import follow_edits
+from fsdp_helpers.progress import ProgressBar, Report, count_ranks, print_above_bar, send_reports_to
 from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.errors import Interrupted, RankError, RankTimeout, shown_by_message
-from fsdp_helpers.ranks.group import check_seconds, check_world_size, choose_device, process_group
+from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group
 from fsdp_helpers.ranks.hangs import HangDetector
-from fsdp_helpers.ranks.notebook import follow_edits
 from fsdp_helpers.ranks.pickling import check_worker, pickle_job, pickle_result, read_job
 from fsdp_helpers.ranks.processes import TERM_S, Processes
-from fsdp_helpers.ranks.progress import ProgressBar, Report, count_ranks, print_above_bar, send_reports_to
 from fsdp_helpers.ranks.rank import STREAMS, Failure, Send, Setup, failures_sent
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.ranks.stacks import describe

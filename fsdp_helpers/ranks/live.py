@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from fsdp_helpers.gpus import choose_device
+from fsdp_helpers.notebook import follow_edits
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.cells import INTERRUPT, Answer, serve
 from fsdp_helpers.ranks.errors import Interrupted, RankError, shown_by_message
-from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size, choose_device
-from fsdp_helpers.ranks.notebook import follow_edits
+from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size
 from fsdp_helpers.ranks.output import CellOutput
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.roll_call import list_ranks, waited_in_vain

@@ -4,7 +4,7 @@ import math
 import re
 import time
 
-from fsdp_helpers.ranks.notebook import InPlace, is_notebook
+from fsdp_helpers.notebook import InPlace, is_notebook
 from fsdp_helpers.ranks.roll_call import list_ranks
 
 DRAW_S = 0.1  # between two states of a cell's output

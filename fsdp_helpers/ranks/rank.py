@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp_helpers.gpus import hide_gpus
 from fsdp_helpers.ranks.errors import describe_error
-from fsdp_helpers.ranks.gpus import hide_gpus
 from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
 from fsdp_helpers.ranks.stacks import written_on_request
 

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
+from fsdp_helpers.notebook import InPlace
+from fsdp_helpers.progress import BAR_FORMAT, Report
 from fsdp_helpers.quantities import MB, format_bytes
-from fsdp_helpers.ranks.notebook import InPlace
-from fsdp_helpers.ranks.progress import BAR_FORMAT, Report
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.palette import BLUE, TEXT_COLOR, TEXT_STYLE
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from fsdp_helpers import progress
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives
 from fsdp_helpers.measuring.memory import MemoryTrace, state_bytes
-from fsdp_helpers.ranks import progress
 from fsdp_helpers.records import RankRecord, StateBytes, StepTrace
 from fsdp_helpers.sharding.strategies import count_units
 

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 FIND = """
 import os
 import torch
-from fsdp_helpers.ranks.gpus import find_gpus, hide_gpus
+from fsdp_helpers.gpus import find_gpus, hide_gpus
 
 print(os.getpid(), find_gpus(WANTED), sep="\\n")
 hide_gpus()  # torch has not looked in this process, or it would still see one

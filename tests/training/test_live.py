@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 from runs import tiny_record
 
+from fsdp_helpers.progress import Report
 from fsdp_helpers.quantities import MB
-from fsdp_helpers.ranks.progress import Report
 from fsdp_helpers.training import live
 from fsdp_helpers.training.live import LiveView
 

@@ -24,8 +24,8 @@ from torchrun_jobs import (
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks import torchrun as torchrun_environment
 from fsdp_helpers.teaching.lessons.environments import free_port
+from fsdp_helpers.training import torchrun as torchrun_environment
 from fsdp_helpers.training.run import train
 
 SETTINGS = {

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from fsdp_helpers.cli.doctor.rows import FAIL, SKIP, Look, Outcome, Row, Unfit, note
+from fsdp_helpers.gpus import VISIBLE, are_hidden, find_gpus
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
 
 LIMIT_S = 120.0
 SAME, SAME_IN_BF16 = 1e-5, 0.05  # of a loss, relative

@@ -130,7 +130,7 @@ def why_not_writable(folder: Path) -> str:
 
 def gpu_is_usable_or_absent() -> Outcome:
     """Ask a child whether torch can compute on the first GPU."""
-    from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
+    from fsdp_helpers.gpus import VISIBLE, are_hidden, find_gpus
 
     if are_hidden():
         raise Unfit(f"{VISIBLE} hides all GPUs; ranks run on the CPU")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdp_helpers.cli.doctor.leftovers import AGENTS
 from fsdp_helpers.cli.doctor.rows import Outcome, Unfit, note
-from fsdp_helpers.ranks.torchrun import RANK_VARIABLES, TELLING
+from fsdp_helpers.training.torchrun import RANK_VARIABLES, TELLING
 
 ROUND_TRIP_S = 180.0
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")

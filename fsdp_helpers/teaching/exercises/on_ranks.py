@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from textwrap import shorten
 
+from fsdp_helpers.progress import ProgressBar, count_ranks
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
-from fsdp_helpers.ranks.progress import ProgressBar, count_ranks
 from fsdp_helpers.teaching.exercises.answers import NotYet, expect
 from fsdp_helpers.teaching.exercises.own_module import last_line_in
 

@@ -14,8 +14,8 @@ from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
+from fsdp_helpers.progress import drawn
 from fsdp_helpers.quantities import GB, format_bytes
-from fsdp_helpers.ranks.progress import drawn
 from fsdp_helpers.teaching.exercises.answers import call_or_none, exercise, expect, expect_whole
 from fsdp_helpers.teaching.exercises.own_module import read_module
 

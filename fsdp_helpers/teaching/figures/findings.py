@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
+from fsdp_helpers.progress import count_ranks
 from fsdp_helpers.quantities import GB, format_bytes, in_mb
-from fsdp_helpers.ranks.progress import count_ranks
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
 
 SAME = 1e-4  # nats; what other orders of the same fp32 sums leave is far less

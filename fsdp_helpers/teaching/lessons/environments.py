@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden
+from fsdp_helpers.gpus import VISIBLE, are_hidden
 from fsdp_helpers.teaching.page.show import table
 
 # What a rank has to know, and where torchrun and Slurm say it.

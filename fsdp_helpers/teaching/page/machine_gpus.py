@@ -2,8 +2,7 @@
 
 import os
 
-from fsdp_helpers.ranks.gpus import Gpus, find_gpus, hide_gpus, unhide_gpus
-from fsdp_helpers.ranks.group import choose_device
+from fsdp_helpers.gpus import Gpus, choose_device, find_gpus, hide_gpus, unhide_gpus
 
 VARIABLE = "FSDP_DEVICE"  # overrides DEVICE in every notebook
 

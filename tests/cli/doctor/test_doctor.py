@@ -19,15 +19,15 @@ from programs import wait_until
 from runs import main_in_process
 from torchvision.datasets import MNIST
 
+from fsdp_helpers import gpus
 from fsdp_helpers.cli.doctor import environment as doctor_environment
 from fsdp_helpers.cli.doctor import leftovers, network
 from fsdp_helpers.cli.doctor import machine as doctor_machine
 from fsdp_helpers.cli.doctor import report as doctor
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, PASS, SKIP, Look, Outcome, Row, look_at, note
 from fsdp_helpers.data.mnist import MNIST_FILES
-from fsdp_helpers.ranks import gpus
-from fsdp_helpers.ranks.gpus import VISIBLE, Gpus
-from fsdp_helpers.ranks.torchrun import RANK_VARIABLES
+from fsdp_helpers.gpus import VISIBLE, Gpus
+from fsdp_helpers.training.torchrun import RANK_VARIABLES
 
 STALE = dict(zip(RANK_VARIABLES, ("0", "2", "0", "2", "10.255.0.9", "29500"), strict=True))
 

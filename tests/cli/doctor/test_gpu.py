@@ -7,7 +7,7 @@ from runs import main_in_process
 from fsdp_helpers.cli.doctor import gpu
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, PASS, SKIP, Row, look_at
 from fsdp_helpers.cli.doctor.workers import train_in_three_ways
-from fsdp_helpers.ranks.gpus import NONE, VISIBLE, Gpus
+from fsdp_helpers.gpus import NONE, VISIBLE, Gpus
 from fsdp_helpers.ranks.launch import launch
 
 LOOKS = {look.title: look for look in gpu.LOOKS}

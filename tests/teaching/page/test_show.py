@@ -8,12 +8,13 @@ import launch_workers as workers
 import pytest
 import torch
 
+from fsdp_helpers import gpus
 from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.models import series as models
 from fsdp_helpers.models.vit import Attention, Block
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.ranks import group
-from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
 from fsdp_helpers.teaching.lessons import saving
@@ -187,7 +188,7 @@ def machine(monkeypatch):
     monkeypatch.delenv("FSDP_DEVICE", raising=False)
 
     def set_up(device, num_ranks, found=Gpus(0), **settings):
-        for module in (group, machine_gpus):
+        for module in (gpus, machine_gpus):
             monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))

@@ -8,9 +8,9 @@ from contextlib import redirect_stderr
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers.ranks import progress
+from fsdp_helpers import progress
+from fsdp_helpers.progress import ProgressBar, Report
 from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.ranks.progress import ProgressBar, Report
 
 
 @pytest.fixture

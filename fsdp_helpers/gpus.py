@@ -48,6 +48,30 @@ def find_gpus(wanted: int = 0) -> Gpus:
     return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 
 
+def choose_device(device: str, ranks_on_this_machine: int) -> str:
+    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if every rank gets a GPU that torch can use.
+
+    This process doesn't touch a GPU here. Raises ValueError for any other word, and for "cuda" if there are more ranks
+    than CUDA devices or torch cannot use them.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"unknown device {device!r}; choose one of auto, cpu, cuda")
+    if device == "cpu":
+        return device
+    gpus = find_gpus(ranks_on_this_machine)
+    if device == "auto":
+        return "cuda" if 1 <= ranks_on_this_machine <= gpus.count and not gpus.problem else "cpu"
+    if ranks_on_this_machine > gpus.count:
+        hidden = f" that {VISIBLE} does not hide" if are_hidden() else ""
+        raise ValueError(
+            f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, this machine has {gpus.count}"
+            f"{hidden}; use device 'cpu', or fewer ranks"
+        )
+    if gpus.problem:
+        raise ValueError(f"torch cannot use the GPU of this machine ({gpus.problem}); use device 'cpu'")
+    return device
+
+
 def hide_gpus() -> None:
     """Hide all GPUs from torch, which must not have looked yet, and from all processes started from here."""
     if os.environ.get(VISIBLE) != NONE:

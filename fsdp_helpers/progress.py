@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from fsdp_helpers.ranks.notebook import InPlace, is_notebook
+from fsdp_helpers.notebook import InPlace, is_notebook
 
 SECONDS_BETWEEN_REPORTS = 0.1
 SECONDS_BETWEEN_LINES = 5.0

@@ -5,9 +5,9 @@ import os
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers import launch
-from fsdp_helpers.ranks import gpus, group
-from fsdp_helpers.ranks.gpus import NONE, VISIBLE, Gpus, are_hidden, find_gpus, hide_gpus, unhide_gpus
+from fsdp_helpers import gpus, launch
+from fsdp_helpers.gpus import NONE, VISIBLE, Gpus, are_hidden, find_gpus, hide_gpus, unhide_gpus
+from fsdp_helpers.ranks import group
 
 
 @pytest.fixture(autouse=True)
@@ -90,18 +90,18 @@ def test_a_child_counts_and_tries(trial, found, monkeypatch):
     ],
 )
 def test_the_choice_of_a_device(device, num_ranks, found, expected, monkeypatch):
-    monkeypatch.setattr(group, "find_gpus", lambda wanted: found)
+    monkeypatch.setattr(gpus, "find_gpus", lambda wanted: found)
     if expected in ("cpu", "cuda"):
-        assert group.choose_device(device, num_ranks) == expected
+        assert gpus.choose_device(device, num_ranks) == expected
     else:
         with pytest.raises(ValueError, match=expected):
-            group.choose_device(device, num_ranks)
+            gpus.choose_device(device, num_ranks)
 
 
 def test_a_hidden_gpu_is_called_hidden():
     hide_gpus()
     with pytest.raises(ValueError, match="this machine has 0 that CUDA_VISIBLE_DEVICES does not hide"):
-        group.choose_device("cuda", 1)
+        gpus.choose_device("cuda", 1)
 
 
 def test_outside_a_group_a_hidden_gpu_is_no_device(monkeypatch):
