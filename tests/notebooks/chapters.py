@@ -190,6 +190,13 @@ class Chapter:
             source = source.replace(before, after)
         return source
 
+    def shrink(self, cell_id: str, *changes: tuple[str, str]) -> None:
+        """Let a cell be smaller in all runs to come: each `before` in its text is `after` from now on."""
+        cell = self.cells[cell_id]
+        for before, after in changes:
+            assert before in cell.source, f"{before!r} isn't in {cell_id}"
+            cell.source = cell.source.replace(before, after)
+
     def run(self, cell_id: str, changes: Changes | None = None) -> str:
         """Run one cell, and return what it shows as text. Raises CellError if it fails."""
         return self.execute(self.source(cell_id, changes))
