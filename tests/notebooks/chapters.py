@@ -24,7 +24,7 @@ FILE = re.compile(r"%%writefile\s+(?:-a\s+)?(\S+\.py)\s*$")
 LINE_MAGIC = re.compile(r"^\s*[%!].*$", re.MULTILINE)
 COLORS = re.compile(r"\x1b\[[\d;]*m")
 LAUNCHERS = ("launch", "mp.spawn", "start_processes")
-WRAPPERS = ("traced",)  # rank functions that run another one, their first argument
+WRAPPERS = ("each", "traced")  # rank functions that run another one, their first argument
 
 Changes = Mapping[str, tuple[str, str]]  # for a cell's id, a line of it (or a part of one), and what is there instead
 
