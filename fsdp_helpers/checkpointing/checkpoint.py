@@ -32,17 +32,19 @@ from fsdp_helpers.checkpointing.folder import (
     step_of,
     whole_file,
 )
-from fsdp_helpers.checkpointing.index import SafeReader, TensorEntry, failures_named, read_index
+from fsdp_helpers.checkpointing.index import SafeReader, TensorEntry, check_model, failures_named, read_index
 from fsdp_helpers.checkpointing.older import STATE as OLDER_STATE
 from fsdp_helpers.checkpointing.older import read_state_json
-from fsdp_helpers.checkpointing.randomness import NAME, random_state, restore_random_state
 from fsdp_helpers.checkpointing.state import (
     IMPLEMENTATION,
+    RANDOM_STATE,
     TrainingState,
     ignore_single_process_warnings,
     num_ranks,
     put_back,
+    random_state,
     read_state,
+    restore_random_state,
     this_rank,
 )
 from fsdp_helpers.ranks.group import gather_over_ranks
@@ -197,7 +199,7 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
 
     own = {name: value for name, value in state.values.items() if name in stored and isinstance(value, Tensor)}
     as_many = checkpoint.world_size == num_ranks()
-    random = _empty(stored, [NAME.format(0), *(random_state(this_rank()) if as_many else ())])
+    random = _empty(stored, [RANDOM_STATE.format(0), *(random_state(this_rank()) if as_many else ())])
     older = _empty(stored, [name for name in stored if name.startswith(("extra.", "settings.")) and name not in random])
     with failures_named(path, "read its part"), ignore_single_process_warnings():
         dcp.load({**own, **random, **older}, storage_reader=SafeReader(path))
@@ -210,18 +212,6 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
             group.update({key: value for key, value in saved.items() if key != "params"})
     restore_random_state(random, this_rank(), num_ranks())
     return plain["extra"]
-
-
-def check_model(
-    path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, tuple[int, ...]], what: str = "model"
-) -> None:
-    """Raise CheckpointError unless the model in `path` has exactly the parameters and buffers that `shapes` names."""
-    found = {entry.name: entry.shape for entry in stored if entry.name.startswith("model.")}
-    expected = {f"model.{name}": shape for name, shape in shapes.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        there, here = (names.get(name, "no place") for names in (found, expected))
-        if there != here:
-            raise CheckpointError(f"{path} holds a different {what}: {name} has shape {there} there and {here} here")
 
 
 def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], state: TrainingState) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,18 @@ def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntr
     """
     metadata = read_metadata(Path(checkpoint, ".metadata"))
     return _tensor_entries(checkpoint, metadata), _no_tensors(metadata)
+
+
+def check_model(
+    path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, tuple[int, ...]], what: str = "model"
+) -> None:
+    """Raise CheckpointError unless the model in `path` has exactly the parameters and buffers that `shapes` names."""
+    found = {entry.name: entry.shape for entry in stored if entry.name.startswith("model.")}
+    expected = {f"model.{name}": shape for name, shape in shapes.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        there, here = (names.get(name, "no place") for names in (found, expected))
+        if there != here:
+            raise CheckpointError(f"{path} holds a different {what}: {name} has shape {there} there and {here} here")
 
 
 def _tensor_entries(checkpoint: str | os.PathLike, metadata: Metadata) -> list[TensorEntry]:

@@ -1,6 +1,12 @@
-"""A run that saves and resumes: when it saves, what it saves besides tensors, and which settings must match."""
+"""A run that saves and resumes: when it saves, what it saves besides tensors, and which settings must match.
+
+On SIGTERM, all ranks stop together, after the same step, with a checkpoint. Slurm sends it before the time limit and
+before a preemption, and torchrun forwards it to its ranks. It may reach some machines earlier than others, so the ranks
+ask each other after every step.
+"""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -9,13 +15,40 @@ import torch
 from torch import nn
 
 from fsdp_helpers.checkpointing import folder as checkpoint_folder
-from fsdp_helpers.checkpointing.checkpoint import check_model, load, save
+from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
-from fsdp_helpers.checkpointing.index import read_index
-from fsdp_helpers.checkpointing.stopping import Stopped, asked_to_stop
+from fsdp_helpers.checkpointing.index import check_model, read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.group import gather_over_ranks
+from fsdp_helpers.ranks.group import gather_over_ranks, sum_over_ranks
+
+_asked: bool | None = None  # None if nobody heeds SIGTERM
+
+
+class Stopped(Exception):
+    """The run was asked to end early; its progress is saved."""
+
+
+@contextmanager
+def heeding_sigterm() -> Iterator[None]:
+    """Within the block, note SIGTERM instead of exiting. Every rank of a group has to be in the block."""
+    global _asked
+
+    def note(*_: object) -> None:
+        global _asked
+        _asked = True
+
+    before, _asked = signal.signal(signal.SIGTERM, note), False
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _asked = None
+
+
+def asked_to_stop() -> bool:
+    """Return True on every rank as soon as one was asked to stop; a collective, if SIGTERM is being watched."""
+    return _asked is not None and bool(sum_over_ranks(torch.tensor(int(_asked))))
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:

@@ -5,11 +5,13 @@ Tensors have the names of the plain model, so any strategy can load what another
 
 import os
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from fsdp_helpers.checkpointing.folder import whole_file
-from fsdp_helpers.models.names import plain_name
+from fsdp_helpers.sharding.wrapping import plain_name
 
 # How an optimizer computes is not part of a training state: it depends on the device.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
@@ -142,3 +144,34 @@ def gather_on_rank_0(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.cpu() if this_rank() == 0 else None
     return value
+
+
+# ---------------------------------------------------------------- each rank's random state
+
+
+RANDOM_STATE = "extra.random-state-{}"  # of a rank
+
+
+def random_state(rank: int) -> dict[str, Tensor]:
+    """Return the state of this rank's CPU and CUDA generators, under names that are unique to the rank."""
+    state = {RANDOM_STATE.format(rank): torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state[RANDOM_STATE.format(f"cuda-{rank}")] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(saved: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+    """Set this rank's generators to its states in `saved`.
+
+    If a state is missing, because there were fewer ranks or no GPU, it's replaced by a stream that no rank has drawn
+    from yet. The stream is derived from rank 0's state, so resuming twice draws the same numbers twice.
+    """
+    first = saved.get(RANDOM_STATE.format(0))
+    if first is not None:
+        stream = [zlib.crc32(first.numpy()), world_size, rank]
+        torch.manual_seed(int(np.random.default_rng(stream).integers(2**63)))
+    for name in random_state(rank).keys() & saved.keys():
+        if "cuda" in name:
+            torch.cuda.set_rng_state(saved[name])
+        else:
+            torch.set_rng_state(saved[name])

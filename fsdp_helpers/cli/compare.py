@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from fsdp_helpers.cli.files import check_output_path, print_data_source, write_json
+from fsdp_helpers.cli.printing import check_output_path, print_data_source, write_json
 from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")

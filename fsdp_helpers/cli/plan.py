@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from fsdp_helpers.cli.files import write_json
 from fsdp_helpers.cli.flags import Flag, add_flags, flags, given_settings
+from fsdp_helpers.cli.printing import write_json
 from fsdp_helpers.models.shapes import LLAMA_SHAPES, LlamaShape, ViTShape
 from fsdp_helpers.planning.advice import CHAPTER, changes_until_it_fits, fastest, held_back, sentence
 from fsdp_helpers.planning.cluster import Cluster, require_whole

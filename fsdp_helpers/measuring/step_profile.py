@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import one_thread, trace_memory
-from fsdp_helpers.models.names import plain_name
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
@@ -25,7 +24,7 @@ from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.planning.walk.units import frozen_beside_trained
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.strategies import recompute_units
-from fsdp_helpers.sharding.wrapping import choose_units, size_policy
+from fsdp_helpers.sharding.wrapping import choose_units, plain_name, size_policy
 
 MARK = "fsdp_helpers moment"
 CUT_BY_SIZE = ("fsdp-auto-wrap", "fsdp-offload")  # the strategies with units below the root

@@ -3,7 +3,7 @@
 A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. Asked with
 `recurse=True` it says whether to look at the children; with `recurse=False`, whether `module` becomes a unit, where
 `nonwrapped_numel` counts the parameters in it that aren't in a unit further down. torch's `CustomPolicy`, which calls a
-function with each module, is a policy, too.
+function with each module, is a policy, too. At the end: names of parameters without what wrapping adds to them.
 """
 
 from collections import defaultdict
@@ -92,3 +92,14 @@ def _yes_or_no(policy: CustomPolicy, module: nn.Module) -> bool:
             f"True or False"
         )
     return bool(answer)
+
+
+# ---------------------------------------------------------------- names
+
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")  # of FSDP1, recomputing, torch.compile
+
+
+def plain_name(name: str) -> str:
+    """Return a name without what FSDP1, activation checkpointing and torch.compile add to it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

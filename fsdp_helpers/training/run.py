@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
-from fsdp_helpers.checkpointing.stopping import Stopped, heeding_sigterm
+from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import num_test_images, num_train_images, prepare_data
 from fsdp_helpers.data.mnist import DataError
@@ -83,7 +82,7 @@ def train(
 
 
 def _live_view() -> ProgressBar:
-    from fsdp_helpers.training.live import LiveView  # it loads matplotlib, which other runs do not wait for
+    from fsdp_helpers.training.live_view import LiveView  # it loads matplotlib, which other runs do not wait for
 
     return LiveView()
 

@@ -14,7 +14,7 @@ from fsdp_helpers import load, save
 from fsdp_helpers.checkpointing import checkpoint
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, read_checkpoint
 from fsdp_helpers.checkpointing.index import read_index
-from fsdp_helpers.checkpointing.randomness import random_state
+from fsdp_helpers.checkpointing.state import random_state
 from fsdp_helpers.ranks.launch import launch
 
 OPTIMIZERS = {

@@ -24,7 +24,7 @@ from torchrun_jobs import (
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.teaching.lessons.environments import free_port
+from fsdp_helpers.teaching.lessons.torchruns import free_port
 from fsdp_helpers.training import torchrun as torchrun_environment
 from fsdp_helpers.training.run import train
 

@@ -5,14 +5,17 @@ python -m fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
 """
 
 import argparse
+import os
 import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import nbformat
 
 from fsdp_helpers.cli.lab import pages
-from fsdp_helpers.cli.lab.chromium import find_chromium, print_pdf
 from fsdp_helpers.cli.lab.pages import PROJECT
 from fsdp_helpers.cli.lab.run_notebooks import FOLDER, chosen
 
@@ -82,3 +85,25 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# ---------------------------------------------------------------- PDF
+
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+PRINT_S = 120  # for one page, on a busy machine
+
+
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
+    """Print a local page to a PDF, as its own style sheet says. Raises RuntimeError if Chromium fails."""
+    with tempfile.TemporaryDirectory(prefix="fsdp_helpers-print-") as profile:
+        command = [chromium, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
+        command += ["--no-sandbox"] * (hasattr(os, "getuid") and os.getuid() == 0)  # Chromium wants it of root
+        command += [f"--print-to-pdf={pdf.resolve()}", page.resolve().as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PRINT_S)
+    if done.returncode or not pdf.exists():
+        raise RuntimeError(f"{chromium} did not print {page}: {done.stderr.strip()}")

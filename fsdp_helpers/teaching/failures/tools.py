@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, set_timeout, small_model
-from fsdp_helpers.teaching.lessons.environments import free_port
+from fsdp_helpers.teaching.lessons.torchruns import free_port
 
 POLL_S = 0.1
 ANSWER_S = 30.0  # the server asks every rank for its stacks before it answers

@@ -17,9 +17,9 @@ from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.ranks import group
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
-from fsdp_helpers.teaching.lessons import saving
-from fsdp_helpers.teaching.lessons.probes import add_up_without
-from fsdp_helpers.teaching.page import machine_gpus, show
+from fsdp_helpers.teaching.lessons import saving_and_resuming
+from fsdp_helpers.teaching.lessons.many_machines import add_up_without
+from fsdp_helpers.teaching.page import show, this_machine
 from fsdp_helpers.training import loop, worker
 
 
@@ -73,7 +73,7 @@ LISTINGS = [
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
     (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
     (state.save_full, state.gather_on_rank_0),
-    (saving.resume_without, saving.train_and_be_killed),
+    (saving_and_resuming.resume_without, saving_and_resuming.train_and_be_killed),
     (folder.commit, folder.sync_folder),
     (Attention, Block),
     (models.ShallowNet, models.DeepNet),
@@ -188,7 +188,7 @@ def machine(monkeypatch):
     monkeypatch.delenv("FSDP_DEVICE", raising=False)
 
     def set_up(device, num_ranks, found=Gpus(0), **settings):
-        for module in (gpus, machine_gpus):
+        for module in (gpus, this_machine):
             monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
