@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from programs import Killed, has_ended, wait_until
+from programs import Killed, has_ended, shares_a_lock, wait_until
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from take_home_workers import FOLDER, load_script, run_main
@@ -228,7 +228,7 @@ def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
     with torchrun_job(one_agent(2), arguments, tmp_path, program=program) as job:
         wait_for_output("step (0) ", job)
         ranks = job.workers().values()
-        assert len(ranks) == 2
+        assert len(ranks) == 2 and all(map(shares_a_lock, ranks))  # so that it is held until the last one ends
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)  # it holds the lock, and leaves the cores to the second start
         with torchrun_job(one_agent(2), arguments, tmp_path, program=program, name="second") as second:

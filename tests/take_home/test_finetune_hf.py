@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from hf_models import CONTEXT, END, WORDS, config_of, make_model, make_tokenizer, write_chats, write_text
 from hf_workers import CHUNK, STOP, Seen, run_each
 from leftovers import PROJECT
-from programs import has_ended, wait_until
+from programs import has_ended, shares_a_lock, wait_until
 from runs import main_in_process
 from safetensors.torch import load_file
 from take_home_workers import FOLDER, load_script
@@ -535,7 +535,7 @@ def test_a_second_start_is_refused_and_ranks_end_with_torchrun(home, tmp_path):
     with hf_job(tmp_path, words, 2) as job:
         wait_for_output("step (1) ", job)
         ranks = job.workers().values()
-        assert len(ranks) == 2
+        assert len(ranks) == 2 and all(map(shares_a_lock, ranks))  # so that it is held until the last one ends
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)  # it holds the lock, and leaves the cores to the second start
         with hf_job(tmp_path, words, 2, "second") as second:
