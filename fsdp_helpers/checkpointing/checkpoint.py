@@ -32,10 +32,10 @@ from fsdp_helpers.checkpointing.folder import (
     step_of,
     whole_file,
 )
-from fsdp_helpers.checkpointing.index import SafeReader, TensorEntry, check_model, failures_named, read_index
-from fsdp_helpers.checkpointing.older import STATE as OLDER_STATE
-from fsdp_helpers.checkpointing.older import read_state_json
-from fsdp_helpers.checkpointing.state import (
+from fsdp_helpers.checkpointing.older_versions import STATE as OLDER_STATE
+from fsdp_helpers.checkpointing.older_versions import read_state_json
+from fsdp_helpers.checkpointing.shard_index import SafeReader, TensorEntry, check_model, failures_named, read_index
+from fsdp_helpers.checkpointing.training_state import (
     IMPLEMENTATION,
     RANDOM_STATE,
     TrainingState,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_helpers.checkpointing.folder import DESCRIPTION, CheckpointError, find_newest, read_checkpoint, whole_file
-from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry, read_index_of_anyone
+from fsdp_helpers.checkpointing.shard_index import ShardEntry, TensorEntry, read_index_of_anyone
 
 # safetensors' names for the types that it supports.
 SAFETENSORS_TYPES = {

@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_helpers.checkpointing import folder as checkpoint_folder
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
-from fsdp_helpers.checkpointing.index import check_model, read_index
+from fsdp_helpers.checkpointing.shard_index import check_model, read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, sum_over_ranks

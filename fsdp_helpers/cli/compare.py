@@ -39,7 +39,7 @@ def compare_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.data.images import num_train_images
     from fsdp_helpers.gpus import choose_device
     from fsdp_helpers.ranks.group import device_name
-    from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
+    from fsdp_helpers.training.comparison import compare, comparison_configs, plain_table
     from fsdp_helpers.training.run import prepare_run_data
     from fsdp_helpers.training.watch import STEADY_STEP
     from fsdp_helpers.training.worker import time_stamp, versions

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_helpers.checkpointing.hugging_face import save_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset, evaluation_batches, load_data, rank_batches

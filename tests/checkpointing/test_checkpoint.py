@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR,
 from fsdp_helpers import load, save
 from fsdp_helpers.checkpointing import checkpoint
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, read_checkpoint
-from fsdp_helpers.checkpointing.index import read_index
-from fsdp_helpers.checkpointing.state import random_state
+from fsdp_helpers.checkpointing.shard_index import read_index
+from fsdp_helpers.checkpointing.training_state import random_state
 from fsdp_helpers.ranks.launch import launch
 
 OPTIMIZERS = {

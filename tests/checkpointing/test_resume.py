@@ -22,8 +22,8 @@ from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
 from workers_for_tests import train_all
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
-from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.resume import find_start
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord

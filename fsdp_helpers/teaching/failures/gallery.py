@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-from fsdp_helpers.measuring.divergence import log_collectives, read_log
+from fsdp_helpers.measuring.differing_collectives import log_collectives, read_log
 from fsdp_helpers.ranks.errors import RankError, RankTimeout
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import Collective

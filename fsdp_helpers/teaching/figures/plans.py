@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fsdp_helpers.measuring.errors import ErrorRow
+from fsdp_helpers.measuring.prediction_errors import ErrorRow
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, titled
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLORS, SERIES_COLORS, figure_style
+from fsdp_helpers.teaching.figures.titles import errors_within, fits_from, titled
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 NEAR = 0.01  # of the measured peak

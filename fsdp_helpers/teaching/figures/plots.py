@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 from torch import Tensor
 
-from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.measuring.step_profile import predicted_peaks
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.traffic import step_range_s
@@ -19,7 +19,15 @@ from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.findings import (
+from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
+from fsdp_helpers.teaching.figures.timelines import (
+    draw_collectives,
+    draw_copies,
+    draw_memory_curve,
+    draw_notes,
+    unit_copies,
+)
+from fsdp_helpers.teaching.figures.titles import (
     copies_of_a_step,
     foot_of_the_ladder,
     least_of_the_comparison,
@@ -30,14 +38,6 @@ from fsdp_helpers.teaching.figures.findings import (
     sent_in_a_step,
     slowed_by,
     titled,
-)
-from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
-from fsdp_helpers.teaching.figures.timelines import (
-    draw_collectives,
-    draw_copies,
-    draw_memory_curve,
-    draw_notes,
-    unit_copies,
 )
 from fsdp_helpers.training.palette import TEXT_COLOR
 

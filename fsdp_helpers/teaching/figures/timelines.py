@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
 from fsdp_helpers.teaching.figures.style import OP_COLORS, PHASE_COLORS, height_of, swatches

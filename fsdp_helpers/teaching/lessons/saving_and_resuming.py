@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import UNFINISHED, checkpoint_name
-from fsdp_helpers.checkpointing.state import save_full
+from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset
 from fsdp_helpers.measuring.memory import trace_memory

@@ -28,7 +28,7 @@ def test_every_card_that_a_checker_names_is_in_11(name):
 def test_every_chapter_with_failures_of_ranks_names_some():
     """Of 02 to 14, except for 05, 09 and 12, whose checkers look at numbers alone."""
     chapters = {f"notebook_{number}" for number in ("02", "03", "04", "06", "07", "08", "10", "13", "14")}
-    assert {module for module, names in NAMED.items() if names} == chapters | {"on_ranks", "runs"}
+    assert {module for module, names in NAMED.items() if names} >= chapters | {"on_ranks", "runs"}
 
 
 ERRORS = {

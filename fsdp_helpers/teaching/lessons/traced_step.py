@@ -1,6 +1,6 @@
 """One step of FSDP2, traced unit by unit: the source of the animation in notebook 03 and README.
 
-python -m fsdp_helpers.teaching.lessons.one_step notebooks      # traces again, and writes both files
+python -m fsdp_helpers.teaching.lessons.traced_step notebooks      # traces again, and writes both files
 """
 
 import argparse

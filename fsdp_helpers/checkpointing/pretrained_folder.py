@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.state import ignore_single_process_warnings, name_in_plain, this_rank
+from fsdp_helpers.checkpointing.training_state import ignore_single_process_warnings, name_in_plain, this_rank
 from fsdp_helpers.ranks.group import gather_over_ranks
 
 CONFIG, SHARDED = "config.json", "sharded"  # the second is the folder in which torch's writer begins

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
 from fsdp_helpers.progress import count_ranks
 from fsdp_helpers.quantities import GB, format_bytes, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
