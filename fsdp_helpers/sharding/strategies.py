@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.group import limit_waiting, waits_in_the_open
+from fsdp_helpers.ranks.group import waits_in_the_open
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, holders_of_ties, plain_name, size_policy
 
@@ -201,8 +201,5 @@ def count_units(model: nn.Module) -> int:
 def make_mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
     """Make a mesh: one dimension over all ranks or, for "hybrid", two: replicas along 0, shards along 1."""
     if config.sharding == "hybrid":
-        mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups():
-            limit_waiting(group)
-        return mesh
+        return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (dist.get_world_size(),))
