@@ -99,7 +99,18 @@ def own_gpu(number: int) -> dict[str, str]:
 def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
     """Run commands concurrently and return their outputs; raise if any fails."""
     with started(*commands, **variables) as processes:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        return _finish(processes)
+
+
+def run_and_look(*torchruns: Sequence[str], rank: int = 1) -> tuple[list[str], dict[str, str]]:
+    """Run torchruns as `run_together` does; return their outputs, and those of VARIABLES that they gave to `rank`."""
+    with started(*torchruns) as processes:
+        given = _wait_for_rank(rank, processes).environ()
+        return _finish(processes), {name: given[name] for name in VARIABLES if name in given}
+
+
+def _finish(processes: Sequence[subprocess.Popen]) -> list[str]:
+    outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"torchrun left with exit status {process.returncode}:\n{output}")
@@ -123,8 +134,26 @@ def lines_with(text: str, *parts: str) -> str:
 
 def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
     """Return the process of a rank below a torchrun."""
-    (found,) = [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == str(rank)]
+    (found,) = _workers_of(torchrun, rank)
     return found
+
+
+def _workers_of(torchrun: subprocess.Popen, rank: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == str(rank)]
+
+
+def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.Process:
+    """Wait until one of the torchruns has started `rank`. Raises RuntimeError if one ends first or takes too long."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        for torchrun in torchruns:
+            if torchrun.poll() is not None or time.monotonic() > deadline_s:
+                torchrun.terminate()
+                raise RuntimeError(f"torchrun started no rank {rank}:\n{torchrun.communicate()[0]}")
+            with suppress(psutil.Error):  # a child that is just starting, or has just ended
+                for found in _workers_of(torchrun, rank):
+                    return found
+        time.sleep(0.05)
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:

@@ -39,6 +39,15 @@ def test_commands_run_side_by_side_and_have_to_end_well():
         torchruns.run_together(python("print('why'); raise SystemExit(3)"))
 
 
+def test_the_variables_of_a_rank_are_read_while_it_runs():
+    child = "import os, subprocess, sys; e = dict(os.environ, RANK='{}', LOCAL_RANK='0', OTHER='x')"
+    waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(1)'], env=e); print('ended')"
+    outputs, given = torchruns.run_and_look(*(python(f"{child.format(rank)}; {waits}") for rank in (0, 1)))
+    assert outputs == ["ended\n"] * 2 and (given["RANK"], given["LOCAL_RANK"]) == ("1", "0") and "OTHER" not in given
+    with pytest.raises(RuntimeError, match="started no rank 1:\nbroken"):
+        torchruns.run_and_look(python("print('broken')"))
+
+
 def test_nothing_runs_after_the_block():
     with torchruns.started(python("import time; print('here', flush=True); time.sleep(600)")) as (process,):
         torchruns.wait_for_line(process, "here")
