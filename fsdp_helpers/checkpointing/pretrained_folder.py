@@ -62,7 +62,7 @@ def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict,
     if any(gather_over_ranks(folder.exists())):
         raise CheckpointError(f"{folder} already exists; give the name of a new folder")
     if this_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left there
+        shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
         unfinished.mkdir(parents=True)
     gather_over_ranks(None)  # nobody writes before there is room
     tensors = tensors_in_files(model)

@@ -53,7 +53,7 @@ def compare_command(options: argparse.Namespace) -> None:
     if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
     base = TrainConfig(
-        epochs=options.steps,  # as many as it takes: one epoch may have a single step
+        epochs=options.steps,  # as many as needed: one epoch may have a single step
         max_steps=options.steps,
         global_batch_size=options.global_batch_size,
         test_images=1,

@@ -381,7 +381,7 @@ def test_the_background_needs_a_group_of_its_own(saved_by_three):
 
 def test_a_shard_is_refused_as_an_extra(saved_by_three):
     assert all(
-        "whole tensors, no other objects (it contains a DTensor)" in one["a shard as extra"]
+        "full tensors, but no other objects (it contains a DTensor)" in one["a shard as extra"]
         for one in saved_by_three[1]
     )
 

@@ -291,7 +291,7 @@ def steady_step_seconds(strategy: str, api: str, steps: int, batch_size: int) ->
         model="deep",
         strategy=strategy,
         api=api,
-        epochs=steps,  # as many as it takes: one epoch may have a single step
+        epochs=steps,  # as many as needed: one epoch may have a single step
         max_steps=steps,
         global_batch_size=batch_size,
         test_images=1,

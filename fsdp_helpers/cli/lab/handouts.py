@@ -1,7 +1,7 @@
 """The notebooks on paper: `make handouts`, as HTML and, if Chromium is on the search path, as PDF.
 
-python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints stand on a page of their own
-python -m fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
+python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints are on separate pages python -m
+fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Figures of plans: what a rank needs by number of ranks, what fits where, and the errors of predictions."""
+"""Figures of plans: a rank's bytes by number of ranks, the fewest ranks that fit, and the errors of predictions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,8 +24,8 @@ def plot_waterfall(
 ) -> tuple[Figure, Axes]:
     """Plot one bar per number of ranks, stacked by category, with the allowance and the device's memory.
 
-    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it is given; a bar that goes on has
-    an arrow at its number.
+    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it's given; a higher bar gets an
+    arrow next to its number.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")

@@ -118,7 +118,7 @@ def _color(op: str) -> str:
 
 
 def _name_operations(ax: Axes, collectives: Sequence[Collective]) -> None:
-    """Put the operations' colors and heights above the axes on the right, beside the title."""
+    """Put the operations' colors and heights above the axes on the right, next to the title."""
     colors = {seen.op: _color(seen.op) for seen in collectives}
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     if colors:

@@ -248,7 +248,7 @@ def test_a_device_that_is_chosen_anew(machine):
 @pytest.mark.parametrize(
     "found, problem",
     [
-        (Gpus(1), "2 ranks need 2 CUDA devices, this machine has 1; use device 'cpu', or fewer ranks"),
+        (Gpus(1), "2 ranks need 2 CUDA devices, but this machine has 1; use device 'cpu', or fewer ranks"),
         (Gpus(2, "the driver is too old"), r"torch cannot use the GPU of this machine \(the driver is too old\)"),
     ],
 )
