@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import UNFINISHED, checkpoint_name
-from fsdp_helpers.checkpointing.state import save_full
+from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset
 from fsdp_helpers.measuring.memory import trace_memory
@@ -78,7 +78,7 @@ def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for name in list(optimizer_state["state"]):
         if f"optimizer.state.{name}.step" not in saved:
-            del optimizer_state["state"][name]  # it had had no gradient yet: Adam starts with its first one
+            del optimizer_state["state"][name]  # it had no gradient yet: Adam starts with its first one
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)  # fills them
     options = StateDictOptions(strict=False)  # not every parameter has moments

@@ -263,7 +263,7 @@ def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecor
 
 
 def average_buffers(model: nn.Module) -> None:
-    """Give all ranks the mean of their statistics, variances included: before an evaluation, and before a save."""
+    """Average the ranks' statistics, variances included. Call this before an evaluation and before a save."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)

@@ -18,7 +18,7 @@ import psutil
 from fsdp_helpers.gpus import VISIBLE, are_hidden
 from fsdp_helpers.teaching.page.show import table
 
-# What a rank has to know, and where torchrun and Slurm say it.
+# The values a rank has to know, and the variables of torchrun and Slurm that have them.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_RESTART_COUNT")
@@ -113,7 +113,7 @@ def _finish(processes: Sequence[subprocess.Popen]) -> list[str]:
     outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         if process.returncode:
-            raise RuntimeError(f"torchrun left with exit status {process.returncode}:\n{output}")
+            raise RuntimeError(f"torchrun exited with status {process.returncode}:\n{output}")
     return outputs
 
 
@@ -176,7 +176,7 @@ def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"the run did not come to {after.name}:\n{torchrun.communicate()[0]}")
+            raise RuntimeError(f"the run did not reach {after.name}:\n{torchrun.communicate()[0]}")
         time.sleep(0.05)
 
 
