@@ -197,7 +197,7 @@ def fake_step(
             policy = cast_inputs(model, cast_inside) if precision == "bf16" else nullcontext()
             trace = FakeTrace()
             marks = StepMarks(units, trace.mark)
-            trace.know(model)
+            trace.know(model, part)
             with trace, fused_kernels(), policy, marks.noted(model):
                 with casts:
                     loss = loss_of(model, part)

@@ -254,6 +254,9 @@ class Shards:
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gradients", name=f"{name}, {unit.label}", **size))
 
+    def has_flat_gradient(self, name: str, unit: Unit) -> bool:
+        return self._ledger.holds(unit.name, "gradients", f"{name}, {unit.label}")
+
     def free_flat_gradient(self, name: str, unit: Unit) -> None:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
