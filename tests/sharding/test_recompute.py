@@ -76,6 +76,13 @@ def test_the_same_losses_bit_for_bit_with_dropout(kind, strategy, api, run):
     assert checkpointed.ranks[0].peak_bytes < plain.ranks[0].peak_bytes
 
 
+def test_selective_keeps_more_than_units_do(run):
+    """It keeps the matrix products."""
+    kinds = ("units", "selective", "none")
+    units, selective, plain = (run("local", activation_checkpointing=kind).ranks[0].peak_bytes for kind in kinds)
+    assert units < selective < plain
+
+
 @pytest.mark.parametrize("strategy, api", mostly_long(SHARDED_UNITS, telling=(0, 1)))
 def test_the_same_units_and_the_same_collectives(strategy, api, run):
     """Checkpointed first, sharded second: a unit is gathered once in backward, for recomputing and for gradients."""
