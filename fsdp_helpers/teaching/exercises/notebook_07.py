@@ -79,7 +79,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
         "wrong-clip-local-norm",
     )
     expect(
-        abs(step["norm_after"] / step["norm"] - 1) < TOLERANCE, f"{says}gradient_norm changes the gradient it looks at"
+        abs(step["norm_after"] / step["norm"] - 1) < TOLERANCE, f"{says}gradient_norm must not change the gradient"
     )
 
 
