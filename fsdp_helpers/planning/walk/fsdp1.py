@@ -96,7 +96,7 @@ class FlatParameters:
             self._join_one_use(unit)
 
     def _join_one_use(self, unit: Unit) -> None:
-        """Join the gradients of one use. The profile has one gradient for all uses so far: their sum, now flat."""
+        """Join the gradients of one use. The profile has a single gradient for all uses so far: their sum, now flat."""
         if unit.name in self._used:
             self._shards.take_flat_gradient(THIS_USE, unit)
         self._shards.take_flat_gradient(JOINED, unit)

@@ -102,8 +102,8 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
 class Shards:
     """A ledger by units: unsharded parameters, full gradients, buffers and shards.
 
-    `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads` the shards lie in host
-    memory, and each is on the device only while it is sent or added up.
+    `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads`, the shards are in host
+    memory, and each is on the device only while it's sent or added up.
     """
 
     def __init__(

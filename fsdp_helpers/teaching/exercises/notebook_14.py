@@ -66,8 +66,8 @@ def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
 def _expect_moved(found: MovedByReader, says: str) -> None:
     expect(
         not found.whole,
-        f"{says}{len(found.whole)} parameters aren't sharded, {first_of(found.whole)} among them; under FSDP2 a rank keeps"
-        " its shards",
+        f"{says}{len(found.whole)} parameters aren't sharded, {first_of(found.whole)} among them; under FSDP2, a rank "
+        "keeps only its shards",
     )
     expect(
         found.units == UNITS,
