@@ -97,9 +97,9 @@ def profile_of(model: str, activation_checkpointing: str, precision: str) -> Ste
     return measure_run(config, 1)
 
 
-def measure_errors(runs: Iterable[tuple[str, str, int, bool]]) -> Iterator[ErrorRow]:
-    """Measure the runs, each with the fields of a `Run`, one by one; return a row for each. Real ranks are fresh processes."""
-    for run in map(Run._make, runs):
+def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
+    """Measure the runs one by one, with fresh processes for real ranks; return a row for each."""
+    for run in runs:
         config = variant_config(run.model, run.variant, run.world_size)
         gc.collect()  # an earlier run's leftovers in this process: the next ranks need the memory
         if run.real:

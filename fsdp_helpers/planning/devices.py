@@ -10,8 +10,8 @@ rate with recomputing (`docs/performance.md`); fms-fsdp on A100s, 57% (README); 
 recomputing (llm-foundry, `scripts/train/benchmarking/README.md`). Devices without such a run get the share of the
 nearest one, and the plan says so.
 
-Two constants are fitted to 47 runs of the last of these (`tests/planning/test_published_runs.py`): RECOMPUTED_GAIN and
-ATTENTION_COST. A third, LINK_SHARE, is what nccl-tests report.
+Two constants are fitted to 47 runs of the last of these (`planning.published_runs`): RECOMPUTED_GAIN and ATTENTION_COST. A
+third, LINK_SHARE, is what nccl-tests report.
 """
 
 from dataclasses import dataclass

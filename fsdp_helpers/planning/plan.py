@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, SHARDING, STRATEGIES, TrainConfig, is_sharded, setting
 from fsdp_helpers.planning.cluster import MOST_RANKS, Cluster, require_whole
 from fsdp_helpers.planning.devices import ATTENTION_COST, RECOMPUTED_GAIN, TYPICAL_RANGE, named_device
-from fsdp_helpers.planning.models import Subject, named_subject
+from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.optimizers import OPTIMIZERS, named_optimizer
 from fsdp_helpers.planning.own_shards import own_state
 from fsdp_helpers.planning.peak import Step, walk_step
@@ -239,12 +239,11 @@ class Plan:
         }
 
 
-def make_plan(subject: Subject | str, settings: Settings, cluster: Cluster) -> Plan:
-    """Plan `subject`, or a model by its name, on `cluster`, for devices with a host, whose collectives need no copies.
+def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
+    """Plan `subject` on `cluster`, for devices with a host, whose collectives need no copies.
 
-    Raises ValueError for an unknown name, and if the ranks don't match the settings.
+    Raises ValueError if the ranks don't match the settings.
     """
-    subject = named_subject(subject) if isinstance(subject, str) else subject
     settings.check_world_size(cluster.world_size)
     subject.check(settings.batch, settings.precision, settings.activation_checkpointing, settings.loss_chunks)
     config = settings.config()

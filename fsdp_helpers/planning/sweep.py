@@ -89,3 +89,23 @@ def fewest_ranks(
         found = in_time(middle)
         too_few, enough, best = (too_few, middle, found) if found is not None else (middle, enough, best)
     return best
+
+
+def fewest_that_fit(subject: Subject, settings: Settings, cluster: Cluster, most: int = 2**14) -> int | None:
+    """Return the fewest ranks on which a plan fits, None if even `most` are too few.
+
+    More ranks need less memory each, until padding takes over. So we double the ranks until it fits, then bisect.
+    """
+
+    def fits(ranks: int) -> bool:
+        return make_plan(subject, settings, replace(cluster, world_size=ranks)).fits
+
+    too_few, enough = 0, 1
+    while not fits(enough):
+        too_few, enough = enough, 2 * enough
+        if enough > most:
+            return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough

@@ -5,40 +5,32 @@
 fewer bytes than torch's; CHUNKS says in how many parts torch's has to be computed to fit as well.
 """
 
-import argparse
 import csv
 from functools import cache
-from pathlib import Path
 
 import pytest
 from runs import FIXTURES
 
-from fsdp_helpers.cli.plan import add_plan_arguments, read_plan
 from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.cluster import Cluster
 from fsdp_helpers.planning.models import llama_subject
 from fsdp_helpers.planning.plan import Plan, Settings, make_plan
+from fsdp_helpers.planning.published_runs import PUBLISHED
 
-RECORD = Path(__file__).parents[2] / "notebooks/reference/published-runs.csv"  # chapter 09 shows it
-PUBLISHED = list(csv.DictReader(RECORD.read_text().splitlines()))
+WITH_MEMORY = [run for run in PUBLISHED if run.memory_bytes]
 
 
-@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: run["arguments"])
-def test_a_published_run_by_its_command(run):
-    """The speed lies in the range, and memory is within a tenth."""
-    parser = argparse.ArgumentParser()
-    add_plan_arguments(parser)
-    plan = read_plan(parser.parse_args(run["arguments"].split()))[1]
-    most, least = (speed / int(run["gpus"]) for speed in plan.items_per_s)
-    assert plan.cluster.world_size == int(run["gpus"])
-    assert least <= float(run["tokens_per_s_per_gpu"]) <= most
+@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run.model}-{run.world_size}-{run.device}")
+def test_throughput_lies_in_the_range(run):
+    plan = run.plan()
+    most, least = (speed / run.world_size for speed in plan.items_per_s)
+    assert least <= run.tokens_per_s <= most
     assert most / least <= 1.25 / 0.75 * 1.0001
-    if run["memory_gib"]:
-        assert plan.peak.bytes == pytest.approx(float(run["memory_gib"]) * 2**30, rel=0.1)
 
 
-def test_the_published_runs_are_all_there():
-    assert (len(PUBLISHED), sum(bool(run["memory_gib"]) for run in PUBLISHED)) == (8, 2)
+@pytest.mark.parametrize("run", WITH_MEMORY, ids=lambda run: f"{run.model}-{run.world_size}")
+def test_memory_within_a_tenth(run):
+    assert run.plan().peak.bytes == pytest.approx(run.memory_bytes, rel=0.1)
 
 
 DEVICES = {"h100_80gb": "h100", "a100_80gb": "a100", "a100_40gb": "a100-40"}
