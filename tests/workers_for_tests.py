@@ -189,6 +189,12 @@ def call_each(rank, world_size, calls):
     return results
 
 
+def with_constants(rank, world_size, module, constants, worker, *arguments):
+    """Run `worker` with other values for the constants of a module, such as fewer steps."""
+    with patch.multiple(module, **constants):
+        return worker(rank, world_size, *arguments)
+
+
 def rehearse(rank, world_size, worker, module, folder, arguments):
     """Run a checker's worker with the build in `folder`: (its result, how it failed)."""
     sys.path.insert(0, folder)

@@ -223,6 +223,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused():
     assert done.returncode == 1 and done.stderr.startswith("5 ranks cannot share 24 documents evenly")
 
 
+@pytest.mark.long
 def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
     arguments = [*alone[1], 1_000_000]
     program = [FOLDER / "finetune.py"]
