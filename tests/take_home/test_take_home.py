@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from runs import mostly_long
 from take_home_workers import (
     FOLDER,
@@ -21,7 +20,7 @@ from take_home_workers import (
     train_undisturbed,
     train_vit_alone,
 )
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_helpers.config import TrainConfig
@@ -285,18 +284,11 @@ def test_the_vit_learns_what_one_process_learns(world_size, run_script):
     assert found[STEPS - 1] < found[0]
 
 
-def test_the_vit_begins_with_a_file(tmp_path, monkeypatch, capsys):
-    """On one rank, in this process: on several, what rank 0 has is sent with or without a file."""
-    script = load_script("vit.py")
+def test_the_vit_begins_with_a_file(run_script, tmp_path):
     torch.manual_seed(7)
-    torch.save(script.ViT().state_dict(), tmp_path / "weights.pt")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)  # by the script
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    script.STEPS = 1
-    script.main(torch.device("cpu"), str(tmp_path / "weights.pt"))
-    monkeypatch.undo()
-    assert losses(capsys.readouterr().out)[0] == pytest.approx(train_vit_alone(1, seed=7)[0], abs=1e-5)
+    torch.save(load_script("vit.py").ViT().state_dict(), tmp_path / "weights.pt")
+    found = losses(run_script("vit.py", 1, str(tmp_path / "weights.pt")))
+    assert list(found.values()) == pytest.approx(train_vit_alone(STEPS, seed=7), abs=1e-5)
 
 
 @pytest.mark.gpu
