@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import nlargest
 from itertools import pairwise
 
 MOST_CARDS = 3
@@ -15,7 +16,9 @@ FEWEST_WORDS = 3  # that a description and a card must share; fewer are chance
 QUOTED = 10.0  # what a whole quoted message counts more than likeness
 SHORTEST_QUOTE = 8  # characters
 KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind, and the word by which a text names it
-SAME_KIND = 1.3  # what a card of the kind that the text names counts more
+SAME_KIND = 1.3  # what a card of the kind that the text names counts more, and one of a kind that it doesn't name less
+SECOND = 0.5  # what a card's second-best phrase counts, next to its best one
+ALL_OF_IT = 2.0  # what all that a card says counts, next to its best phrase
 UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of one that every third card has
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
 # Messages of these cards come with those of others, which say more.
@@ -70,9 +73,9 @@ def find_cards(text: str) -> list[Match]:
     found = []
     for name, phrases in phrases_of_cards().items():
         score, phrase = best_of(phrases, whole, lines)
-        score += covered(described, name)
-        if KIND.get(name.partition("-")[0]) in described:
-            score *= SAME_KIND
+        score += ALL_OF_IT * covered(described, name)
+        if kind := KIND.get(name.partition("-")[0]):
+            score *= SAME_KIND if kind in described else 1 / SAME_KIND
         if name in WRAPPERS:
             score = min(score, QUOTED)
         if score >= LEAST_SCORE:
@@ -81,12 +84,14 @@ def find_cards(text: str) -> list[Match]:
 
 
 def best_of(phrases: Sequence[str], whole: str, lines: Sequence[frozenset[str]]) -> tuple[float, str]:
-    """Return how well a card's phrases match and the best one: above QUOTED if the text contains any, else up to 1."""
+    """Return how well a card's phrases match and the best one: above QUOTED if the text contains any, else up to 1.5."""
     quoted = [phrase for phrase in phrases if is_quote(phrase) and normalized(phrase) in whole]
     if quoted:
         words = frozenset().union(*(words_of(phrase) for phrase in quoted))
         return QUOTED + weight(words), max(quoted, key=len)
-    return max((likeness(words_of(phrase), line), phrase) for phrase in phrases for line in lines or [frozenset()])
+    alike = [(max(likeness(words_of(phrase), line) for line in lines or [frozenset()]), phrase) for phrase in phrases]
+    (best, phrase), (second, _) = nlargest(2, [*alike, (0.0, "")])
+    return best + SECOND * second, phrase
 
 
 def is_quote(phrase: str) -> bool:
@@ -163,14 +168,14 @@ COMMON = frozenset(
     "a an and are as at be but by for from in into is it its me my not of on or our so than that the their then there "
     "they this to was we were when while with you your has have had i if no do does did can error runtimeerror file "
     "line torch py module name named use using used get got will would which any some also just only after before all "
-    "try trying way how what why like same issue problem code run running set please help".split()
+    "try trying way how what why like same issue problem code run running set please help cannot import importerror out".split()
 )
 # What people say, in the words of the cards; without endings.
 SAME = {
     said: word
     for word, others in {
-        "hang": "freez froz frozen stuck stall halt deadlock lock dead block forever indefinitely wait",
-        "memory": "oom outofmemoryerror ram vram",
+        "hang": "freez froz frozen stuck stall halt deadlock lock dead block forever indefinitely wait hung idl unrespons",
+        "memory": "oom outofmemoryerror ram vram mem",
         "train": "finetun fine-tun",
         "sav": "stor dump",
         "nod": "machin host multi-nod multinod server",
@@ -181,8 +186,25 @@ SAME = {
         "checkpoint": "ckpt snapshot",
         "resum": "restart continu restor reload",
         "decreas": "converg learn improv drop",
-        "evaluat": "validat valid validation evaluation eval inferenc test",
-        "accuracy": "accuraci metric score",
+        "evaluat": "validat valid validation evaluation eval inferenc test val",
+        "accuracy": "accuraci metric score acc",
+        "grow": "increas ris leak",
+        "start": "begin startup",
+        "end": "finish complet",
+        "differ": "different differenc",
+        "sampl": "exampl imag video record item",
+        "container": "docker pod kubernet k8s",
+        "crash": "fail abort",
+        "data": "dataset",
+        "loader": "dataloader",
+        "gather": "allgather all_gather",
+        "reduc": "allreduc all_reduc",
+        "ddp": "distributeddataparallel",
+        "fsdp": "fullyshardeddataparallel fsdp1 fsdp2",
+        "rate": "lr",
+        "parameter": "param",
+        "gradient": "grad",
+        "second": "sec",
     }.items()
     for said in others.split()
 }

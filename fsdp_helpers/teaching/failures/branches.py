@@ -205,10 +205,11 @@ BRANCHES = (
         name="wrong-unused-units",
         title="Each rank runs a different unit: experts, heads, LayerDrop",
         why="A unit gathers when it is called. Rank 0 calls one unit and rank 1 a different one, and their gathers are "
-        "matched: each gets halves of two layers. With different shapes gloo aborts, and NCCL hangs.",
+        "matched: each gets halves of two layers. With different shapes gloo aborts, and NCCL hangs. A vision tower that a batch "
+        "without an image skips, or an expert without a token, is such a unit.",
         tell="Trace the forward of each rank: the units, or their number, differ.",
-        fix="Call every unit on every rank, in the same order, with a weight of 0 where its output isn't wanted; or keep what "
-        "only some ranks use in the root unit, with `set_reduce_scatter_unused_params(True)`.",
+        fix="Call every unit on every rank, in the same order, on a dummy input and with a weight of 0 where its output isn't "
+        "wanted: `loss = loss + 0.0 * tower(blank).sum()`; or keep what only some ranks use in the root unit, with `set_reduce_scatter_unused_params(True)`.",
         broken=run_one_head_per_rank,
         fixed=run_both_heads,
         right=gradients_alone,

@@ -44,6 +44,41 @@ def two_steps() -> Numbers:
     return {"steps": 2}
 
 
+# ---------------------------------------------------------------- a unit that is never called
+
+
+class TwoBlocks(nn.Module):
+    """A model that calls the blocks in its list one by one, never the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([small_model(), nn.Linear(2, 2)])
+
+    def forward(self, samples: Tensor) -> Tensor:
+        for block in self.blocks:
+            samples = block(samples)
+        return samples
+
+
+def shard_the_list(rank: int, world_size: int) -> Numbers:
+    model = TwoBlocks()
+    fully_shard(model.blocks, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    return {"sum of outputs": model(images()).sum().item()}
+
+
+def shard_the_blocks(rank: int, world_size: int) -> Numbers:
+    model = TwoBlocks()
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    return {"sum of outputs": model(images()).sum().item()}
+
+
+def blocks_alone() -> Numbers:
+    return {"sum of outputs": TwoBlocks()(images()).sum().item()}
+
+
 # ---------------------------------------------------------------- past the hooks
 
 
@@ -189,6 +224,17 @@ CRASHES = (
         right=tied_alone,
         says="shared",
         not_in="2.11",
+    ),
+    Failure(
+        name="crash-container",
+        title="fully_shard does not support containers that do not implement forward",
+        why="A unit gathers when its forward is called. Nobody calls a `ModuleList` or a `ModuleDict`; the model calls what is in it.",
+        tell="The message names the container.",
+        fix="`for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`.",
+        broken=shard_the_list,
+        fixed=shard_the_blocks,
+        right=blocks_alone,
+        says="containers that do not implement forward",
     ),
     Failure(
         name="crash-frozen-flat",

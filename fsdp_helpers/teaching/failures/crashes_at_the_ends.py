@@ -248,7 +248,8 @@ CRASHES_AT_THE_ENDS = (
         name="hang-dead-address",
         title="The client socket has timed out while trying to connect",
         why="A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. The variables are left over from a different job, "
-        "rank 0 hasn't started or has failed, or the name resolves to a machine that doesn't answer.",
+        "rank 0 hasn't started or has failed, or the name resolves to a machine that doesn't answer. If it's `localhost` on every "
+        "node, each waits for itself.",
         tell="The message has the address and the port: is a rank 0 there? `python -m fsdp_helpers doctor` finds stale variables.",
         fix="`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`, and `torchrun --standalone` on one machine; on several, one "
         "`--rdzv-endpoint=HOST:PORT` for all.",

@@ -60,6 +60,40 @@ def norm_alone() -> Numbers:
     return {"norm": small_model()[0].weight.norm().item()}
 
 
+# ---------------------------------------------------------------- a decision of each rank's own
+
+VALIDATION_LOSSES = ((0.5, 0.2, 0.1), (0.7, 0.6, 0.1))  # of rank 0, of rank 1, epoch by epoch
+GOOD_ENOUGH = 0.3
+
+
+def stop_on_own_loss(rank: int, world_size: int) -> Numbers:
+    epochs = 0
+    for loss in VALIDATION_LOSSES[rank]:
+        dist.all_reduce(torch.ones(1))  # an epoch's gradients
+        epochs += 1
+        if loss < GOOD_ENOUGH:
+            break
+    dist.barrier()
+    return {"epochs": epochs}
+
+
+def stop_on_mean_loss(rank: int, world_size: int) -> Numbers:
+    epochs = 0
+    for loss in map(torch.tensor, VALIDATION_LOSSES[rank]):
+        dist.all_reduce(torch.ones(1))  # an epoch's gradients
+        epochs += 1
+        dist.all_reduce(loss)
+        if loss / world_size < GOOD_ENOUGH:
+            break
+    dist.barrier()
+    return {"epochs": epochs}
+
+
+def stop_by_hand() -> Numbers:
+    means = [sum(losses) / len(losses) for losses in zip(*VALIDATION_LOSSES, strict=True)]
+    return {"epochs": 1 + next(epoch for epoch, mean in enumerate(means) if mean < GOOD_ENOUGH)}
+
+
 # ---------------------------------------------------------------- collectives in a different order
 
 
@@ -172,6 +206,19 @@ HANGS = (
         says=r"full_tensor\(\), called from hangs.py",
     ),
     Failure(
+        name="hang-local-decision",
+        title="Each rank decides for itself when to stop or to save",
+        why="Early stopping, *save if it's the best so far*, a limit of time or a signal: the ranks look at different numbers, such as "
+        "the loss of their own validation images. `dist.reduce` gives the sum to rank 0 alone. One rank leaves the loop, or enters "
+        "the save, and the others wait for it.",
+        tell="It hangs only now and then, after good epochs, and never if every epoch saves. Print the decision on each rank.",
+        fix="`dist.all_reduce(loss)` (not `reduce`) before the decision, or rank 0 decides and `dist.broadcast`s it.",
+        broken=stop_on_own_loss,
+        fixed=stop_on_mean_loss,
+        right=stop_by_hand,
+        says=r"in stop_on_own_loss",
+    ),
+    Failure(
         name="hang-order",
         title="Two ranks wait in two different collectives",
         why="Collectives are matched by their order, not by their names. A loop over a set or over a dictionary that each "
@@ -204,7 +251,8 @@ HANGS = (
         tell="`dist.monitored_barrier` on a gloo group names the first rank that is missing. `launch` and `--timeout` call "
         "the roll and name all of them.",
         fix="Pass `timeout=` to `init_process_group`: above your longest step and longest checkpoint. To find the culprit, "
-        "put a monitored barrier before the collective.",
+        "put a monitored barrier before the collective. Every group has a limit of its own: `new_group` takes `timeout=` too, and "
+        "`dist.set_timeout(limit, mesh.get_group())` reaches the groups of a mesh.",
         broken=wait_without_a_name,
         fixed=wait_with_a_name,
         right=rank_1_is_missing,

@@ -294,9 +294,11 @@ LOADING = (
     Failure(
         name="crash-scalar-parameter",
         title="fully_shard doesn't support scalar parameters",
-        why="A parameter with no dimension, such as a logit scale or a layer scale, has no rows to share out.",
+        why="A parameter with no dimension, such as a logit scale or a layer scale, has no rows to share out. A "
+        "parameter that isn't contiguous is refused as well.",
         tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` names it.",
-        fix="Give it one dimension: `nn.Parameter(torch.ones(1))`; a checkpoint needs `tensor.reshape(1)` once.",
+        fix="Give it one dimension: `nn.Parameter(torch.ones(1))`; a checkpoint needs `tensor.reshape(1)` once. "
+        "Or `parameter.data = parameter.data.contiguous()`.",
         broken=shard_a_number,
         fixed=shard_a_row_of_one,
         right=scaled_alone,

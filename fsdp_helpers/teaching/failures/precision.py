@@ -127,7 +127,7 @@ PRECISION = (
         "trained base in bf16 are two. FSDP1 says *Must flatten tensors with uniform dtype*, for frozen parameters too.",
         tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
         fix="`model.float()` before `fully_shard`, and `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` to compute in bf16; "
-        "or make the adapters units of their own.",
+        "or make the adapters units of their own. QLoRA: `bnb_4bit_quant_storage=torch.bfloat16`.",
         broken=shard_two_formats,
         fixed=shard_one_format,
         right=two_outputs_per_image,

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.small_job import WIDTH, images
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, gradient_norm, images, small_model
 
 # ---------------------------------------------------------------- the sampler
 
@@ -53,6 +55,42 @@ def count_each_image_once(rank: int, world_size: int) -> Numbers:
 
 def five_images() -> Numbers:
     return {"images evaluated": 5}
+
+
+# ---------------------------------------------------------------- a batch without a label
+
+IGNORED = -100  # `cross_entropy` leaves these labels out
+LABELS = (torch.tensor([0, 1] * 4), torch.full((8,), IGNORED))  # rank 1's texts are all prompt
+
+
+def mean_of_no_labels(rank: int, world_size: int) -> Numbers:
+    model = fully_shard(small_model(), mesh=cpu_mesh())
+    loss = cross_entropy(model(images()), LABELS[rank], ignore_index=IGNORED)
+    loss.backward()
+    return {"loss": mean_over_ranks(loss), "gradient norm": gradient_norm(model)}
+
+
+def mean_of_all_labels(rank: int, world_size: int) -> Numbers:
+    model = fully_shard(small_model(), mesh=cpu_mesh())
+    loss_sum = cross_entropy(model(images()), LABELS[rank], ignore_index=IGNORED, reduction="sum")
+    num_labels = (LABELS[rank] != IGNORED).sum()
+    dist.all_reduce(num_labels)
+    loss = loss_sum * world_size / num_labels.clamp(min=1)
+    loss.backward()
+    return {"loss": mean_over_ranks(loss), "gradient norm": gradient_norm(model)}
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    mean = loss.detach() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.item()
+
+
+def labels_alone() -> Numbers:
+    model = small_model()
+    loss = cross_entropy(model(images().repeat(2, 1)), torch.cat(LABELS), ignore_index=IGNORED)
+    loss.backward()
+    return {"loss": loss.item(), "gradient norm": gradient_norm(model)}
 
 
 # ---------------------------------------------------------------- statistics and metrics
@@ -112,8 +150,8 @@ WRONG_DATA = (
         name="wrong-set-epoch",
         title="Every epoch has the same order",
         why="`DistributedSampler` shuffles by its seed and its epoch, and only you know which epoch it is.",
-        tell="Print the first indices of two epochs: they are equal.",
-        fix="`sampler.set_epoch(epoch)` at the start of every epoch.",
+        tell="Print the first indices of two epochs: they are equal. A resumed run that begins at epoch 0 again has the first epoch's.",
+        fix="`sampler.set_epoch(epoch)` at the start of every epoch; after a resume, the saved epoch.",
         broken=forget_set_epoch,
         fixed=call_set_epoch,
         right=drawn_by_hand,
@@ -128,6 +166,19 @@ WRONG_DATA = (
         broken=count_padded_images,
         fixed=count_each_image_once,
         right=five_images,
+    ),
+    Failure(
+        name="wrong-no-labels",
+        title="nan from a batch in which every label is ignored",
+        why="A mean over no labels is 0/0. One rank's micro-batch whose labels are all -100 (a prompt, padding, a cut-off answer) has "
+        "the loss nan. `cross_entropy` gives it a gradient of 0, so that the ranks' mean is too small, here by half; a mask of your "
+        "own, `(loss * mask).sum() / mask.sum()`, makes every rank's gradients nan.",
+        tell="`(labels != -100).sum()` is 0 on one rank. It happens in bf16 and fp32 too, at random steps.",
+        fix="`dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`; or filter such "
+        "samples out.",
+        broken=mean_of_no_labels,
+        fixed=mean_of_all_labels,
+        right=labels_alone,
     ),
     Failure(
         name="wrong-batchnorm",
