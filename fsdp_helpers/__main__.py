@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from fsdp_helpers.cli.compare import add_compare_arguments
-from fsdp_helpers.cli.files import check_output_path, print_data_source, write_json
 from fsdp_helpers.cli.flags import Flag, add_flags, flags
 from fsdp_helpers.cli.plan import add_plan_arguments, plan_command
+from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.ranks.torchrun import end_with_agent
-from fsdp_helpers.training.summary import print_summary
+from fsdp_helpers.training.torchrun import end_with_agent
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 CALL_FLAGS = (
@@ -114,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(BAD_INPUT, problem)
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.data.mnist import DataError
+    from fsdp_helpers.progress import in_lines
     from fsdp_helpers.ranks.launch import RankError
-    from fsdp_helpers.ranks.progress import in_lines
 
     try:
         with in_lines():
@@ -148,7 +147,7 @@ def run() -> NoReturn:
             FAILED,
             f"{error}; run `source .venv/bin/activate`, or activate the environment you installed the project in",
         )
-    from fsdp_helpers.ranks.torchrun import started_as_rank
+    from fsdp_helpers.training.torchrun import started_as_rank
 
     if started_as_rank():
         sys.stdout.flush()
@@ -159,7 +158,7 @@ def run() -> NoReturn:
 
 def _wrong_place(options: argparse.Namespace) -> str:
     """Return what's wrong with the environment torchrun gave this rank; "" if nothing is, or if it isn't under torchrun."""
-    from fsdp_helpers.ranks.torchrun import read_place, started_as_rank
+    from fsdp_helpers.training.torchrun import read_place, started_as_rank
 
     if options.command == "train" and started_as_rank():
         try:
@@ -170,8 +169,8 @@ def _wrong_place(options: argparse.Namespace) -> str:
 
 
 def train_command(options: argparse.Namespace) -> None:
-    from fsdp_helpers.ranks.torchrun import started_as_rank
     from fsdp_helpers.training.run import train, train_as_rank_of_torchrun
+    from fsdp_helpers.training.torchrun import started_as_rank
 
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
     check_output_path(options.json)
@@ -221,7 +220,7 @@ def explain_command(options: argparse.Namespace) -> int:
 
 
 def lab_command(options: argparse.Namespace) -> None:
-    from fsdp_helpers.cli.lab.server import open_lab
+    from fsdp_helpers.cli.lab.jupyter import open_lab
 
     open_lab(options.copies, options.arguments)
 
@@ -236,7 +235,7 @@ def write_plan(options: argparse.Namespace) -> int:
 
 
 def _complain(status: int, message: str) -> int:
-    from fsdp_helpers.ranks.torchrun import leave_it_to_rank_0, speaks
+    from fsdp_helpers.training.torchrun import leave_it_to_rank_0, speaks
 
     if status == BAD_INPUT and not speaks():
         leave_it_to_rank_0()

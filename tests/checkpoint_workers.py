@@ -24,14 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import begin
-from fsdp_helpers.checkpointing.resume import run_checkpoints
-from fsdp_helpers.checkpointing.state import save_full
-from fsdp_helpers.checkpointing.stopping import Stopped, heeding_sigterm
+from fsdp_helpers.checkpointing.resume import Stopped, heeding_sigterm, run_checkpoints
+from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
-from fsdp_helpers.teaching.lessons import saving
-from fsdp_helpers.teaching.lessons.saving import trained_for_a_step
+from fsdp_helpers.teaching.lessons import saving_and_resuming
+from fsdp_helpers.teaching.lessons.saving_and_resuming import trained_for_a_step
 from fsdp_helpers.training import loop as training
 from fsdp_helpers.training import worker
 from fsdp_helpers.training.worker import load_rank_data, train_worker
@@ -445,11 +444,11 @@ def let_files_grow_to(size):
 
 def train_with_schedule(rank, world_size, config):
     """The losses of the run of notebook 06's accidents, if nobody stops it."""
-    dataset, built = load_rank_data(config, rank_device()), saving.build_sharded(config, seed=config.seed)
+    dataset, built = load_rank_data(config, rank_device()), saving_and_resuming.build_sharded(config, seed=config.seed)
     return [
         loss
         for step in range(config.max_steps)
-        for loss in saving.train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
+        for loss in saving_and_resuming.train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
     ]
 
 
@@ -477,7 +476,7 @@ def go_on_with_a_late_head(rank, world_size, folder, way):
     """
     save_it, load_it = {
         "package": (checkpoint.save, checkpoint.load),
-        "lesson": (save_shards_of, saving.load_shards),
+        "lesson": (save_shards_of, saving_and_resuming.load_shards),
     }[way]
 
     def build(seed):

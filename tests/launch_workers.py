@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fsdp_helpers import progress
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks import progress, server
-from fsdp_helpers.ranks.gpus import VISIBLE
+from fsdp_helpers.gpus import VISIBLE
+from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.group import rank_device
 
 

@@ -40,6 +40,12 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def shares_a_lock(pid: int) -> bool:
+    """Whether the process holds a lock that several may hold. Linux alone can tell."""
+    held = [line.split()[1:5] for line in Path("/proc/locks").read_text().splitlines()]
+    return ["FLOCK", "ADVISORY", "READ", str(pid)] in held
+
+
 def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while not (holds := condition()) and time.monotonic() < deadline_s:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
@@ -169,15 +170,30 @@ def collectives_of(rank, world_size, name: str) -> dict[str, int]:
     return {counted.op: counted.count for counted in count_collectives(seen)}
 
 
-def save_beside_a_slow_removal(rank, world_size, folder: Path) -> list[str]:
-    """checkpoint.py saves where a killed run left a file, and rank 0 takes its time to remove it; the files it saved."""
-    script, remove = load_script("checkpoint.py"), shutil.rmtree
+LEFT_BY_A_KILLED_RUN = ("unfinished", "unfinished-step-1", "unfinished-model")
 
-    def remove_slowly(path: Path) -> None:
-        time.sleep(0.5)
-        remove(path)
 
-    with patch.object(script.shutil, "rmtree", remove_slowly):
-        script.save_checkpoint(folder, {"weights": torch.ones(2), "own": {rank: torch.ones(3)}, "step": 1})
-    dist.barrier()
-    return sorted(path.name for path in (folder / "000001").iterdir())
+def save_beside_a_slow_removal(rank, world_size, folder: Path) -> list[bool]:
+    """checkpoint.py and finetune.py save where a killed run left a folder, which rank 0 takes its time to remove.
+
+    Whether it was still there when this rank began to write: for each save, and for the export.
+    """
+    keeping, tuning = load_script("checkpoint.py"), load_script("finetune.py")
+    remove, save, found = shutil.rmtree, dcp.save, []
+    model, folders = nn.Linear(2, 2), iter(LEFT_BY_A_KILLED_RUN)
+
+    def remove_slowly(path: Path, **settings) -> None:
+        time.sleep(0.3)
+        remove(path, **settings)
+
+    def look_and_save(*state, **settings) -> None:
+        found.append((folder / next(folders) / "left").exists())
+        save(*state, **settings)
+
+    with patch.object(shutil, "rmtree", remove_slowly), patch.object(dcp, "save", look_and_save):
+        keeping.save = look_and_save
+        keeping.save_checkpoint(folder, {"weights": torch.ones(2), "step": 1})
+        tuning.save(model, torch.optim.AdamW(model.parameters()), folder / "step-1")
+        tuning.tensors_in_files = nn.Module.state_dict
+        tuning.export(model, folder / "base", folder / "model")
+    return found

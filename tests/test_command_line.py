@@ -111,7 +111,8 @@ def test_seed_decides(digits_dir):
     assert first != other
 
 
-def test_ranks_draw_their_own_dropout_masks(digits_dir):
+def test_dropout_changes_the_losses_and_draws_the_same_masks_each_time(digits_dir):
+    """That each rank draws its own is in training/test_worker.py."""
     settings = {"max_steps": 3, "global_batch_size": 8, "test_images": 9, "data_dir": str(digits_dir)}
     with_dropout = train("ddp", 2, **settings)[0].step_losses
     without = train("ddp", 2, dropout=False, **settings)[0].step_losses
@@ -191,21 +192,21 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
         (["train", "--test-images", "-1"], "test_images is -1"),
         (["train", "--train-images", "100"], "100 training images do not fill one global batch of 256"),
         (["train", "--global-batch-size", "60001"], "do not fill one global batch of 60001"),
-        (["train", "--train-images", "70000"], "train_images is 70000, and mnist has 60000"),
-        (["train", "--test-images", "10001"], "test_images is 10001, and mnist has 10000"),
+        (["train", "--train-images", "70000"], "train_images is 70000, but mnist has 60000"),
+        (["train", "--test-images", "10001"], "test_images is 10001, but mnist has 10000"),
         (["train", "--strategy", "ddp", "--world-size", "0"], "world_size is 0"),
         (["train", "--strategy", "ddp", "--world-size", "-2"], "world_size is -2"),
         (["train", "--strategy", "ddp", "--world-size", "3"], "256 isn't divisible by world_size 3"),
-        (["train", "--strategy", "local", "--world-size", "2"], "one process, world_size is 2"),
+        (["train", "--strategy", "local", "--world-size", "2"], "one process, but world_size is 2"),
         (["train", "--strategy", "ddp", "--world-size", "64", "--device", "cuda"], "64 CUDA devices"),
         (["train", "--strategy", "fsdp-offload", "--api", "fsdp1", "--device", "cpu"], "Use api 'fsdp2'"),
         (["train", "--strategy", "fsdp-auto-wrap", "--min-num-params", "-1"], "min_num_params is -1; it must be 0"),
         (["train", "--strategy", "fsdp", "--sharding", "none"], "sharding 'none' exists in FSDP1 only"),
         (["train", "--strategy", "fsdp", "--backward-prefetch", "post"], "'post' is an option of FSDP1"),
-        (["train", "--strategy", "fsdp", "--sharding", "hybrid"], "at least two ranks, world_size is 2"),
-        (["train", "--strategy", "ddp", "--sharding", "grad-op"], "belong to FSDP, strategy is 'ddp'"),
-        (["train", "--bucket-view"], "bucket_view belongs to DDP, strategy is 'local'"),
-        (["train", "--no-reshard-after-forward"], "reshard_after_forward belongs to FSDP2, strategy is 'local'"),
+        (["train", "--strategy", "fsdp", "--sharding", "hybrid"], "at least two ranks, but world_size is 2"),
+        (["train", "--strategy", "ddp", "--sharding", "grad-op"], "belong to FSDP, but strategy is 'ddp'"),
+        (["train", "--bucket-view"], "bucket_view belongs to DDP, but strategy is 'local'"),
+        (["train", "--no-reshard-after-forward"], "reshard_after_forward belongs to FSDP2, but strategy is 'local'"),
         (["train", "--precision", "fp8"], "fp8"),
         (["train", "--strategy", "ddp", "--precision", "bf16"], "use strategy 'fsdp' or 'fsdp-auto-wrap'"),
         (["train", "--activation-checkpointing", "all"], "all"),
@@ -293,7 +294,7 @@ def test_under_torchrun_a_failing_rank_is_no_bad_input(digits_dir, monkeypatch, 
 
 def test_the_digits_and_their_end_are_said(digits_dir, tmp_path, monkeypatch, capfd):
     """1,437 digits are 5 batches of 256. The output here is a log, and its lines may be as close as the steps."""
-    monkeypatch.setattr("fsdp_helpers.ranks.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("fsdp_helpers.progress.SECONDS_BETWEEN_LINES", 0.0)
     arguments = ["train", "--model", "simple", "--max-steps", 7, "--test-images", 9, "--data-dir", digits_dir]
     assert main_in_process(*arguments, "--json", tmp_path / "run.json") == 0
     output = capfd.readouterr()

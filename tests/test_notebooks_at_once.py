@@ -13,7 +13,7 @@ from leftovers import PROJECT
 from nbclient import NotebookClient
 
 from fsdp_helpers.data.images import offline
-from fsdp_helpers.teaching.page.machine_memory import private_bytes
+from fsdp_helpers.teaching.page.this_machine import private_bytes
 
 NUMBERS = ("00", "01", "02", "03", "06", "07")
 MEMORY_BYTES = 24 * 1024**3

@@ -1,6 +1,12 @@
-"""A run that saves and resumes: when it saves, what it saves besides tensors, and which settings must match."""
+"""A run that saves and resumes: when it saves, what it saves besides tensors, and which settings must match.
+
+On SIGTERM, all ranks stop together, after the same step, with a checkpoint. Slurm sends it before the time limit and
+before a preemption, and torchrun forwards it to its ranks. It may reach some machines earlier than others, so the ranks
+ask each other after every step.
+"""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -9,13 +15,40 @@ import torch
 from torch import nn
 
 from fsdp_helpers.checkpointing import folder as checkpoint_folder
-from fsdp_helpers.checkpointing.checkpoint import check_model, load, save
+from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
-from fsdp_helpers.checkpointing.index import read_index
-from fsdp_helpers.checkpointing.stopping import Stopped, asked_to_stop
+from fsdp_helpers.checkpointing.shard_index import check_model, read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.group import gather_over_ranks
+from fsdp_helpers.ranks.group import gather_over_ranks, sum_over_ranks
+
+_asked: bool | None = None  # None while SIGTERM isn't being watched
+
+
+class Stopped(Exception):
+    """The run was asked to end early; its progress is saved."""
+
+
+@contextmanager
+def heeding_sigterm() -> Iterator[None]:
+    """Within the block, note SIGTERM instead of exiting. Every rank of a group has to be in the block."""
+    global _asked
+
+    def note(*_: object) -> None:
+        global _asked
+        _asked = True
+
+    before, _asked = signal.signal(signal.SIGTERM, note), False
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _asked = None
+
+
+def asked_to_stop() -> bool:
+    """Return True on every rank as soon as one was asked to stop; a collective, if SIGTERM is being watched."""
+    return _asked is not None and bool(sum_over_ranks(torch.tensor(int(_asked))))
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:
@@ -56,7 +89,7 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
         saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # a setting that is newer than the checkpoint
         if saved != now:
             raise CheckpointError(
-                f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same value to continue, or "
+                f"{path} was saved with {name} {saved!r}, but this run has {now!r}; use the same value to continue, or "
                 f"another --checkpoint-dir for a different run"
             )
     with torch.device("meta"):  # shapes without values
@@ -73,7 +106,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run: saves its full state as it trains, and loads it; without a folder, does nothing."""
+    """The checkpoints of a run. Saves its full state as it trains, and loads it; does nothing without a folder."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from fsdp_helpers.cli.files import check_output_path, print_data_source, write_json
+from fsdp_helpers.cli.printing import check_output_path, print_data_source, write_json
 from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -37,8 +37,9 @@ def compare_command(options: argparse.Namespace) -> None:
     import torch
 
     from fsdp_helpers.data.images import num_train_images
-    from fsdp_helpers.ranks.group import choose_device, device_name
-    from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
+    from fsdp_helpers.gpus import choose_device
+    from fsdp_helpers.ranks.group import device_name
+    from fsdp_helpers.training.comparison import compare, comparison_configs, plain_table
     from fsdp_helpers.training.run import prepare_run_data
     from fsdp_helpers.training.watch import STEADY_STEP
     from fsdp_helpers.training.worker import time_stamp, versions
@@ -52,7 +53,7 @@ def compare_command(options: argparse.Namespace) -> None:
     if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
     base = TrainConfig(
-        epochs=options.steps,  # as many as it takes: one epoch may have a single step
+        epochs=options.steps,  # as many as needed: one epoch may have a single step
         max_steps=options.steps,
         global_batch_size=options.global_batch_size,
         test_images=1,

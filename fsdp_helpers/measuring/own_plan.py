@@ -25,8 +25,8 @@ from fsdp_helpers.planning.advice import verdict
 from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
+from fsdp_helpers.progress import timed
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.ranks.progress import timed
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 PURE = "pure-bf16"  # everything is bf16, the batch and the buffers too

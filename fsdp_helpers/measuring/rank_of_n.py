@@ -21,7 +21,7 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives
 from fsdp_helpers.measuring.memory import one_thread, state_bytes, trace_memory
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.progress import report, reports_drawn
+from fsdp_helpers.progress import report, reports_drawn
 from fsdp_helpers.records import CollectiveCount, StateBytes
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, count_units, shard_with_api
@@ -29,7 +29,9 @@ from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, count_units, shard_
 STEPS = 3  # the first is not a steady one
 STEP = "train step"
 ON_CPU = torch.device("cpu")
-LIKE_THIS_ONE = "simulate_uniform_ranks"  # an option of the fake group: the other ranks have what this one has
+LIKE_THIS_ONE = (
+    "simulate_uniform_ranks"  # an option of the fake group: the other ranks hold the same values as this one
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import one_thread, trace_memory
-from fsdp_helpers.models.names import plain_name
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.peak import peak_of_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
@@ -25,7 +24,7 @@ from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.planning.walk.units import frozen_beside_trained
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.strategies import recompute_units
-from fsdp_helpers.sharding.wrapping import choose_units, size_policy
+from fsdp_helpers.sharding.wrapping import choose_units, plain_name, size_policy
 
 MARK = "fsdp_helpers moment"
 CUT_BY_SIZE = ("fsdp-auto-wrap", "fsdp-offload")  # the strategies with units below the root
@@ -50,9 +49,9 @@ def measure_step(
     """
     casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
     with casts:
-        compute_loss().backward()  # what only a first step allocates does not count
+        compute_loss().backward()  # allocations of a first step alone don't count
         model.zero_grad()
-        gc.collect()  # what is freed within the trace should have been allocated in it
+        gc.collect()  # memory freed within the trace should have been allocated in it
 
         def measure() -> tuple[Moment, ...]:
             marks = StepMarks(units)
@@ -171,7 +170,7 @@ def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -
 
 
 def _measured_in(run: RunRecord) -> tuple:
-    """Return what `measure_run` looks at. How a run is sharded decides only which units it recomputes."""
+    """Return the settings that `measure_run` depends on. The sharding only decides which units are recomputed."""
     config = run.config
     images = config.global_batch_size, run.world_size, config.micro_batches
     recomputed = config if config.activation_checkpointing != "none" else None

@@ -11,12 +11,9 @@ import pprint
 import re
 import signal
 import sys
-import time
-import traceback
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_helpers.ranks.group import process_group, rank_device, set_timeout
+from fsdp_helpers.ranks.errors import Failure, describe_error
+from fsdp_helpers.ranks.group import limit_waiting, process_group, rank_device
 from fsdp_helpers.ranks.output import without_addresses
 from fsdp_helpers.ranks.pickling import dumps
-from fsdp_helpers.ranks.rank import Failure, Send, Setup, flush
+from fsdp_helpers.ranks.rank import Send, Setup, flush
 
 INTERRUPT = signal.SIGUSR2  # the parent's request to end a cell; SIGINT is for the whole group
 WIDTH = 110  # of a value that is shown over several lines
@@ -37,9 +35,9 @@ CELLS = "<cells>"  # the file of the module in which all cells run
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's message at the end of a cell."""
+    """What a rank answers to a cell, or to the name of a variable."""
 
-    value: str | None = None  # of the last line, as it is shown
+    value: Any = None  # of the last line, as it is shown; of the variable
     failure: Failure | None = None  # with the frames that are the reader's
     collectives: Mapping[tuple, int] = field(default_factory=dict)  # of each group (name and ranks): how many so far
 
@@ -57,23 +55,13 @@ def serve(rank: int, setup: Setup, send: Send, link: Connection) -> None:
     """Join the group, then run cells until the parent ends or closes the link."""
     with process_group(rank, setup.world_size, **setup.group):
         cells = Cells(rank, setup, send)
-        send("answer", (setup.payload, None))
+        send("answer", (0, Answer()))
         while True:
             try:
                 number, kind, content = pickle.loads(link.recv_bytes())
             except (EOFError, OSError):
                 return
-            send("answer", (number, cells.run(*content) if kind == "cell" else cells.get(content)))
-
-
-def limit_all_groups(timeout_s: float) -> None:
-    """Set the timeout of collectives, in all existing groups and in those that a cell creates."""
-    limit = timedelta(seconds=timeout_s)
-    if dist.distributed_c10d.default_pg_timeout != limit:
-        for group in dist.distributed_c10d._world.pg_map:
-            set_timeout(limit, group)
-        dist.distributed_c10d.default_pg_timeout = limit
-        dist.distributed_c10d.default_pg_nccl_timeout = limit
+            send("answer", (number, cells.answer(kind, *content)))
 
 
 class Cells:
@@ -99,21 +87,27 @@ class Cells:
         if self.running:
             raise KeyboardInterrupt
 
-    def run(self, text: str, file: str) -> Answer:
-        """Run a cell, and return the value of its last line, or the exception that ended it."""
+    def answer(self, kind: str, *content: str) -> Answer:
+        """Run a cell, or look up a variable: return the value, or the exception that ended it."""
         value = failure = None
-        self._limit_waiting(text)
         try:
             self.running = True
-            value = self._execute(text, file)
+            value = self._run(*content) if kind == "cell" else self._look_up(*content)
             self.running = False
         except BaseException as error:
             self.running = False
-            failure = describe_failure(error)
+            here = f"{os.getcwd()}{os.sep}"
+            failure = Failure(*(without_addresses(said.replace(here, "")) for said in describe_error(error, _is_shown)))
         flush()
         return Answer(value, failure, self._count_collectives())
 
-    def _execute(self, text: str, file: str) -> str | None:
+    def _look_up(self, name: str) -> list:
+        """Return the variable as the only item of a list, which is empty if there is none of this name."""
+        return [portable(self.names[name])] if name in self.names else []
+
+    def _run(self, text: str, file: str) -> str | None:
+        """Run a cell; return the value of its last line as it is shown."""
+        self._limit_waiting(text)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         offset, known = self._keep_source(text), self._classes()
         statements, last = ast.parse(text, file).body, None
@@ -137,7 +131,7 @@ class Cells:
         """Give collectives longer from the first cell that compiles, and NCCL's first one: ranks may take different times."""
         self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
-        limit_all_groups(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
+        limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
 
     def _classes(self) -> set[type]:
         return {value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"}
@@ -162,10 +156,6 @@ class Cells:
             - self.point_to_point.get(group.group_name, 0)
             for group in dist.distributed_c10d._world.pg_map
         }
-
-    def get(self, name: str) -> tuple[bool, bytes]:
-        """Return whether the variable exists, and its value, as bytes."""
-        return name in self.names, pickle.dumps(portable(self.names.get(name)))
 
 
 def _count_point_to_point() -> dict[str, int]:
@@ -210,20 +200,6 @@ def portable(value: Any) -> Any:
     return value
 
 
-def describe_failure(error: BaseException) -> Failure:
-    """Describe the end of a cell: its last line, and the frames that are in a cell, or in a module beside it."""
-    trace = traceback.TracebackException.from_exception(error)
-    parts = [trace]
-    for part in parts:  # grows as it is read: causes have causes
-        parts += filter(None, [part.__cause__, part.__context__])
-        part.stack[:] = [frame for frame in part.stack if _is_the_readers(frame.filename)]
-        for frame in part.stack:
-            if os.path.isabs(frame.filename):
-                frame.filename = os.path.basename(frame.filename)
-    summary = "".join(trace.format_exception_only()).strip()
-    text = "".join(trace.format()).rstrip()
-    return Failure(time.monotonic(), without_addresses(summary), without_addresses(text))
-
-
-def _is_the_readers(file: str) -> bool:
+def _is_shown(file: str) -> bool:
+    """Return whether a file is the reader's: a cell, or a module beside the notebook."""
     return os.path.dirname(file) == os.getcwd() if os.path.isabs(file) else file in linecache.cache

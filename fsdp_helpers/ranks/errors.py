@@ -1,11 +1,22 @@
-"""The errors that a launch can end with. A notebook shows only their messages, without a traceback."""
+"""What a rank says of its failure, and the errors that this becomes. A notebook shows their messages, without a traceback."""
 
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "launch.py"))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a worker, or of a cell."""
+
+    summary: str  # the last line of the traceback
+    details: str = ""
+    when_s: float = field(default_factory=time.monotonic)
 
 
 class RankError(RuntimeError):
@@ -19,10 +30,7 @@ class RankError(RuntimeError):
         """Return what IPython shows. The rank's traceback ends with the summary, so that isn't repeated."""
         if not self.details:
             return [f"RankError: {self}"]
-        return [
-            f"RankError: rank {self.rank} of {self.world_size} failed, with this traceback:",
-            self.details,
-        ]
+        return [f"RankError: rank {self.rank} of {self.world_size} failed, with this traceback:", self.details]
 
 
 class RankTimeout(TimeoutError):
@@ -54,10 +62,16 @@ def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
         raise
 
 
-def describe_error(error: BaseException) -> tuple[str, str]:
-    """Return the last line of a traceback, and the traceback from the worker on."""
-    worker_frames = error.__traceback__
-    while worker_frames and worker_frames.tb_frame.f_code.co_filename in OWN_FILES:
-        worker_frames = worker_frames.tb_next
-    details = "".join(traceback.format_exception(type(error), error, worker_frames)).rstrip()
-    return traceback.format_exception_only(error)[-1].strip(), details
+def is_the_workers(file: str) -> bool:
+    """Return whether a line of this file is the worker's, and not one that runs workers."""
+    return file not in OWN_FILES
+
+
+def describe_error(error: BaseException, is_shown: Callable[[str], bool] = is_the_workers) -> tuple[str, str]:
+    """Return the last line of a traceback, and the traceback, with the lines of those files that are shown."""
+    trace = traceback.TracebackException.from_exception(error)
+    parts = [trace]
+    for part in parts:  # grows as it is read: causes have causes
+        parts += filter(None, [part.__cause__, part.__context__])
+        part.stack[:] = [frame for frame in part.stack if is_shown(frame.filename)]
+    return traceback.format_exception_only(error)[-1].strip(), "".join(trace.format()).rstrip()

@@ -15,42 +15,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
-from fsdp_helpers.ranks.gpus import VISIBLE, are_hidden, find_gpus
+from fsdp_helpers.gpus import are_hidden
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
 LONGEST_WAIT_S = 1800.0  # for the other ranks, where no time-out is given: the library's own default
 ROLL_CALL_S = 5.0  # at most; of a short time-out a quarter
 JOIN_S = 300.0  # for all ranks to load PyTorch and to come; a short time-out is meant for the steps
 
-set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # its name in older torch
+set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older torch
 
 _device: torch.device | None = None  # this rank's, while it is in a group
-_collective_timeout: timedelta | None = None  # of a single collective, while it is in a group
-
-
-def choose_device(device: str, ranks_on_this_machine: int) -> str:
-    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if every rank gets a GPU that torch can use.
-
-    This process doesn't touch a GPU here. Raises ValueError for any other word, and for "cuda" if there are more ranks
-    than CUDA devices or torch cannot use them.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}; choose one of auto, cpu, cuda")
-    if device == "cpu":
-        return device
-    gpus = find_gpus(ranks_on_this_machine)
-    if device == "auto":
-        return "cuda" if 1 <= ranks_on_this_machine <= gpus.count and not gpus.problem else "cpu"
-    if ranks_on_this_machine > gpus.count:
-        hidden = f" that {VISIBLE} does not hide" if are_hidden() else ""
-        raise ValueError(
-            f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, this machine has {gpus.count}"
-            f"{hidden}; use device 'cpu', or fewer ranks"
-        )
-    if gpus.problem:
-        raise ValueError(f"torch cannot use the GPU of this machine ({gpus.problem}); use device 'cpu'")
-    return device
 
 
 def rank_device() -> torch.device:
@@ -97,37 +73,35 @@ def process_group(
     know that all of them are on one host, and end with the block: host names are not exchanged, and gloo's connections
     end with the process, since closing them one by one costs 10 ms each.
     """
-    global _device, _collective_timeout
+    global _device
     if device == "cuda":
         compute_repeatably()
         if timeout_s is not None:
             wait_in_the_open()
-    else:
-        keep_freed_memory()
-    timeout_s = timeout_s or LONGEST_WAIT_S
-    _collective_timeout = timedelta(seconds=timeout_s - roll_call_s(timeout_s))
-    if device == "cuda":
         _device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(_device)
         group = {"backend": "cpu:gloo,cuda:nccl", "device_id": _device}
     else:
+        keep_freed_memory()
         _device = torch.device("cpu")
         group = {"backend": "gloo"}
+    timeout_s, failed = timeout_s or LONGEST_WAIT_S, True
+    defaults = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     try:
-        join_timeout = max(_collective_timeout, timedelta(seconds=JOIN_S))
-        dist.init_process_group(
-            init_method=init_method, rank=rank, world_size=world_size, timeout=join_timeout, **group
-        )
+        group["timeout"] = timedelta(seconds=max(JOIN_S, timeout_s - roll_call_s(timeout_s)))
+        dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **group)
         if launched:
             dist.all_reduce(torch.zeros(1))  # a rank that leaves at once would cut off one that is still connecting
             torch.set_num_threads(max(1, num_cores() // world_size))
         else:
             share_cores()
-        limit_waiting(dist.group.WORLD)
+        limit_waiting(timeout_s - roll_call_s(timeout_s))
         yield
+        failed = False
     finally:
-        _device = _collective_timeout = None
-        if dist.is_initialized() and not (launched and device == "cpu"):
+        _device = None
+        c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = defaults
+        if dist.is_initialized() and not (launched and (failed or device == "cpu")):
             dist.destroy_process_group()
 
 
@@ -173,10 +147,13 @@ def waits_in_the_open() -> bool:
     return os.environ.get(WAIT_IN_THE_OPEN, "0") not in ("", "0")
 
 
-def limit_waiting(group: dist.ProcessGroup) -> None:
-    """Give another group the timeout of the group of all ranks; by default, a new one waits for half an hour."""
-    if _collective_timeout is not None:
-        set_timeout(_collective_timeout, group)
+def limit_waiting(timeout_s: float) -> None:
+    """Limit collectives in all groups of this rank, and in those to come; by default, a new one waits for half an hour."""
+    limit = timedelta(seconds=timeout_s)
+    if c10d.default_pg_timeout != limit:
+        for group in c10d._world.pg_map:
+            set_timeout(limit, group)
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
 
 
 def share_cores() -> None:

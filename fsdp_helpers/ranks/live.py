@@ -8,13 +8,13 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
+from fsdp_helpers.gpus import choose_device
+from fsdp_helpers.notebook import follow_edits
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.cells import INTERRUPT, Answer, serve
-from fsdp_helpers.ranks.errors import Interrupted, RankError, shown_by_message
-from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size, choose_device
-from fsdp_helpers.ranks.notebook import follow_edits
+from fsdp_helpers.ranks.errors import Failure, Interrupted, RankError, shown_by_message
+from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size
 from fsdp_helpers.ranks.output import CellOutput
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.roll_call import list_ranks, waited_in_vain
@@ -52,8 +52,8 @@ class Ranks:
             ranks["rank"]
 
     `device` is "cpu", "cuda" (each rank gets a GPU of its own) or "auto". A collective gives up after `timeout_s`
-    seconds (half an hour if it is None), or five minutes from the first cell on that compiles. The ranks end with `close()`, with a `with` block,
-    and with this process.
+    seconds (half an hour if it is None), or five minutes from the first cell on that compiles. The ranks end with
+    `close()`, with a `with` block, and with this process.
 
     Raises ValueError before anything starts: fewer than one rank, fewer GPUs than ranks, an unknown device.
     """
@@ -66,8 +66,7 @@ class Ranks:
             self.device = choose_device(device, world_size)
         self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S
         self._processes: Processes | None = None
-        self._number = 0  # of the last message: an answer has the number of what it answers
-        self._num_cells, self._cell = 0, ""
+        self._num_cells = self._num_asked = 0
         with shown_by_message(RankError):
             self._start()
             self._await_start()
@@ -116,27 +115,27 @@ class Ranks:
 
     def run_cell(self, code: str, ranks: Sequence[int] | None, name: str) -> None:
         """Run a cell under this name, which tracebacks show."""
-        chosen = self._choose(ranks)
+        chosen = list(range(self.world_size)) if ranks is None else sorted(set(ranks))
+        if wrong := [rank for rank in chosen if rank not in range(self.world_size)]:
+            with shown_by_message(ValueError):
+                raise ValueError(f"there is no {list_ranks(wrong)}; these ranks are 0 to {self.world_size - 1}")
         compile(code, name, "exec")  # a syntax error runs on no rank
         self._get_ready()
         self._cell, self._lines = name, {}
-        answers: dict[int, Answer] = {}
         output = CellOutput()
         self._processes.on_output = output.add
         try:
-            self._tell(chosen, "cell", (code, name))
-            self._collect(chosen, answers)
+            self._ask(chosen, "cell", code, name)
         except KeyboardInterrupt:
             with interrupts_wait():
                 output.finish({})
-                lines = self._settle(chosen, answers)[1]
+                _, lines = self._settle(chosen, failed=False)
             raise Interrupted("\n".join(["interrupted", *lines])) from None
-        output.finish({rank: answer.value for rank, answer in answers.items()})
-        if len(answers) < len(chosen) or any(answer.failure for answer in answers.values()) or self._behind():
+        output.finish({rank: answer.value for rank, answer in self._answers.items()})
+        if self._find_cause():
             with interrupts_wait():
-                cause, lines = self._settle(chosen, answers)
-            rank, summary, _ = cause
-            raise RankError(rank, self.world_size, summary, "\n".join(lines))
+                (rank, failure), lines = self._settle(chosen, failed=True)
+            raise RankError(rank, self.world_size, failure.summary, "\n".join(lines))
 
     def __getitem__(self, name: str) -> list:
         """Return this variable on every rank, in rank order.
@@ -145,36 +144,29 @@ class Ranks:
         repr. Raises NameError if a rank has no such variable.
         """
         everyone = range(self.world_size)
-        answers: dict[int, tuple[bool, bytes]] = {}
         self._get_ready()
-        self._tell(everyone, "get", name)
-        self._collect(everyone, answers)
-        if missing := [rank for rank in everyone if rank not in answers or not answers[rank][0]]:
+        self._ask(everyone, "get", name)
+        if missing := [rank for rank in everyone if rank not in self._answers or not self._answers[rank].value]:
             with shown_by_message(NameError):
                 raise NameError(f"{name!r} is not defined on {list_ranks(missing)}")
-        return [pickle.loads(answers[rank][1]) for rank in everyone]
+        return [self._answers[rank].value[0] for rank in everyone]
 
     # ------------------------------------------------------------ starting and restarting
 
     def _start(self) -> None:
         """Start new ranks; `_await_start` waits until they have joined."""
-        self._number += 1
+        self._number, self._answers, self._lines = 0, {}, {}  # of the last message, and what came back
         self._counts: dict[int, dict] = {}  # per rank: how many collectives of each group it has taken part in
-        self._lines: dict[int, int] = {}  # per rank: the line of its cell that it is at
-        settings = {"timeout_s": self.timeout_s, "payload": self._number}
-        self._processes = Processes(serve, self.world_size, self.device, CellOutput().add, **settings)
+        self._processes = Processes(serve, self.world_size, self.device, CellOutput().add, timeout_s=self.timeout_s)
         self._joining = True
 
     def _await_start(self) -> None:
-        answers: dict[int, Any] = {}
+        everyone = range(self.world_size)
         try:
-            self._collect(range(self.world_size), answers, START_S)
-            for rank, answer in answers.items():
-                if answer is not None:
-                    raise RankError(rank, self.world_size, answer.failure.summary, answer.failure.details)
-            for rank in self._processes.ends:
-                raise RankError(rank, self.world_size, self._processes.describe_end(rank))
-            if len(answers) < self.world_size:
+            self._collect(everyone, START_S)
+            if cause := self._find_cause():
+                raise RankError(cause[0], self.world_size, cause[1].summary, cause[1].details)
+            if len(self._answers) < self.world_size:
                 raise TimeoutError(f"the ranks didn't start within {START_S:.0f} s")
         except BaseException:
             self.close()
@@ -199,40 +191,32 @@ class Ranks:
                 self._restart()
             print(*ends, GONE, file=sys.stderr)
             self._await_start()
-        self._number += 1
 
     # ------------------------------------------------------------ one message and its answers
 
-    def _choose(self, ranks: Sequence[int] | None) -> list[int]:
-        chosen = list(range(self.world_size)) if ranks is None else sorted(set(ranks))
-        if wrong := [rank for rank in chosen if rank not in range(self.world_size)]:
-            with shown_by_message(ValueError):
-                raise ValueError(f"there is no {list_ranks(wrong)}; these ranks are 0 to {self.world_size - 1}")
-        return chosen
-
-    def _tell(self, ranks: Iterable[int], kind: str, content: Any) -> None:
+    def _ask(self, ranks: Iterable[int], kind: str, *content: str) -> None:
+        """Send a message to these ranks, and collect their answers."""
+        self._number, self._answers = self._number + 1, {}
         for rank in ranks:
             with suppress(OSError):  # it has just ended, as `_collect` will see
                 self._processes.links[rank].send_bytes(pickle.dumps((self._number, kind, content)))
+        self._collect(ranks)
 
-    def _collect(self, ranks: Iterable[int], answers: dict[int, Any], limit_s: float | None = None) -> None:
+    def _collect(self, ranks: Iterable[int], limit_s: float = math.inf, failed: bool = False) -> None:
         """Receive the answers to the last message; after one failure or end, only those that arrive soon."""
-        until_s = math.inf if limit_s is None else time.monotonic() + limit_s
-        failed = False
-        while waiting := [rank for rank in ranks if rank not in answers and rank not in self._processes.ends]:
+        until_s = time.monotonic() + limit_s
+        while waiting := [rank for rank in ranks if rank not in self._answers and rank not in self._processes.ends]:
             if (left_s := until_s - time.monotonic()) <= 0:
                 return
             for rank, kind, content in self._processes.wait(waiting, left_s):
                 if kind == "line":
                     self._lines[rank] = content
                 elif kind == "failure":  # not of a cell: of the rank
-                    answers[rank] = Answer(failure=content)
+                    self._answers[rank] = Answer(failure=content)
                 elif kind == "answer" and content[0] == self._number:  # else of a cell that was interrupted
-                    answers[rank] = content[1]
-                    if isinstance(content[1], Answer):
-                        self._counts[rank] = content[1].collectives
-            bad = any(isinstance(answer, Answer) and answer.failure for answer in answers.values())
-            if not failed and limit_s is None and (bad or self._processes.ends):
+                    self._answers[rank] = content[1]
+                    self._counts[rank] = content[1].collectives
+            if not failed and (self._processes.ends or any(answer.failure for answer in self._answers.values())):
                 failed, until_s = True, time.monotonic() + GRACE_S
 
     # ------------------------------------------------------------ a cell that did not end well
@@ -248,58 +232,54 @@ class Ranks:
         }
         return {rank: count for rank, count in behind.items() if count}
 
-    def _settle(self, chosen: list[int], answers: dict[int, Answer]) -> tuple[tuple[int, str, str], list[str]]:
+    def _find_cause(self) -> tuple[int, Failure] | None:
+        """Return the first rank that failed by itself, and how; None if all did their part.
+
+        The others fail because they wait for it in vain.
+        """
+        failures = {rank: answer.failure for rank, answer in sorted(self._answers.items()) if answer.failure}
+        own = {rank: failure for rank, failure in failures.items() if not waited_in_vain(failure.summary)}
+        ends = [(rank, self._describe_end(rank)) for rank in sorted(self._processes.ends.keys() - own.keys())]
+        missed = [(rank, Failure(f"it {_no_part_in(count)}")) for rank, count in sorted(self._behind().items())]
+        return next(iter([*own.items(), *ends, *failures.items(), *missed]), None)
+
+    def _describe_end(self, rank: int) -> Failure:
+        line = self._lines.get(rank)
+        at_line = f"It was at {self._cell} line {line}." if line is not None else ""
+        return Failure(self._processes.describe_end(rank), at_line)
+
+    def _settle(self, chosen: list[int], failed: bool) -> tuple[tuple[int, Failure] | None, list[str]]:
         """Get all ranks ready for the next cell, restarting them if necessary; return the cause, and the lines that describe it."""
-        missing = [rank for rank in chosen if rank not in answers]
         self._processes.note_ends()
-        running = [rank for rank in missing if rank not in self._processes.ends]
+        cause, answers = self._find_cause() if failed else None, dict(self._answers)
+        running = [rank for rank in chosen if rank not in answers and rank not in self._processes.ends]
         found = self._processes.stacks(running)
         for rank in running:
             self._processes.signal(rank, INTERRUPT)
-        back = dict(answers)
         if not all(map(stacks.is_in_collective, found.values())):
-            self._collect(missing, back, BACK_S)  # one in a collective does not come back: others have ended it
-        cause = self._find_cause(answers)
-        places = {rank: stacks.describe(stack) for rank, stack in found.items()}
-        lines = [cause[2]] if cause[2] else []
-        lines += [self._tell_of(rank, cause, answers, places) for rank in chosen if rank != cause[0]]
+            self._collect(running, BACK_S, failed=True)  # one in a collective doesn't come back: others have ended it
+        at_fault, details = (cause[0], cause[1].details) if cause else (None, "")
+        lines = [details] if details else []
+        for rank in chosen:
+            if rank in found:
+                lines.append(f"rank {rank} {stacks.describe(found[rank])}")
+            elif rank != at_fault:
+                lines.append(f"rank {rank} {self._describe(rank, answers.get(rank), details)}")
         in_vain = any(answer.failure and waited_in_vain(answer.failure.summary) for answer in answers.values())
-        kept = len(back) == len(chosen) and not self._processes.ends and not in_vain and not self._behind()
+        kept = len(self._answers) == len(chosen) and not (self._processes.ends or in_vain or self._behind())
         if not kept:
             self._restart()
         return cause, [*lines, KEPT if kept else GONE]
 
-    def _tell_of(
-        self, rank: int, cause: tuple[int, str, str], answers: dict[int, Answer], places: dict[int, str]
-    ) -> str:
-        """Say what became of a rank that is not the cause."""
-        if rank in answers and (failure := answers[rank].failure):
-            same = failure.details == cause[2]
-            return f"rank {rank} failed {'in the same way' if same else 'too: ' + failure.details}"
-        if rank in self._processes.ends:
-            return f"rank {rank} has ended: {self._processes.describe_end(rank)}"
-        if rank in places:
-            return f"rank {rank} {places[rank]}"
-        missed = self._behind().get(rank, 0)
-        return f"rank {rank} had finished the cell" + (f", and {_no_part_in(missed)}" if missed else "")
-
-    def _find_cause(self, answers: dict[int, Answer]) -> tuple[int, str, str]:
-        """Return the first rank that failed by itself, what happened there, and its traceback.
-
-        The others fail because they wait for it in vain. The rank is -1 if none has failed: the cell was interrupted.
-        """
-        failures = {rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure}
-        own = {rank: failure for rank, failure in failures.items() if not waited_in_vain(failure.summary)}
-        ends = sorted(self._processes.ends.keys() - own.keys())
-        for rank, failure in (own or ({} if ends else failures)).items():
-            return rank, failure.summary, failure.details
-        for rank in ends:
-            line = self._lines.get(rank)
-            at_line = f"It was at {self._cell} line {line}." if line is not None else ""
-            return rank, self._processes.describe_end(rank), at_line
-        for rank, count in sorted(self._behind().items()):
-            return rank, f"it {_no_part_in(count)}", ""
-        return -1, "", ""
+    def _describe(self, rank: int, answer: Answer | None, details: str) -> str:
+        """Say what became of a rank that is neither running nor at fault; `details` are those of the one at fault."""
+        if answer is None:
+            return f"has ended: {self._processes.describe_end(rank)}"
+        if answer.failure:
+            same = answer.failure.details == details
+            return "failed in the same way" if same else f"failed too: {answer.failure.details}"
+        missed = self._behind().get(rank)
+        return "had finished the cell" + (f", and {_no_part_in(missed)}" if missed else "")
 
 
 def _no_part_in(count: int) -> str:

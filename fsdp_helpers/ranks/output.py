@@ -1,14 +1,42 @@
-"""Output of cells on ranks: live while they run; at the end, once where ranks agree, rank by rank where they differ."""
+"""What ranks print: of a launch line by line; of a cell once where ranks agree, and rank by rank where they differ."""
 
 import math
 import re
+import sys
 import time
 
-from fsdp_helpers.ranks.notebook import InPlace, is_notebook
+from fsdp_helpers.notebook import InPlace, is_notebook
+from fsdp_helpers.progress import print_above_bar
+from fsdp_helpers.ranks.rank import STREAMS
 from fsdp_helpers.ranks.roll_call import list_ranks
 
 DRAW_S = 0.1  # between two states of a cell's output
 ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
+
+
+class LaunchOutput:
+    """What the ranks of a launch print: each line once it is complete, with the name of its rank if they have `names`."""
+
+    def __init__(self, names: bool) -> None:
+        self._names = names
+        self._unfinished: dict[tuple[int, int], bytes] = {}  # the beginning of a line, by rank and stream
+
+    def add(self, rank: int, stream: int, data: bytes) -> None:
+        """Take what a rank has printed."""
+        *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
+        if rest:
+            self._unfinished[rank, stream] = rest
+        for line in lines:
+            self._print(rank, stream, line)
+
+    def _print(self, rank: int, stream: int, line: bytes) -> None:
+        name, text = f"[rank {rank}] " if self._names else "", line.decode("utf-8", "replace")
+        print_above_bar(name + text if text else name.rstrip(), getattr(sys, STREAMS[stream]))
+
+    def finish(self) -> None:
+        """Print the unfinished lines."""
+        for (rank, stream), line in self._unfinished.items():
+            self._print(rank, stream, line)
 
 
 class CellOutput:

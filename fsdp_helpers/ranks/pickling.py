@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 ADVICE = (
-    "Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), or what it takes to "
-    "make it on the other side, such as the path of a file."
+    "Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), or whatever the rank "
+    "needs to make it itself, such as the path of a file."
 )
 OR_A_CELL = " (a .py file, or a cell that begins with '%%writefile my_worker.py')"
 
@@ -42,7 +42,7 @@ def pickle_job(worker: Callable, args: tuple) -> bytes:
     names = [repr(name) for name in inspect.signature(worker).parameters][2:]
     names += [f"number {position + 1}" for position in range(len(names), len(args))]
     pickled = [
-        _dumps_named(value, f"argument {name} of {worker.__name__!r}") for name, value in zip(names, args, strict=False)
+        dumps_named(value, f"argument {name} of {worker.__name__!r}") for name, value in zip(names, args, strict=False)
     ]
     return pickle.dumps((f"{worker.__module__}:{worker.__qualname__}", pickled))
 
@@ -53,12 +53,8 @@ def read_job(job: bytes) -> tuple[Callable, tuple]:
     return pkgutil.resolve_name(name), tuple(map(pickle.loads, args))
 
 
-def pickle_result(worker: Callable, result: Any) -> bytes:
-    """Return a rank's result as bytes; the ValueError says that it cannot be sent, and why."""
-    return _dumps_named(result, f"the result of {worker.__name__!r}")
-
-
-def _dumps_named(value: Any, name: str) -> bytes:
+def dumps_named(value: Any, name: str) -> bytes:
+    """Pickle `value`; the ValueError says by this name that it cannot be sent, and why."""
     try:
         return dumps(value)
     except Exception as error:

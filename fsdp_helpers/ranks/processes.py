@@ -20,7 +20,6 @@ from fsdp_helpers.ranks.orphans import FOLDER
 from fsdp_helpers.ranks.rank import Setup, run_rank
 from fsdp_helpers.ranks.server import (
     NO_MAIN_GUARD,
-    choose_start_method,
     end_orphans,
     interrupts_wait,
     main_guard_advice,
@@ -49,35 +48,29 @@ class Processes:
         payload: Any = None,
         timeout_s: float | None = None,
         streams: int = 1,
-        start_method: str | None = None,
+        start_method: str = "forkserver",
     ) -> None:
-        self.world_size, self.on_output = world_size, on_output
+        self.on_output = on_output
         self.ends: dict[int, int | None] = {}  # ranks that have ended, and their exit codes
         self._processes: list = []
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER.format(os.getpid()), ignore_cleanup_errors=True)
         self._setup = Setup(body, world_size, device, self.folder, dict(os.environ), payload, timeout_s)
-        links = [Pipe() for _ in range(world_size)]
-        pipes = [[Pipe(duplex=False) for _ in range(streams)] for _ in range(world_size)]
-        self.links = [ours for ours, _ in links]
-        self._outputs = {ours: (rank, i) for rank, ends in enumerate(pipes) for i, (ours, _) in enumerate(ends)}
-        self._ours = [*self.links, *self._outputs]
-        theirs = [end for _, end in links], [[end for _, end in ends] for ends in pipes]
+        pipes = [[Pipe(), *(Pipe(duplex=False) for _ in range(streams))] for _ in range(world_size)]
+        ours, theirs = ([[pipe[side] for pipe in own] for own in pipes] for side in (0, 1))
+        self.links = [link for link, *_ in ours]
+        self._outputs = {end: (rank, i) for rank, (_, *ends) in enumerate(ours) for i, end in enumerate(ends)}
+        self._ours = sum(ours, [])
         try:
-            with interrupts_wait():
-                self._start(choose_start_method(start_method), *theirs)
+            with interrupts_wait(), ready_to_start(start_method):
+                start = torch.multiprocessing.start_processes
+                started = start(run_rank, (self._setup, theirs), world_size, join=False, start_method=start_method)
+                self._processes = started.processes
         except BaseException:
             self.end()
             raise
         finally:
-            for end in (*theirs[0], *sum(theirs[1], [])):
+            for end in sum(theirs, []):
                 end.close()  # the ranks have them now
-
-    def _start(self, start_method: str, *theirs: Any) -> None:
-        with ready_to_start(start_method):
-            start = torch.multiprocessing.start_processes
-            arguments = (self._setup, *theirs)
-            started = start(run_rank, arguments, self.world_size, join=False, start_method=start_method)
-        self._processes = started.processes
 
     @property
     def folder(self) -> str:
@@ -106,9 +99,10 @@ class Processes:
 
     def _receive(self, rank: int, link: Connection) -> tuple[int, str, Any]:
         try:
-            return rank, *pickle.loads(link.recv_bytes())
+            message = link.recv_bytes()
         except (EOFError, OSError):
             return self._note_end(rank)
+        return rank, *pickle.loads(message)
 
     def _note_end(self, rank: int) -> tuple[int, str, None]:
         """Wait for a process to end, and record its exit code; return its last message."""
@@ -153,27 +147,28 @@ class Processes:
             os.kill(self._processes[rank].pid, number)
 
     def end(self, *, grace_s: float = 0.0, finished: Iterable[int] = ()) -> None:
-        """End all processes and everything that they have started; it may be called again.
+        """End all processes and everything that they have started; it may be called again, and interrupts wait.
 
         Those that have `finished` may leave by themselves; `grace_s` after SIGTERM the others are killed.
         """
-        until_s = time.monotonic() + grace_s
-        for rank, process in enumerate(self._processes):
-            if grace_s and rank not in finished:
-                process.terminate()
-        for process in self._processes:
-            process.join(max(0.0, until_s - time.monotonic()))
-            process.kill()
-        for process in self._processes:
-            process.join()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started, if no server has adopted that
-        if self._processes:
-            end_orphans()
-            self.read_outputs()
-        for process in self._processes:
-            process.close()
-        for connection in self._ours:
-            connection.close()
-        self._processes = []
-        self._folder.cleanup()
+        with interrupts_wait():
+            until_s = time.monotonic() + grace_s
+            for rank, process in enumerate(self._processes):
+                if grace_s and rank not in finished:
+                    process.terminate()
+            for process in self._processes:
+                process.join(max(0.0, until_s - time.monotonic()))
+                process.kill()
+            for process in self._processes:
+                process.join()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, if no server has adopted that
+            if self._processes:
+                end_orphans()
+                self.read_outputs()
+            for process in self._processes:
+                process.close()
+            for connection in self._ours:
+                connection.close()
+            self._processes = []
+            self._folder.cleanup()

@@ -9,16 +9,14 @@ import shutil
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdp_helpers.ranks.errors import describe_error
-from fsdp_helpers.ranks.gpus import hide_gpus
+from fsdp_helpers.gpus import hide_gpus
+from fsdp_helpers.ranks.errors import Failure, describe_error
 from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
 from fsdp_helpers.ranks.stacks import written_on_request
 
@@ -47,22 +45,18 @@ class Setup:
         return {"device": self.device, "init_method": f"file://{self.folder}/meeting-point", "launched": True}
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The failure of a worker, or of a cell."""
+def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> None:
+    """Prepare this process, run the body of the group, and leave; `start_processes` calls this.
 
-    when_s: float
-    summary: str  # the last line of the traceback
-    details: str = ""
-
-
-def run_rank(rank: int, setup: Setup, links: Sequence[Connection], outputs: Sequence[Sequence[Connection]]) -> None:
-    """Prepare this process, run the body of the group, and leave; `start_processes` calls this."""
+    Each rank has its ends of a link for messages and of one or two pipes for what it prints. Every end of the body but
+    a normal one is told to the parent, sys.exit() included.
+    """
+    link, *outputs = ends[rank]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     os.setsid()
     adopt_orphans()
     _end_with_parent(setup.folder)
-    write_into(outputs[rank])
+    write_into(outputs)
     # An edited file can have the size and second of change of its cached module: look for caches in an empty folder.
     sys.pycache_prefix, sys.dont_write_bytecode = setup.folder, True
     os.environ.clear()
@@ -71,7 +65,6 @@ def run_rank(rank: int, setup: Setup, links: Sequence[Connection], outputs: Sequ
         hide_gpus()  # before the worker's module is imported, which may look
     _set_rank_variables(rank, setup.world_size)
     multiprocessing.set_start_method("fork", force=True)  # so that a DataLoader's workers know what a cell defines
-    status, link = 1, links[rank]
 
     def send(kind: str, content: Any) -> None:
         try:
@@ -80,21 +73,12 @@ def run_rank(rank: int, setup: Setup, links: Sequence[Connection], outputs: Sequ
             threading.Event().wait()
 
     try:
-        with written_on_request(setup.stack_file(rank)), failures_sent(send):
+        with written_on_request(setup.stack_file(rank)):
             setup.body(rank, setup, send, link)
-        status = 0
-    finally:
-        leave(status)
-
-
-@contextmanager
-def failures_sent(send: Send) -> Iterator[None]:
-    """Tell the parent about every end but a normal one, sys.exit() included."""
-    try:
-        yield
     except BaseException as error:
-        send("failure", Failure(time.monotonic(), *describe_error(error)))
-        raise SystemExit(1) from error
+        send("failure", Failure(*describe_error(error)))
+        leave(1)
+    leave(0)
 
 
 def leave(status: int) -> NoReturn:

@@ -5,14 +5,13 @@ It holds third-party modules only: an edit to your module, or to this package, t
 
 import atexit
 import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from fsdp_helpers.ranks.orphans import SERVER_OF, end_children
@@ -64,48 +63,33 @@ def ready_to_start(start_method: str) -> Iterator[None]:
         variables |= {"PYTHONPATH": path, SERVER_OF: str(os.getpid())}
     resource_tracker.ensure_running()  # first: starting it lets interrupts through again
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with start_lock, _environment_with(variables):
+    with start_lock:
+        before = {name: os.environ[name] for name in variables if name in os.environ}
+        os.environ.update(variables)
         try:
             if start_method == "forkserver":
                 _tidy_up_on_sigterm()
                 multiprocessing.set_forkserver_preload(PRELOADED)
-                _fork_server().ensure_running()
+                forkserver.ensure_running()
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
-
-
-@contextmanager
-def _environment_with(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
+            for name in variables:
                 del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _fork_server():
-    from multiprocessing import forkserver
-
-    return forkserver._forkserver
+            os.environ.update(before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
 
 
 def why_it_takes_long(start_method: str) -> str:
     """Return what the next start of ranks has to do first; "" if PyTorch is loaded already."""
     if start_method == "spawn":
         return "every rank loads PyTorch"
-    return "" if _fork_server()._forkserver_pid else "loading PyTorch once; later launches take a second"
+    return "" if forkserver._forkserver._forkserver_pid else "loading PyTorch once; later launches take a second"
 
 
 def end_orphans() -> None:
     """End whatever ranks have left behind: below the server, but no process this one has started."""
     with start_lock:
-        if (server := _fork_server()._forkserver_pid) is not None:
+        if (server := forkserver._forkserver._forkserver_pid) is not None:
             end_children(server, spare={child.pid for child in multiprocessing.active_children()})
 
 

@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.resume import check_checkpoints, tidy_up
-from fsdp_helpers.checkpointing.stopping import Stopped, heeding_sigterm
+from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import num_test_images, num_train_images, prepare_data
 from fsdp_helpers.data.mnist import DataError
 from fsdp_helpers.data.text import TEST_PART, read_text
+from fsdp_helpers.gpus import choose_device, hide_gpus
 from fsdp_helpers.models.shapes import BYTE_LLAMA
+from fsdp_helpers.notebook import is_notebook
+from fsdp_helpers.progress import ProgressBar, send_reports_to
 from fsdp_helpers.ranks.errors import describe_error, shown_by_message
-from fsdp_helpers.ranks.gpus import hide_gpus
-from fsdp_helpers.ranks.group import check_seconds, choose_device, gather_over_ranks, process_group
+from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group
 from fsdp_helpers.ranks.launch import RankError, launch
-from fsdp_helpers.ranks.notebook import is_notebook
-from fsdp_helpers.ranks.progress import ProgressBar, send_reports_to
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
-from fsdp_helpers.ranks.torchrun import Place, read_place
 from fsdp_helpers.records import RunRecord
+from fsdp_helpers.training.torchrun import Place, read_place
 from fsdp_helpers.training.watch import run_title
 from fsdp_helpers.training.worker import train_worker
 
@@ -83,7 +82,7 @@ def train(
 
 
 def _live_view() -> ProgressBar:
-    from fsdp_helpers.training.live import LiveView  # it loads matplotlib, which other runs do not wait for
+    from fsdp_helpers.training.live_view import LiveView  # it loads matplotlib, which other runs do not wait for
 
     return LiveView()
 
@@ -114,7 +113,7 @@ def train_each(
 
 
 def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`. One model is gone before the next begins, so its bytes are those of a `train`."""
+    """Train each of `configs`. Each model is freed before the next is built, so bytes are those of a `train`."""
     records = []
     for config in configs:
         records.append(train_worker(rank, world_size, config))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from fsdp_helpers import progress
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives
 from fsdp_helpers.measuring.memory import MemoryTrace, state_bytes
-from fsdp_helpers.ranks import progress
 from fsdp_helpers.records import RankRecord, StateBytes, StepTrace
 from fsdp_helpers.sharding.strategies import count_units
 
@@ -48,7 +48,7 @@ class StepWatch:
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, between_steps: Callable[[], None] = lambda: None
     ) -> None:
-        """Observe these two from now on; `between_steps` is called after every step, and its time does not count."""
+        """Observe this model and optimizer; `between_steps` is called after every step, and its time isn't counted."""
         self._model, self._optimizer, self._between_steps = model, optimizer, between_steps
         if self._num_steps == 0:  # a resumed run with nothing left to train
             self._memory.stop()

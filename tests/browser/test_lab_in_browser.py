@@ -42,7 +42,7 @@ CLOSE_ALL = """async () => {
 }"""
 # It goes on for longer than any test waits, also on the bundled digits.
 LONG_RUN = """from fsdp_helpers import TrainConfig, launch, train
-from fsdp_helpers.teaching.lessons.probes import add_up_without
+from fsdp_helpers.teaching.lessons.many_machines import add_up_without
 train(TrainConfig(model="simple", strategy="ddp", epochs=100_000), device="cpu", watch={watch})"""
 
 

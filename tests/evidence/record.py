@@ -46,9 +46,7 @@ def record_slurm(folder: Path) -> dict:
     os.environ |= {"PYTHONPATH": str(PROJECT), "FSDP_OFFLINE": "1"}
     with slurm.running_slurm(folder / "cluster") as cluster:
         queue, output = cluster.watch_job(SCRIPT, *train, "--json", folder / "run.json", folder=folder)
-        homes = cluster.submit(
-            SCRIPT, "-m", "fsdp_helpers.teaching.lessons.environments", folder / "homes", folder=folder
-        )
+        homes = cluster.submit(SCRIPT, "-m", "fsdp_helpers.teaching.lessons.torchruns", folder / "homes", folder=folder)
         cluster.wait_for(homes, "COMPLETED")
     return {
         "command": " ".join(["sbatch train.sbatch", *map(str, train)]),

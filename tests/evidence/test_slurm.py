@@ -13,7 +13,7 @@ from torchrun_jobs import SMALL, read_losses
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.teaching.lessons.environments import torchrun_command
+from fsdp_helpers.teaching.lessons.torchruns import torchrun_command
 from fsdp_helpers.training.run import train
 
 SCRIPT = PROJECT / "notebooks" / "cluster" / "train.sbatch"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_helpers.ranks.gpus import TRIAL
+from fsdp_helpers.gpus import TRIAL
 
 SOURCES = Path(__file__).resolve().parent
 WRITTEN = {"cuDriverGetVersion", "cuDevicePrimaryCtxGetState"}  # in driver.c; all other functions of cuda.h refuse

@@ -7,7 +7,7 @@ import pytest
 from leftovers import PROJECT
 
 from fsdp_helpers.checkpointing.folder import checkpoint_name, find_steps
-from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import APIS
 
 SMALL = "model='simple', global_batch_size=24, max_steps=3, train_images=240, test_images=24, dropout=False"
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 FIND = """
 import os
 import torch
-from fsdp_helpers.ranks.gpus import find_gpus, hide_gpus
+from fsdp_helpers.gpus import find_gpus, hide_gpus
 
 print(os.getpid(), find_gpus(WANTED), sep="\\n")
 hide_gpus()  # torch has not looked in this process, or it would still see one
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 """
 LESSONS = """
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.teaching.lessons.one_step import trace_step
+from fsdp_helpers.teaching.lessons.traced_step import trace_step
 
 if __name__ == "__main__":
     config = TrainConfig(max_steps=2, global_batch_size=8, train_images=16, test_images=8)

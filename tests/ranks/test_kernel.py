@@ -221,7 +221,7 @@ def test_a_function_that_is_added_to_a_module_later(kernel):
 
 def test_a_checker_names_what_it_runs(kernel):
     kernel.run("%%writefile my_ddp.py\ndef average_gradients(model, bucket_bytes): ...")
-    code = "from fsdp_helpers.teaching.exercises import ddp\nddp.check_average_gradients('my_ddp')"
+    code = "from fsdp_helpers.teaching.exercises import notebook_02\nnotebook_02.check_average_gradients('my_ddp')"
     line, verdict = kernel.run(code)
     assert text_of(line).startswith("my_ddp.py, 2 ranks on cpu: ended after ")  # and from the start on: "starting"
     assert "Not yet:\x1b[0m on 2 ranks, " in text_of(verdict)

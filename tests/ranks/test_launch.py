@@ -20,9 +20,9 @@ import pytest
 import torch
 from programs import is_running, running_python, wait_until
 
+from fsdp_helpers.ranks.errors import Failure
 from fsdp_helpers.ranks.hangs import HangDetector
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, _Launch, launch
-from fsdp_helpers.ranks.rank import Failure
 
 # ---------------------------------------------------------------- results
 
@@ -104,13 +104,13 @@ def test_a_rank_that_is_killed():
 @pytest.mark.parametrize("times_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (3.0, 2.0, 1.0)])
 def test_of_several_failures_the_first_is_told(times_s):
     """Whichever message is read first: the others fail because of it."""
-    said = [(rank, "failure", Failure(when_s, f"failed at {when_s} s")) for rank, when_s in enumerate(times_s)]
-    run = _Launch(3, None, names=False)
+    said = [(rank, "failure", Failure(f"failed at {when_s} s", when_s=when_s)) for rank, when_s in enumerate(times_s)]
+    run = _Launch(3, None, HangDetector(None), names=False)
     run.processes = SimpleNamespace(ends=dict.fromkeys(range(3)), wait=lambda *_: said)
     for message in said:
         run._receive(*message)
     with pytest.raises(RankError) as caught:
-        run.collect(None, HangDetector(None))
+        run.collect(None)
     assert str(caught.value) == f"rank {times_s.index(1.0)} of 3 failed: failed at 1.0 s"
 
 
@@ -192,7 +192,7 @@ def test_times_that_cannot_be(timeout_s, nothing_starts):
 def test_more_ranks_than_cuda_devices():
     found = torch.cuda.device_count()
     wanted = found + 1
-    with pytest.raises(ValueError, match=f"{wanted} ranks need {wanted} CUDA devices, this machine has {found}"):
+    with pytest.raises(ValueError, match=f"{wanted} ranks need {wanted} CUDA devices, but this machine has {found}"):
         launch(workers.return_rank, world_size=wanted, device="cuda")
 
 

@@ -11,10 +11,10 @@ from programs import has_ended, is_running, running, wait_until
 from torch.distributed.tensor import Shard
 
 from fsdp_helpers import Ranks
+from fsdp_helpers.gpus import Gpus
 from fsdp_helpers.ranks import live
 from fsdp_helpers.ranks.cells import LocalShard
 from fsdp_helpers.ranks.errors import RankError
-from fsdp_helpers.ranks.gpus import Gpus
 
 SET_UP = "import torch\nimport torch.distributed as dist"
 RESTARTED = "The ranks were restarted, and their variables are gone."
@@ -197,11 +197,11 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
         (Gpus(2, "broken"), "auto", (2, "cpu")),
         (Gpus(2), "cpu", (2, "cpu")),
     ]:
-        monkeypatch.setattr("fsdp_helpers.ranks.group.find_gpus", lambda wanted, gpus=gpus: gpus)
+        monkeypatch.setattr("fsdp_helpers.gpus.find_gpus", lambda wanted, gpus=gpus: gpus)
         Ranks(2, device=device).close()
         assert started.pop() == expected
-    monkeypatch.setattr("fsdp_helpers.ranks.group.find_gpus", lambda wanted: Gpus(1))
-    with pytest.raises(ValueError, match="2 ranks need 2 CUDA devices, this machine has 1"):
+    monkeypatch.setattr("fsdp_helpers.gpus.find_gpus", lambda wanted: Gpus(1))
+    with pytest.raises(ValueError, match="2 ranks need 2 CUDA devices, but this machine has 1"):
         Ranks(2, device="cuda")
     assert started == []
 

@@ -9,7 +9,7 @@ from typing import Any
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers.ranks.pickling import check_worker, pickle_job, pickle_result, read_job
+from fsdp_helpers.ranks.pickling import check_worker, dumps_named, pickle_job, read_job
 
 
 @dataclass
@@ -82,4 +82,4 @@ def test_an_argument_that_cannot_be_sent_is_named(args, name, kind):
 
 def test_a_result_that_cannot_be_sent_is_named():
     with pytest.raises(ValueError, match="the result of 'worker' is of type builtins.tuple and cannot be sent .*lock"):
-        pickle_result(worker, (0, threading.Lock()))
+        dumps_named((0, threading.Lock()), "the result of 'worker'")

@@ -10,7 +10,7 @@ import pytest
 from programs import running, running_python
 from runs import mostly_long
 
-from fsdp_helpers.ranks.gpus import NONE
+from fsdp_helpers.gpus import NONE
 from fsdp_helpers.ranks.launch import RankError, launch
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from programs import Killed, has_ended, wait_until
+from programs import Killed, has_ended, shares_a_lock, wait_until
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from take_home_workers import FOLDER, load_script, run_main
@@ -23,7 +23,7 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchrun_jobs import one_agent, torchrun_job, wait_for_output
 
-from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.models.llama import IGNORED, Llama
 from fsdp_helpers.models.shapes import LlamaShape, RopeScaling, config_of_llama, llama_from_config
 from fsdp_helpers.ranks.launch import launch
@@ -228,7 +228,7 @@ def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
     with torchrun_job(one_agent(2), arguments, tmp_path, program=program) as job:
         wait_for_output("step (0) ", job)
         ranks = job.workers().values()
-        assert len(ranks) == 2
+        assert len(ranks) == 2 and all(map(shares_a_lock, ranks))  # so that it is held until the last one ends
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)  # it holds the lock, and leaves the cores to the second start
         with torchrun_job(one_agent(2), arguments, tmp_path, program=program, name="second") as second:
@@ -277,8 +277,8 @@ CONFIG = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "r
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gemma"}, "knows Llamas with plain positions"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "knows Llamas with plain positions"),
+        ({"model_type": "gemma"}, "supports only Llamas with plain positions"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "supports only Llamas with plain positions"),
         ({"head_dim": 8}, "head_dim"),
         ({"attention_bias": True}, "biases"),
         ({}, "no safetensors files"),

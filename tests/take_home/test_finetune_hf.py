@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from hf_models import CONTEXT, END, WORDS, config_of, make_model, make_tokenizer, write_chats, write_text
 from hf_workers import CHUNK, STOP, Seen, run_each
 from leftovers import PROJECT
-from programs import has_ended, wait_until
+from programs import has_ended, shares_a_lock, wait_until
 from runs import main_in_process
 from safetensors.torch import load_file
 from take_home_workers import FOLDER, load_script
@@ -258,7 +258,7 @@ def test_a_run_that_was_asked_to_end_goes_on(home, on_two, on_three):
     """Bitwise on as many ranks, up to rounding on one more."""
     right = losses(home / "llama-2")
     assert "ended by a signal" in on_two["stopped"][0].printed and on_two["stopped"][0].saves == [4, STOP]
-    assert "going on after step 5" in on_two["again on 2"][0].printed
+    assert "continuing after step 5" in on_two["again on 2"][0].printed
     assert losses(home / "again-on-2")[: len(right)] == right
     assert losses(home / "again-on-3") == pytest.approx(right, abs=1e-5)
     one, other = (load_file(next((home / name / "model").glob("*.safetensors"))) for name in ("llama-2", "again-on-3"))
@@ -535,7 +535,7 @@ def test_a_second_start_is_refused_and_ranks_end_with_torchrun(home, tmp_path):
     with hf_job(tmp_path, words, 2) as job:
         wait_for_output("step (1) ", job)
         ranks = job.workers().values()
-        assert len(ranks) == 2
+        assert len(ranks) == 2 and all(map(shares_a_lock, ranks))  # so that it is held until the last one ends
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)  # it holds the lock, and leaves the cores to the second start
         with hf_job(tmp_path, words, 2, "second") as second:
@@ -638,7 +638,7 @@ def test_the_saved_run_of_13(tmp_path):
     ],
 )
 def test_a_full_disk_elsewhere(moment, expected, home, tmp_path):
-    """And when there is room again, the same command goes on."""
+    """And when there is room again, the same command continues."""
     words = [home / "llama", home / "text.txt", "--out", tmp_path / "run", *SETTINGS]
     with hf_job(tmp_path, words, 2, **killed_at.variables(tmp_path, moment)) as job:
         assert job.wait() != 0

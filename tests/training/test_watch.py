@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_helpers import progress
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks import progress
 from fsdp_helpers.training.watch import StepWatch, run_title
 
 

@@ -1,7 +1,8 @@
-"""What happens to a reader's answer: it's requested, called, refused in one line, or counted as solved."""
+"""A reader's answer: requested, called, refused in one line, or counted as solved."""
 
 import functools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from numbers import Real
 from typing import Any
@@ -142,3 +143,18 @@ def in_short(value: Any) -> str:
     """Return a value as a message shows it: its type and its beginning, in one line."""
     text = " ".join(repr(value).split())
     return f"a {type(value).__name__}, {text[:60]}{'...' if len(text) > 60 else ''}"
+
+
+# ---------------------------------------------------------------- fresh cases
+
+
+FRESH_CASES = 5
+DRAW = random.SystemRandom()  # not to be foreseen, whatever a notebook seeds
+
+
+def sizes_and_ranks(*edge_cases: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield a number of bytes or parameters, and a number of ranks that divides it: edge cases, then fresh ones."""
+    yield from edge_cases
+    for _ in range(FRESH_CASES):
+        world_size = DRAW.randint(2, 64)
+        yield world_size * DRAW.randint(1_000, 10**8), world_size

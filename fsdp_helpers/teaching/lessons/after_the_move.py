@@ -1,4 +1,4 @@
-"""A job after the move: what may be wrong with it, found before it costs a day, and how its ranks start. For notebook 14."""
+"""A job after the move: how its ranks start, and a check that finds faults before they cost a day. For notebook 14."""
 
 import copy
 import os
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.teaching.failures.entry import link_to
-from fsdp_helpers.teaching.lessons.from_ddp import build_model, make_optimizer, shard
+from fsdp_helpers.teaching.lessons.moved_job import build_model, make_optimizer, shard
 
 SMALL_UNIT = 10_000  # parameters: fewer are not worth a collective
 STEPS_DONE = 2
@@ -42,82 +42,6 @@ def ranks_from_torchrun() -> dict[str, int | str]:
         "world_size": int(os.environ["WORLD_SIZE"]),
         "first_node": os.environ["MASTER_ADDR"],
     }
-
-
-# Each line of an ordinary DDP script, its line under FSDP2, and the reason, or what happens if it stays as it was.
-LINES = [
-    ("`init_process_group`, `set_device`", "the same", "and `init_device_mesh`, for `mesh=`"),
-    ("`DistributedSampler`, `set_epoch`", "the same", "the ranks still share the batch"),
-    (
-        "weights that DDP broadcasts at the start",
-        "one seed, or `broadcast_from_rank0=True`",
-        "else: shards of different models",
-    ),
-    (
-        "`nn.SyncBatchNorm.convert_sync_batchnorm(model)`",
-        "the same, before `fully_shard`",
-        "on GPUs; on the CPU it raises a ValueError",
-    ),
-    ("a parameter with shape `()`", "shape `(1,)`", "else: ValueError; or ignore it and average its gradient"),
-    ("`torch.compile(model)`", "compile each block, after sharding", "files saved with it have `_orig_mod.` in names"),
-    ("`DistributedDataParallel(model)`", "`fully_shard(block, mesh=mesh)` per block, then the root", ""),
-    ("`bucket_cap_mb`, `gradient_as_bucket_view`", "the choice of units", "each unit is a bucket"),
-    ("`static_graph=True`", "nothing", "each unit's hooks follow the graph as it comes"),
-    (
-        "`find_unused_parameters=True`, every rank skips the same layers",
-        "nothing",
-        "no gradient, and Adam skips them",
-    ),
-    (
-        "`find_unused_parameters=True`, ranks differ",
-        "every rank calls every unit; `set_reduce_scatter_unused_params(True)`",
-        "else: **wrong gradients, without an error**",
-    ),
-    (
-        "`broadcast_buffers=True`",
-        "average the buffers, variance included, before evaluating and saving",
-        "else: each rank's batch norm has its own statistics",
-    ),
-    ("`register_comm_hook(fp16_compress_hook)`", "`MixedPrecisionPolicy(reduce_dtype=...)`", "else: AttributeError"),
-    ("`optimizer = AdamW(model.parameters())`", "the same, after `fully_shard`", "else: **the loss stands still**"),
-    ("`schedule = LambdaLR(optimizer, ...)`", "the same, before the load", "else: **each rank has its own rate**"),
-    ("`copy.deepcopy(model.module)`, `AveragedModel`", "build and shard a second model", "else: AssertionError"),
-    ("`model.module`", "`model`", "else: AttributeError; there is no wrapper"),
-    (
-        "`with torch.autocast(...)`",
-        "the same, or `MixedPrecisionPolicy`",
-        "parameters are gathered in fp32 with the first",
-    ),
-    ("`GradScaler`", "the same", "inf on one rank: all ranks skip the step"),
-    (
-        "`with model.no_sync()`",
-        "`model.set_requires_gradient_sync(False)`, then `True`",
-        "else: AttributeError; without it, a reduction per micro-batch",
-    ),
-    ("`clip_grad_norm_(model.parameters(), 1.0)`", "the same; `.full_tensor()` to log the norm", "it's a DTensor"),
-    ("`mean.lerp_(own, 0.1)` for the average", "the same, shard by shard", "`reshard()` first, after an evaluation"),
-    ("`mean.copy_(own)` for its buffers", "the same", "buffers are never sharded"),
-    ("`if rank == 0: evaluate(model)`", "every rank evaluates its part", "else: a hang, or a crash in gloo"),
-    ("`Join([model])`", "the same number of batches on every rank", "else: AttributeError"),
-    (
-        "`if rank == 0: torch.save(model.state_dict())`",
-        "`dcp.save`, or gather on all and write on one",
-        "else: one rank's shards",
-    ),
-]
-# What torch changed from 2.11 to 2.15; read in its sources and documentation, but for what notebook 14 runs.
-CHANGES = [
-    (
-        "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`",
-        "reduces in fp32 now; through 2.14 in bf16. Set `reduce_dtype`. FSDP1 is unchanged",
-    ),
-    ("`set_reduce_scatter_unused_params`", "new in 2.13: zeros for parameters that only other ranks used"),
-    ("`set_separate_reduce_scatter_group`", "new: reductions get a communicator of their own, next to the gathers'"),
-    ("`reset_iter_state`", "new: after an exception between forward and backward, the root starts afresh"),
-    ("`param_dtype_override_fn`", "new in `MixedPrecisionPolicy`: some parameters stay in their own dtype"),
-    ("parameters between forward and backward", "documented: don't change them; it isn't supported"),
-    ("`FsspecReader`, `FsspecWriter`", "public in `torch.distributed.checkpoint`: checkpoints in object stores"),
-]
 
 
 def measure_lines(rank: int, world_size: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Old FSDP1 checkpoints, in shards and in one file, with Adam's state: written by FSDP1, read by FSDP2. For notebook 14."""
+"""From FSDP1 to FSDP2: one training in both, line by line, and old checkpoints, read by FSDP2. For notebook 14."""
 
 import warnings
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,15 +16,100 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 
+from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.vit import Block
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.teaching.lessons.from_ddp import build_model, load_steps, make_optimizer, mean_over_ranks, shard
+from fsdp_helpers.teaching.lessons.moved_job import build_model, load_steps, make_optimizer, mean_over_ranks, shard
+from fsdp_helpers.training.worker import first_batches
+
+Parts = list[tuple[Tensor, Tensor]]
+loss_of = nn.CrossEntropyLoss()
+CONFIG = TrainConfig(model="vit-mnist", global_batch_size=24, max_steps=4, train_images=480, test_images=60)
+
+
+# Short lines, ended by commas: the two stand side by side in the notebook.
+def train_with_fsdp1(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    steps: list[Parts],
+) -> list[Tensor]:
+    bf16 = MixedPrecision(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+    )
+    model = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_mesh=mesh,
+        device_id=rank_device(),
+        mixed_precision=bf16,
+        use_orig_params=True,
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    norms = []
+    for first, last in steps:
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(first[0]), first[1]).backward()
+        loss_of(model(last[0]), last[1]).backward()
+        norm = model.clip_grad_norm_(1.0)
+        norms.append(norm)
+        optimizer.step()
+    return norms
+
+
+def train_with_fsdp2(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    steps: list[Parts],
+) -> list[Tensor]:
+    bf16 = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=bf16)
+    fully_shard(model, mesh=mesh, mp_policy=bf16)
+    optimizer = torch.optim.Adam(model.parameters())
+    norms = []
+    for first, last in steps:
+        optimizer.zero_grad()
+        model.set_requires_gradient_sync(False)
+        loss_of(model(first[0]), first[1]).backward()
+        model.set_requires_gradient_sync(True)
+        loss_of(model(last[0]), last[1]).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(norm.full_tensor())
+        optimizer.step()
+    return norms
+
+
+def norms_by_both(rank: int, world_size: int, config: TrainConfig = CONFIG) -> dict[str, list[float]]:
+    """Return each step's gradient norm in both trainings, of the same model on the same images, in two parts each."""
+    mesh = init_device_mesh(rank_device().type, (world_size,))
+    batches = first_batches(rank, world_size, config)
+    steps = [list(zip(images.chunk(2), labels.chunk(2), strict=True)) for images, labels in batches]
+    norms = {}
+    for name, train in {"FSDP1": train_with_fsdp1, "FSDP2": train_with_fsdp2}.items():
+        norms[name] = [float(norm) for norm in train(build_model(config.seed).to(rank_device()), mesh, steps)]
+    return norms
+
+
+# ---------------------------------------------------------------- old checkpoints
+
 
 MOVED_AT, LAST_STEP = 10, 16  # steps
 
@@ -32,7 +117,7 @@ MOVED_AT, LAST_STEP = 10, 16  # steps
 def train_fsdp1(rank: int, world_size: int, folder: str) -> list[float]:
     """Train under FSDP1 and save after step MOVED_AT, in shards and in one file; return the losses of all steps."""
     warnings.simplefilter("ignore")  # each of these calls is deprecated, which is why the job moves
-    model = FSDP(
+    model = FullyShardedDataParallel(
         build_model(seed=0),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=rank_device(),
@@ -45,22 +130,23 @@ def train_fsdp1(rank: int, world_size: int, folder: str) -> list[float]:
     return losses + take_steps(model, optimizer, rank, world_size, MOVED_AT, LAST_STEP)
 
 
-def save_in_shards(folder: str, model: FSDP, optimizer: AdamW) -> None:
+def save_in_shards(folder: str, model: FullyShardedDataParallel, optimizer: AdamW) -> None:
     """Let every rank write its own shards: a "sharded" checkpoint."""
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
         dcp.save(state, checkpoint_id=folder)
 
 
-def save_in_one_file(path: str, model: FSDP, optimizer: AdamW) -> None:
+def save_in_one_file(path: str, model: FullyShardedDataParallel, optimizer: AdamW) -> None:
     """Collect the full state on rank 0, which writes it: a "full" checkpoint."""
-    # As most old jobs do. Where all is on the CPU already, PyTorch 2.11 frees it first and ends by SIGSEGV; 2.15 does not.
+    # As most old jobs do. If all of it is on the CPU already, PyTorch 2.11 frees it first and dies of SIGSEGV; 2.15
+    # doesn't.
     offload = rank_device().type != "cpu" or torch.__version__ >= "2.15"
     configs = [
         config(offload_to_cpu=offload, rank0_only=True) for config in (FullStateDictConfig, FullOptimStateDictConfig)
     ]
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
-        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        state = {"model": model.state_dict(), "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
     if dist.get_rank() == 0:
         torch.save(state, path)
 

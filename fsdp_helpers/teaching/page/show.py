@@ -15,7 +15,7 @@ from IPython.display import Markdown, display
 
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.teaching.page.listings import Listing, SideBySide
-from fsdp_helpers.teaching.page.machine_memory import describe_memory
+from fsdp_helpers.teaching.page.this_machine import describe_memory
 
 NUMBER = re.compile(r"[-−+~<≤]?\s?\d[\d,]*(\.\d+)?(e[-+]?\d+)?(\s?(%|x|×|[kMGT]?B|[mµn]?s|min|h))?")
 EMPTY = ("", "-", "–", "—", "None")  # in a column of numbers: there is none here
@@ -163,7 +163,7 @@ def machine(
     from fsdp_helpers.data.images import describe_source, prepare_data
     from fsdp_helpers.ranks.errors import shown_by_message
     from fsdp_helpers.ranks.group import device_name
-    from fsdp_helpers.teaching.page.machine_gpus import settle_device
+    from fsdp_helpers.teaching.page.this_machine import settle_device
 
     with shown_by_message(ValueError):
         device, about_gpus = settle_device(device, num_ranks, fixed=fixed)

@@ -7,7 +7,7 @@ from runs import main_in_process
 from fsdp_helpers.cli.doctor import gpu
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, PASS, SKIP, Row, look_at
 from fsdp_helpers.cli.doctor.workers import train_in_three_ways
-from fsdp_helpers.ranks.gpus import NONE, VISIBLE, Gpus
+from fsdp_helpers.gpus import NONE, VISIBLE, Gpus
 from fsdp_helpers.ranks.launch import launch
 
 LOOKS = {look.title: look for look in gpu.LOOKS}
@@ -100,7 +100,7 @@ def test_without_a_gpu_every_row_is_skipped_with_the_reason(monkeypatch, capsys)
 
 def test_one_gpu_has_no_links(two_gpus, monkeypatch):
     monkeypatch.setattr(gpu, "count", lambda: 1)
-    assert look_at(LOOKS["links"]).measured == "needs 2 GPUs, this machine has 1"
+    assert look_at(LOOKS["links"]).measured == "needs 2 GPUs, but this machine has 1"
 
 
 def test_the_questions_are_asked_in_a_child(monkeypatch):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from chapters import read_chapter
 from leftovers import PROJECT
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from workers_for_tests import bytes_reduced
@@ -85,9 +86,15 @@ ROWS = {  # a part of a DDP script's line: a part of what its row says of it
 }
 
 
+def table_of_14(cell_id: str) -> list[list[str]]:
+    """The rows of a table in notebook 14, without its header."""
+    (cell,) = [cell for cell in read_chapter("14").cells if cell.id == cell_id]
+    return [line.strip("| ").split(" | ") for line in cell.source.splitlines()[2:]]
+
+
 @pytest.mark.parametrize("old", ROWS)
 def test_each_line_of_a_ddp_script_has_its_row(old):
-    (row,) = [row for row in after_the_move.LINES if old in row[0]]
+    (row,) = [row for row in table_of_14("leftovers-table") if old in row[0]]
     assert ROWS[old] in " ".join(row[1:])
 
 
@@ -104,7 +111,7 @@ def test_what_the_rows_say_is_so():
 def test_what_changed_is_there():
     assert torch.distributed.checkpoint.FsspecReader and torch.distributed.checkpoint.FsspecWriter
     for name in ("set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group", "reset_iter_state"):
-        assert hasattr(FSDPModule, name) and any(f"`{name}`" in row[0] for row in after_the_move.CHANGES)
+        assert hasattr(FSDPModule, name) and any(f"`{name}`" in row[0] for row in table_of_14("changes"))
     assert "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
     for api, reduced in (("FSDP2", 20 * 4), ("FSDP1", 20 * 2)):  # in fp32, and in bf16
         found = launch(bytes_reduced, api, world_size=2, device="cpu", timeout_s=240, progress=False)

@@ -8,17 +8,18 @@ import launch_workers as workers
 import pytest
 import torch
 
-from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers import gpus
+from fsdp_helpers.checkpointing import folder, training_state
+from fsdp_helpers.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.models import series as models
 from fsdp_helpers.models.vit import Attention, Block
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.ranks import group
-from fsdp_helpers.ranks.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
-from fsdp_helpers.teaching.lessons import saving
-from fsdp_helpers.teaching.lessons.probes import add_up_without
-from fsdp_helpers.teaching.page import machine_gpus, show
+from fsdp_helpers.teaching.lessons import saving_and_resuming
+from fsdp_helpers.teaching.lessons.many_machines import add_up_without
+from fsdp_helpers.teaching.page import show, this_machine
 from fsdp_helpers.training import loop, worker
 
 
@@ -71,8 +72,8 @@ LISTINGS = [
     (worker.train_epochs,),
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
     (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
-    (state.save_full, state.gather_on_rank_0),
-    (saving.resume_without, saving.train_and_be_killed),
+    (training_state.save_full, training_state.gather_on_rank_0),
+    (saving_and_resuming.resume_without, saving_and_resuming.train_and_be_killed),
     (folder.commit, folder.sync_folder),
     (Attention, Block),
     (models.ShallowNet, models.DeepNet),
@@ -187,7 +188,7 @@ def machine(monkeypatch):
     monkeypatch.delenv("FSDP_DEVICE", raising=False)
 
     def set_up(device, num_ranks, found=Gpus(0), **settings):
-        for module in (group, machine_gpus):
+        for module in (gpus, this_machine):
             monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
@@ -247,7 +248,7 @@ def test_a_device_that_is_chosen_anew(machine):
 @pytest.mark.parametrize(
     "found, problem",
     [
-        (Gpus(1), "2 ranks need 2 CUDA devices, this machine has 1; use device 'cpu', or fewer ranks"),
+        (Gpus(1), "2 ranks need 2 CUDA devices, but this machine has 1; use device 'cpu', or fewer ranks"),
         (Gpus(2, "the driver is too old"), r"torch cannot use the GPU of this machine \(the driver is too old\)"),
     ],
 )

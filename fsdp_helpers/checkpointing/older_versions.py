@@ -1,0 +1,46 @@
+"""Reading `state.json`, in which versions before 2.2 kept everything that isn't a tensor.
+
+A value that JSON can't express is an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]},
+{"!tensor": name}.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_helpers.checkpointing.folder import CheckpointError
+
+STATE = "state.json"
+
+
+def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Return the content of `path`/state.json with its tensors in their places.
+
+    Raises CheckpointError if it's damaged, or names a tensor that isn't in `tensors`.
+    """
+    try:
+        content = json.loads((path / STATE).read_text())
+        if content.keys() != {"optimizer", "values", "extra"}:
+            raise ValueError(f"it holds {', '.join(content)}")
+        return put_together(content, tensors)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / STATE} is damaged: {error!r}") from error
+
+
+def put_together(content: Any, tensors: Mapping[str, Tensor | None]) -> Any:
+    """Return a value as it was before it became JSON."""
+    if isinstance(content, list):
+        return [put_together(kept, tensors) for kept in content]
+    if not isinstance(content, dict):
+        return content
+    match [*content.items()]:
+        case [("!tensor", name)]:
+            return tensors[name]
+        case [("!tuple", kept)]:
+            return tuple(put_together(kept, tensors))
+        case [("!dict", items)]:
+            return {put_together(key, tensors): put_together(kept, tensors) for key, kept in items}
+    return {key: put_together(kept, tensors) for key, kept in content.items()}

@@ -1,0 +1,79 @@
+"""Models as folders in Hugging Face's layout: `config.json`, several safetensors files, and an index of them.
+
+torch's own reader and writer do the work. Each rank reads only the rows it keeps, and writes only those.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from fsdp_helpers.checkpointing.folder import CheckpointError
+from fsdp_helpers.checkpointing.training_state import ignore_single_process_warnings, name_in_plain, this_rank
+from fsdp_helpers.ranks.group import gather_over_ranks
+
+CONFIG, SHARDED = "config.json", "sharded"  # the second is the folder in which torch's writer begins
+
+
+def read_config(folder: str | os.PathLike) -> dict:
+    """Return the folder's `config.json`. Raises CheckpointError if there is none."""
+    path = Path(folder, CONFIG)
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); give the folder of a Hugging Face model") from error
+
+
+def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's tensors as its files name them; a tensor with two names counts once, under the first."""
+    firsts = {name for name, _ in model.named_parameters()}
+    repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - firsts
+    hidden = {name_in_plain(model, name) for name in repeated}
+    return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in hidden}
+
+
+def load_hugging_face(model: nn.Module, folder: str | os.PathLike, *, without: tuple[str, ...] = ()) -> None:
+    """Fill the model from the folder's files, sharded or not; every rank reads only its own rows, in the model's dtype.
+
+    Tensors whose names end in one of `without` aren't in the files, and stay as they are. Raises CheckpointError if a
+    tensor is missing from the files or has a different shape there.
+    """
+    tensors = {name: tensor for name, tensor in tensors_in_files(model).items() if not name.endswith(without)}
+    try:
+        with ignore_single_process_warnings():
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except dcp.api.CheckpointException as error:
+        causes = "; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))
+        raise CheckpointError(f"{folder} doesn't match the model: {causes}") from error
+
+
+def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict, *, num_files: int = 3) -> None:
+    """Write the model to a new folder; every rank writes its shards, which are then joined into full tensors.
+
+    The folder gets its name once it's complete. Raises CheckpointError if it already exists.
+    """
+    folder = Path(folder).absolute()
+    unfinished = folder.with_name(f".{folder.name}-unfinished")
+    if any(gather_over_ranks(folder.exists())):
+        raise CheckpointError(f"{folder} already exists; give the name of a new folder")
+    if this_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
+        unfinished.mkdir(parents=True)
+    gather_over_ranks(None)  # nobody writes before there is room
+    tensors = tensors_in_files(model)
+    file_of = {name: 1 + number * num_files // len(tensors) for number, name in enumerate(tensors)}
+    writer = HuggingFaceStorageWriter(
+        str(unfinished), fqn_to_index_mapping=file_of, save_distributed=True, enable_consolidation=True
+    )
+    with ignore_single_process_warnings():
+        dcp.save(tensors, storage_writer=writer)
+    if this_rank() == 0:
+        shutil.rmtree(unfinished / SHARDED)
+        (unfinished / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        unfinished.rename(folder)
+    gather_over_ranks(None)  # nobody goes on before the folder is there

@@ -1,0 +1,229 @@
+"""The index of a sharded checkpoint: every tensor, and the file of each of its shards. Reading it runs no code."""
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fsdp_helpers.checkpointing.folder import CheckpointError
+
+# What an index, the file `.metadata`, consists of. It is a pickle, and a pickle may name any function of any module to
+# be called while it is read; ours names these, which do nothing but hold values. Only instances of RECORDS have
+# attributes to be set.
+RECORDS = (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    StorageMeta,
+    _StorageInfo,
+)
+METADATA_CLASSES = {(kind.__module__, kind.__name__) for kind in RECORDS} | {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),  # as Python 3.13 calls them
+    ("pathlib._local", "WindowsPath"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a checkpoint, as the index describes it, with the file of each shard."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shards: tuple["ShardEntry", ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """A shard of a tensor: its offsets, its size, and its file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int  # where in the file it is, and how many bytes long
+    length: int
+
+    @property
+    def rank(self) -> int:
+        """The rank that wrote it; rank 1's file is called `__1_0.distcp`."""
+        return int(self.file.split("_")[2])
+
+
+def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
+    """Return every tensor of a sharded checkpoint from its index alone: parameters, optimizer state, random state.
+
+    Raises CheckpointError for an index that is damaged, names files elsewhere, or lists anything but tensors.
+    """
+    return _tensor_entries(checkpoint, SafeReader(checkpoint).read_metadata())
+
+
+def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntry], list[str]]:
+    """Read any folder of torch.distributed.checkpoint: return its tensors, and the names of everything else in it.
+
+    Anything but a tensor is stored as a pickle, and isn't read.
+    """
+    metadata = read_metadata(Path(checkpoint, ".metadata"))
+    return _tensor_entries(checkpoint, metadata), _no_tensors(metadata)
+
+
+def check_model(
+    path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, tuple[int, ...]], what: str = "model"
+) -> None:
+    """Raise CheckpointError unless the model in `path` has exactly the parameters and buffers that `shapes` names."""
+    found = {entry.name: entry.shape for entry in stored if entry.name.startswith("model.")}
+    expected = {f"model.{name}": shape for name, shape in shapes.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        there, here = (names.get(name, "no place") for names in (found, expected))
+        if there != here:
+            raise CheckpointError(f"{path} holds a different {what}: {name} has shape {there} there and {here} here")
+
+
+def _tensor_entries(checkpoint: str | os.PathLike, metadata: Metadata) -> list[TensorEntry]:
+    places = {(index.fqn, index.offset): stored for index, stored in metadata.storage_data.items()}
+    tensors = {
+        name: kind for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)
+    }
+    try:
+        return [
+            TensorEntry(
+                name=name,
+                dtype=stored.properties.dtype,
+                shape=tuple(stored.size),
+                shards=tuple(_shard_entry(chunk, places[name, chunk.offsets]) for chunk in stored.chunks),
+            )
+            for name, stored in tensors.items()
+        ]
+    except (KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{Path(checkpoint, '.metadata')} contradicts itself: {error!r}") from error
+
+
+def _shard_entry(chunk: ChunkStorageMetadata, place: _StorageInfo) -> ShardEntry:
+    return ShardEntry(
+        offsets=tuple(chunk.offsets),
+        sizes=tuple(chunk.sizes),
+        file=place.relative_path,
+        begin=place.offset,
+        length=place.length,
+    )
+
+
+def _no_tensors(metadata: Metadata) -> list[str]:
+    stored = metadata.state_dict_metadata.items()
+    return [name for name, kind in stored if not isinstance(kind, TensorStorageMetadata)]
+
+
+@contextmanager
+def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, which no `except Exception` catches, into a one-line CheckpointError."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+        raise CheckpointError(f"{folder}: rank {rank} could not {what}: {reason}") from cause
+
+
+class SafeReader(dcp.FileSystemReader):
+    """A reader of sharded checkpoints that can't run code: the index may contain only known record types and tensors.
+
+    Raises CheckpointError for anything else. (The tensors are read with `weights_only=True` by torch itself.)
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path, ".metadata")
+        metadata = read_metadata(path)
+        if strangers := _no_tensors(metadata):
+            raise CheckpointError(f"{path} lists {strangers[0]!r}, which is not a tensor; only tensors can be loaded")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Return the content of the index at `path`.
+
+    Raises CheckpointError if it contains anything but known record types, or names a file in a different folder.
+    """
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        files: set[str] = {place.relative_path for place in metadata.storage_data.values()}
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path} is not the index of a sharded checkpoint: {error}") from error
+    for name in files:
+        # Joined to the folder, an absolute path or one with ".." would lead out of it.
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise CheckpointError(
+                f"{path} names the file {str(name)!r}; a checkpoint's files must be in the folder of its index"
+            )
+    return metadata
+
+
+PythonUnpickler: Any = pickle._Unpickler  # the one written in Python, whose steps type checkers do not know
+
+
+def _member(enumeration: Any, name: str) -> Any:
+    """Stand in for `getattr`, which Python before 3.11.4 uses to pickle a member of an enumeration."""
+    if enumeration is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
+    return enumeration[name]
+
+
+class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
+    """An unpickler that finds only known classes, and modifies only records it has created itself."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in METADATA_CLASSES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which doesn't belong in an index")
+
+    def load_build(self) -> None:
+        """Allow the opcode BUILD, which sets attributes, on records only: on a class, the change would persist."""
+        state, record = self.stack[-1], self.stack[-2]
+        if type(record) not in RECORDS or not isinstance(
+            state, dict if type(record) is not TensorProperties else tuple
+        ):
+            raise pickle.UnpicklingError(f"it sets attributes of {record!r}, which isn't a record of an index")
+        try:
+            super().load_build()
+        except ValueError as error:  # a newer torch may have given a record one field more
+            name, here = type(record).__name__, torch.__version__
+            raise pickle.UnpicklingError(f"its {name} doesn't match torch {here}; a newer version wrote it") from error
+
+    dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build}

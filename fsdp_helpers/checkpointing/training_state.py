@@ -1,0 +1,177 @@
+"""Training state in memory: tensors by name, and everything else an optimizer keeps; also as one file from rank 0.
+
+Tensors have the names of the plain model, so any strategy can load what another one saved, on any number of ranks.
+"""
+
+import os
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from fsdp_helpers.checkpointing.folder import whole_file
+from fsdp_helpers.sharding.wrapping import plain_name
+
+# How an optimizer computes is not part of a training state: it depends on the device.
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+
+# ---------------------------------------------------------------- by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """The parts of a model and its optimizer. Tensors are the rank's own, so filling one loads it (except under FSDP1)."""
+
+    model: dict[str, Tensor]  # parameters and buffers
+    optimizer: dict[str, dict[str, Any]]  # the moments, and similar tensors, of each parameter
+    groups: list[dict[str, Any]]  # the settings of each parameter group, and under "params" the names in it
+    buffers: frozenset[str]  # which of `model` are buffers
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Everything in `model` and `optimizer`, under one name each, such as "model.fc1.weight"."""
+        return _leaves({"model": self.model, "optimizer": self.optimizer})
+
+
+def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
+    """Return the state of `model` and `optimizer`; every rank has to call this. (FSDP1 returns copies.)
+
+    A new optimizer gets its state, zeros; torch creates it with a step that changes no parameter.
+    """
+    with ignore_single_process_warnings():
+        if optimizer is None:
+            model_state, optimizer_state = get_model_state_dict(model), {"state": {}, "param_groups": []}
+        else:
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+    buffers = {name_in_plain(model, name) for name, _ in model.named_buffers()}
+    return TrainingState(
+        model=model_state,
+        optimizer=optimizer_state["state"],
+        groups=optimizer_state["param_groups"],
+        buffers=frozenset(buffers & model_state.keys()),
+    )
+
+
+def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
+    """Give `model` and `optimizer` the tensors of `state`; a parameter without moments there loses the ones it had."""
+    with ignore_single_process_warnings():
+        if optimizer is None or not state.optimizer:
+            set_model_state_dict(model, state.model)
+        else:
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state.model,
+                optim_state_dict={"state": state.optimizer, "param_groups": state.groups},
+                options=StateDictOptions(strict=False),  # parameters that never had a gradient have no moments
+            )
+    if optimizer is not None and not state.optimizer:
+        optimizer.state.clear()
+
+
+def name_in_plain(model: nn.Module, name: str) -> str:
+    """Return the name that a parameter or buffer of the wrapped `model` has in the plain one."""
+    if isinstance(model, DistributedDataParallel):
+        name = name.removeprefix("module.")
+    return plain_name(name)
+
+
+def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
+    """Flatten nested dicts: yield each leaf with its path."""
+    if not isinstance(tree, Mapping):
+        return {name: tree}
+    branches = {f"{name}.{key}".removeprefix("."): branch for key, branch in tree.items()}
+    return {
+        path: leaf for branch_name, branch in branches.items() for path, leaf in _leaves(branch, branch_name).items()
+    }
+
+
+@contextmanager
+def ignore_single_process_warnings() -> Iterator[None]:
+    """Silence two warnings of a run on one rank: FSDP1 holds full copies, and torch saves in one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# ---------------------------------------------------------------- one file, written by rank 0
+
+
+def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Collect the full state on rank 0, which writes one file. Every rank has to call this, since it's a collective.
+
+    Meanwhile, rank 0 holds the full state in host memory: 12 bytes per parameter with Adam in fp32. (torch can do it
+    too, with `StateDictOptions(full_state_dict=True, cpu_offload=True)`; on the CPU, under FSDP1, torch 2.15 then
+    returns the second moment in place of the first, since both go through the same buffer.)
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    whole = tree_map(gather_on_rank_0, {"model": model_state, "optimizer": optimizer_state})
+    if this_rank() == 0:
+        with whole_file(path) as file:
+            torch.save(whole, file)
+
+
+def gather_on_rank_0(value: Any) -> Any:
+    """Return the full tensor of a shard on rank 0, in host memory; other ranks free theirs at once."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, Tensor):
+        return value.cpu() if this_rank() == 0 else None
+    return value
+
+
+# ---------------------------------------------------------------- each rank's random state
+
+
+RANDOM_STATE = "extra.random-state-{}"  # of a rank
+
+
+def random_state(rank: int) -> dict[str, Tensor]:
+    """Return the state of this rank's CPU and CUDA generators, under names that are unique to the rank."""
+    state = {RANDOM_STATE.format(rank): torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state[RANDOM_STATE.format(f"cuda-{rank}")] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(saved: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+    """Set this rank's generators to its states in `saved`.
+
+    If a state is missing, because there were fewer ranks or no GPU, it's replaced by a stream that no rank has drawn
+    from yet. The stream is derived from rank 0's state, so resuming twice draws the same numbers twice.
+    """
+    first = saved.get(RANDOM_STATE.format(0))
+    if first is not None:
+        stream = [zlib.crc32(first.numpy()), world_size, rank]
+        torch.manual_seed(int(np.random.default_rng(stream).integers(2**63)))
+    for name in random_state(rank).keys() & saved.keys():
+        if "cuda" in name:
+            torch.cuda.set_rng_state(saved[name])
+        else:
+            torch.set_rng_state(saved[name])

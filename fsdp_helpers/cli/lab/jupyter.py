@@ -1,0 +1,85 @@
+"""JupyterLab on the notebooks: `python -m fsdp_helpers lab`, with this environment in its kernels and terminals."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fsdp_helpers.cli.lab.working_copies import ORIGINALS, copy_missing, older_than_originals
+
+HERE = Path(__file__).resolve().parent
+PROJECT = ORIGINALS.parent
+FIRST = "00_start_here.ipynb"
+
+
+def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
+    """Start JupyterLab on the notebooks, or on copies of them in `copies`; return when it has ended.
+
+    Raises ValueError if `copies` lies outside the project, which is the folder that JupyterLab shows.
+    """
+    folder = _folder_of(copies)
+    if copies is not None:
+        copied = copy_missing(PROJECT / folder)
+        print(f"{folder}: {len(copied)} new file(s); all others are as they were")
+        for name in older_than_originals(PROJECT / folder):
+            print(
+                f"{folder / name} is older than its original: `make reset NOTEBOOK={name[:2]}` copies it again, and "
+                "keeps yours"
+            )
+        sign([path for path in copied if path.suffix == ".ipynb"])
+    os.environ |= environment(os.environ)
+    from jupyterlab.labapp import LabApp  # it reads the environment when it is imported
+
+    LabApp.launch_instance([*settings(folder), *arguments])
+
+
+def sign(notebooks: Sequence[Path]) -> None:
+    """Sign notebooks as if they had been run here: JupyterLab sanitizes the saved outputs of all other notebooks.
+
+    Signatures are in Jupyter's data folder. If it isn't writable, a line says that there are none.
+    """
+    if not notebooks:
+        return
+    command = [sys.executable, "-m", "nbformat.sign", *map(str, notebooks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"the copies are not signed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the `given` variables, and those that kernels and terminals need."""
+    variables = {
+        "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads make a step take ten times as long on busy cores
+        "PET_LOG_DIR": os.devnull,  # otherwise every torchrun leaves a folder with output that the cell shows anyway
+    }
+    if sys.prefix != sys.base_prefix:  # the environment's own python comes first, also in a terminal
+        variables["VIRTUAL_ENV"] = sys.prefix
+        variables["PATH"] = _joined(Path(sys.executable).parent, given.get("PATH"))
+    return variables
+
+
+def settings(folder: Path) -> list[str]:
+    """Return JupyterLab's arguments: the folder it shows, the file it opens first, and the shell of its terminals."""
+    chosen = [f"--ServerApp.root_dir={PROJECT}", f"--LabApp.default_url=/lab/tree/{folder.as_posix()}/{FIRST}"]
+    if shutil.which("sh"):
+        chosen.append(f"--ServerApp.terminado_settings=shell_command={['sh', str(HERE / 'shell')]}")
+    if hasattr(os, "getuid") and os.getuid() == 0:
+        chosen.append("--allow-root")  # as in a container; JupyterLab refuses otherwise
+    return chosen
+
+
+def _folder_of(copies: Path | None) -> Path:
+    """Return the folder to open, relative to the project."""
+    if copies is None:
+        return ORIGINALS.relative_to(PROJECT)
+    whole = copies.resolve()
+    if not whole.is_relative_to(PROJECT) or whole in (PROJECT, ORIGINALS):
+        raise ValueError(f"--copies {copies}: choose a folder of its own inside {PROJECT}, such as work")
+    return whole.relative_to(PROJECT)
+
+
+def _joined(first: Path, others: str | None) -> str:
+    return os.pathsep.join([str(first), *([others] if others else [])])

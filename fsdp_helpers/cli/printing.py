@@ -1,0 +1,71 @@
+"""What commands print and write: a line about the data, a run in a few lines of text, and JSON. No torch."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.records import RankRecord, RunRecord
+
+
+def print_data_source(source: str, config: TrainConfig) -> None:
+    """Print to standard error which data a run uses."""
+    from fsdp_helpers.data.images import describe_source
+
+    print(describe_source(source, config.data_dir), file=sys.stderr)
+
+
+def check_output_path(path: Path | None) -> None:
+    """Raise ValueError if no file can be written to `path`, before anything is computed for it."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{path}: the folder {path.parent} does not exist")
+    if path is not None and path.is_dir():
+        raise ValueError(f"{path} is a folder; give a file")
+    if path is not None:
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise ValueError(f"{path}: the folder {path.parent} isn't writable ({error.strerror})") from error
+
+
+def write_json(content: dict, path: Path) -> None:
+    """Write an object as JSON, atomically."""
+    from fsdp_helpers.checkpointing.folder import whole_file
+
+    with whole_file(path, "w") as file:
+        json.dump(content, file, indent=1)
+
+
+def print_summary(record: RunRecord) -> None:
+    """Print the settings of the run, how well it learned, and the bytes of each rank."""
+    config = record.config
+    print(
+        f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "
+        f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} {config.item}s"
+        + (f", after the first {record.first_step} of an earlier run" if record.first_step else "")
+    )
+    if record.why_no_more_steps:
+        print(record.why_no_more_steps)
+    for epoch in record.epochs:
+        trained = f"train loss {epoch.train_loss:.4f}, " if epoch.train_images else ""
+        speed = f", {epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} {config.item}s/s" if epoch.train_images else ""
+        print(
+            f"epoch {epoch.epoch}: {trained}test loss {epoch.test_loss:.4f}, "
+            f"accuracy {epoch.test_accuracy:.2%} ({epoch.test_correct} of {epoch.test_images}){speed}"
+        )
+    for rank in record.ranks:
+        print(f"rank {rank.rank}: " + _describe_memory(rank))
+    if record.sample is not None:
+        print(record.sample)
+
+
+def _describe_memory(rank: RankRecord) -> str:
+    state = (
+        f"parameters {format_bytes(rank.parameter_bytes)}, gradients {format_bytes(rank.gradient_bytes)}, "
+        f"optimizer {format_bytes(rank.optimizer_bytes)}"
+    )
+    if rank.held_bytes is None:
+        return state
+    return f"{state}; held {format_bytes(rank.held_bytes)}, peak {format_bytes(rank.peak_bytes)}"

@@ -1,0 +1,88 @@
+"""The copies between host and device that FSDP2's offload policy asks for: which tensor, how many bytes, when."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+FULLY_SHARD = "torch.distributed.fsdp._fully_shard."  # where FSDP2's own code is
+TO_DEVICE, TO_HOST = "to the device", "to the host"
+Seen = tuple[float, Tensor, Tensor]  # time in s, the tensor before the copy, the tensor after it
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadCopy:
+    """A shard of a parameter on its way to the device, or a shard of a gradient on its way to the host."""
+
+    name: str  # of the parameter
+    way: str  # TO_DEVICE or TO_HOST
+    bytes: int
+    start_s: float  # on the clock of `time.perf_counter()`
+    was_made: bool  # False if host and device share one memory, and the shard stays where it is
+
+    def unit(self, units: Sequence[str]) -> str:
+        """Return the name of the innermost of `units` that contains it, else "root"."""
+        return max((unit for unit in units if self.name.startswith(f"{unit}.")), key=len, default="root")
+
+
+@contextmanager
+def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
+    """Record the copies in a step of `model` in the yielded list, which is filled when the block ends.
+
+    It records every `tensor.to(device)` in FSDP2's own code, which is how its offload policy copies. If the tensor is
+    already on that device, `to` returns it unchanged. So on the CPU we see the calls, with bytes and times, but nothing
+    is copied. The block has to end before the gradients are freed.
+    """
+    found: list[OffloadCopy] = []
+    seen: list[Seen] = []
+    to = Tensor.to
+
+    def noting_to(tensor: Tensor, *args, **kwargs) -> Tensor:
+        start_s = time.perf_counter()
+        result = to(tensor, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if args and isinstance(args[0], torch.device) and caller.startswith(FULLY_SHARD):
+            seen.append((start_s, tensor.detach(), result.detach()))
+        return result
+
+    Tensor.to = noting_to
+    try:
+        yield found
+    finally:
+        Tensor.to = to
+    found += named_copies(model, seen)
+
+
+def named_copies(model: nn.Module, seen: Sequence[Seen]) -> list[OffloadCopy]:
+    """Name the recorded copies after `model`'s parameters. A rank may have no row of a small parameter."""
+    parameters = {_memory(parameter): name for name, parameter in model.named_parameters()}
+    gradients = {
+        _own(parameter.grad).data_ptr(): name  # those of one unit share a buffer
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return [
+        OffloadCopy(
+            name=parameters.get(_memory(before)) or gradients[after.data_ptr()],
+            way=TO_DEVICE if _memory(before) in parameters else TO_HOST,
+            bytes=after.nbytes,
+            start_s=start_s,
+            was_made=_memory(before) != _memory(after),
+        )
+        for start_s, before, after in seen
+        if after.nbytes
+    ]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of this rank's shard of `tensor`, padding included."""
+    return _own(tensor).untyped_storage().data_ptr()

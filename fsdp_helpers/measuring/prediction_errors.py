@@ -1,0 +1,154 @@
+"""Predicted against measured, over models, strategies and world sizes: how far you can trust the planner."""
+
+import gc
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.rank_of_n import RankOfN, measure_rank_of_n, measure_this_rank
+from fsdp_helpers.measuring.step_profile import measure_run, units_of
+from fsdp_helpers.planning.other_tools import accelerate_bytes, deepspeed_zero3_bytes
+from fsdp_helpers.planning.own_shards import own_state
+from fsdp_helpers.planning.peak import walk_step
+from fsdp_helpers.planning.profile import StepProfile
+from fsdp_helpers.ranks.launch import launch
+
+IMAGES = 8  # of each rank
+# Parameters that make a module a unit: the large layers of DeepNet, the blocks of the transformers.
+THRESHOLDS = {"deep": 20_000, "vit-mnist": 40_000, "vit-deep": 500_000}
+VARIANTS = {
+    "DDP": {"strategy": "ddp"},
+    "FSDP1": {"strategy": "fsdp", "api": "fsdp1"},
+    "FSDP2": {"strategy": "fsdp"},
+    "auto-wrap": {"strategy": "fsdp-auto-wrap"},
+    "checkpointed": {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},
+    "bf16": {"strategy": "fsdp-auto-wrap", "precision": "bf16"},
+}
+REAL_RANKS, IMAGINED_RANKS = (1, 2, 4), (8, 64, 1024)
+
+
+class Run(NamedTuple):
+    """The run behind one row: model, strategy and settings, world size."""
+
+    model: str
+    variant: str
+    world_size: int
+    real: bool  # True: as many processes as ranks; False: one real rank, the others imagined
+
+
+RANKS = [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]
+RUNS = [Run(model, variant, *ranks) for model, variant, ranks in product(THRESHOLDS, VARIANTS, RANKS)]  # of the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRow:
+    """One run: the prediction for rank 0, the measurement, and the answers of two other tools."""
+
+    model: str
+    variant: str
+    world_size: int
+    real: bool
+    when: str  # the predicted peak comes
+    predicted_bytes: int
+    peak_bytes: int
+    predicted_state_bytes: int
+    state_bytes: int
+    predicted_sent_bytes: int
+    sent_bytes: int
+    accelerate_bytes: int
+    deepspeed_bytes: int
+
+    @property
+    def run(self) -> Run:
+        return Run(self.model, self.variant, self.world_size, self.real)
+
+    @property
+    def error(self) -> float:
+        """Return the prediction's relative error; positive if it is too high."""
+        return self.predicted_bytes / self.peak_bytes - 1
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether state and sent bytes agree to the byte."""
+        return (self.predicted_state_bytes, self.predicted_sent_bytes) == (self.state_bytes, self.sent_bytes)
+
+
+def variant_config(model: str, variant: str, world_size: int) -> TrainConfig:
+    """Return the configuration of a run with IMAGES on each rank."""
+    return TrainConfig(
+        model=model,
+        min_num_params=THRESHOLDS[model],
+        global_batch_size=IMAGES * world_size,
+        **VARIANTS[variant],
+    )
+
+
+@cache
+def profile_of(model: str, activation_checkpointing: str, precision: str) -> StepProfile:
+    """Measure a step on IMAGES in one process; it's the same for every strategy and world size."""
+    settings = {"activation_checkpointing": activation_checkpointing, "precision": precision}
+    config = TrainConfig(
+        model=model, strategy="fsdp", min_num_params=THRESHOLDS[model], global_batch_size=IMAGES, **settings
+    )
+    return measure_run(config, 1)
+
+
+def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
+    """Measure the runs one by one, with fresh processes for real ranks; return a row for each."""
+    for run in runs:
+        config = variant_config(run.model, run.variant, run.world_size)
+        gc.collect()  # an earlier run's leftovers in this process: the next ranks need the memory
+        if run.real:
+            measured, *_ = launch(measure_this_rank, config, world_size=run.world_size, device="cpu", progress=False)
+        else:
+            measured = measure_rank_of_n(config, run.world_size)
+        profile = profile_of(run.model, config.activation_checkpointing, config.precision)
+        yield error_row(run, config, profile, units_of(config), measured)
+
+
+def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequence[str], measured: RankOfN) -> ErrorRow:
+    """Combine a measurement with its prediction.
+
+    Buffers, such as BatchNorm statistics, aren't in the plan: DDP broadcasts them before each forward.
+    """
+    ranks = run.world_size
+    step = walk_step(profile, config, ranks, units, backend="gloo" if run.real else "fake")
+    return ErrorRow(
+        **run._asdict(),
+        when=step.peak.when,
+        predicted_bytes=step.peak.bytes,
+        peak_bytes=measured.peak_bytes,
+        predicted_state_bytes=own_state(profile, config, ranks, units).total_bytes,
+        state_bytes=measured.state.total_bytes,
+        predicted_sent_bytes=step.sent_bytes,
+        sent_bytes=sum(seen.sent_bytes for seen in measured.collectives if seen.op != "broadcast"),
+        accelerate_bytes=accelerate_bytes(profile, config.precision),
+        deepspeed_bytes=deepspeed_zero3_bytes(profile, ranks),
+    )
+
+
+def read_errors(path: str | Path) -> list[ErrorRow]:
+    """Return the rows of a saved run."""
+    return [ErrorRow(**row) for row in json.loads(Path(path).read_text())["rows"]]
+
+
+def write_errors(path: str | Path) -> list[ErrorRow]:
+    """Measure each run of the table that isn't in `path` yet; update the file after each.
+
+    DeepNet's runs take the most time and memory by far. Delete the file to measure everything again.
+    """
+    path = Path(path)
+    known = {row.run: row for row in read_errors(path)} if path.exists() else {}
+    for row in measure_errors([run for run in RUNS if run not in known]):
+        known[row.run] = row
+        rows = [asdict(known[run]) for run in RUNS if run in known]
+        record = {"images_per_rank": IMAGES, "torch": torch.__version__, "rows": rows}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    return [known[run] for run in RUNS]

@@ -1,0 +1,198 @@
+"""One progress bar for any number of ranks: workers report, one process draws, with tqdm.
+
+A worker calls `report(...)`. Whoever started it decides where its reports go: the launcher sends them to the parent
+process, torchrun's first rank draws them itself, and without either they are dropped.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple, TextIO, TypeVar
+
+from tqdm import tqdm
+
+from fsdp_helpers.notebook import InPlace, is_notebook
+
+SECONDS_BETWEEN_REPORTS = 0.1
+SECONDS_BETWEEN_LINES = 5.0
+# Steps in a second are left out: what is evaluated or saved between two steps would count as a slow step.
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+Item = TypeVar("Item")
+
+_sink: Callable[["Report"], None] | None = None
+_last_report_s = 0.0
+_in_lines = False
+
+
+class Report(NamedTuple):
+    """How far a rank has come: `done` of `total` steps of what `title` says."""
+
+    done: int
+    total: int
+    title: str
+    details: str = ""
+    loss: float | None = None
+    memory: tuple[int, int] | None = None  # the bytes held between two steps and the peak within one, once known
+
+
+def send_reports_to(sink: Callable[[Report], None] | None) -> None:
+    """Make `report(...)` call `sink` with a Report from now on."""
+    global _sink
+    _sink = sink
+
+
+def wants_report(done: int, total: int) -> bool:
+    """Return True if a report would be drawn now (the first and the last always are); ask this before computing costly details."""
+    is_end = done in (0, total)
+    return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
+
+
+def report(done: int, total: int, *what: Any) -> None:
+    """Report that `done` of `total` steps are done, with the other fields of a Report; at most ten a second arrive.
+
+    If a first step takes long, report 0 before it: the bar's clock starts at the first report.
+    """
+    global _last_report_s
+    if wants_report(done, total):
+        _last_report_s = time.monotonic()
+        _sink(Report(done, total, *what))
+
+
+@contextmanager
+def reports_drawn() -> Iterator[None]:
+    """Within the block, draw what this process reports, unless it is a rank, whose reports go to its parent."""
+    if _sink is not None:
+        yield
+        return
+    with closing(ProgressBar()) as bar:
+        send_reports_to(bar.update)
+        try:
+            yield
+        finally:
+            send_reports_to(None)
+
+
+def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
+    """Yield `items`, with a bar for what this process itself does with them."""
+    with reports_drawn():
+        report(0, len(items), title)
+        for done, item in enumerate(items, 1):
+            yield item
+            report(done, len(items), title)
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Say that the block runs and, in a notebook, how many seconds it took: for work whose progress is unknown."""
+    with closing(ProgressBar()) as bar:
+        bar.start(what)
+        yield
+
+
+@contextmanager
+def in_lines() -> Iterator[None]:
+    """Within the block, log a bar that nobody is watching: a line every few seconds says how far the run has come."""
+    global _in_lines
+    before, _in_lines = _in_lines, True
+    try:
+        yield
+    finally:
+        _in_lines = before
+
+
+class ProgressBar:
+    """One tqdm bar at a time: in a notebook a line that updates in place and stays, in a terminal as usual.
+
+    If nobody watches (a log file, CI) it draws nothing, or writes lines; see `in_lines`.
+    """
+
+    def __init__(self) -> None:
+        tqdm.get_lock()  # made now: tqdm would fail where an interrupt comes while it makes it
+        self._page = _Page() if is_notebook() else None
+        self._starting: str | None = None
+        self._began_s = self._line_s = time.monotonic()
+        self._title, self._bar = "", None
+
+    def start(self, what: str, why: str = "") -> None:
+        """Say at once what is starting, and `why` that may take long; the first report replaces this line."""
+        if self._bar is None and self._starting is None:
+            self._starting = what
+            self._draw(bar_format="{desc}", desc=f"{what}: starting")
+        if why and self._starting is not None:
+            self._bar.set_description_str(f"{self._starting}: starting ({why})")
+
+    def running(self) -> None:
+        """Say that what was starting runs, unless it has reported by now."""
+        if self._starting is not None:
+            self._bar.set_description_str(f"{self._starting}: running")
+
+    def update(self, report: Report, rank: int = 0) -> None:
+        """Draw a report. Ranks keep step with one another: rank 0 reports for all."""
+        if rank != 0:
+            return
+        if self._starting is not None or report.title != self._title or report.done < self._bar.n:
+            self._begin(report)
+        self._bar.set_postfix_str(report.details, refresh=False)
+        self._bar.n = report.done
+        self._bar.refresh()
+        self._log(report)
+
+    def _begin(self, report: Report) -> None:
+        """Begin a bar for another piece of work, below the last one, or in place of what was starting."""
+        if self._bar is not None:
+            self._bar.close()
+            if self._page is not None and self._starting is None:
+                self._page = _Page()
+        self._starting, self._title, self._line_s = None, report.title, time.monotonic()
+        self._draw(bar_format=BAR_FORMAT, desc=report.title, total=report.total, initial=report.done)
+
+    def _draw(self, **settings: Any) -> None:
+        # In a notebook the last state stays.
+        self._bar = tqdm(file=self._page, disable=None, leave=self._page is not None, **settings)
+
+    def _log(self, report: Report) -> None:
+        if _in_lines and self._bar.disable and time.monotonic() - self._line_s >= SECONDS_BETWEEN_LINES:
+            self._line_s = time.monotonic()
+            details = f", {report.details}" if report.details else ""
+            print(f"{report.title}: {report.done} of {report.total}{details}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Remove the bar; in a notebook its last state stays, or the time taken by work without reports."""
+        if self._bar is not None:
+            if self._starting is not None:
+                seconds = time.monotonic() - self._began_s
+                self._bar.set_description_str(f"{self._starting}: ended after {seconds:.1f} s")
+            self._bar.close()
+        self._bar = self._starting = None
+
+
+class _Page:
+    """The notebook, as a terminal that tqdm writes to: a line that is replaced in place."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._output, self._text = InPlace(), ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        text = text.replace("\x1b[A", "").strip("\r\n ")  # where a bar within a bar moves up, and at a line's end
+        if text and text != self._text:
+            self._text = text
+            self._output.show(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def print_above_bar(text: str, stream: TextIO) -> None:
+    """Print a line without cutting through a bar that is being drawn."""
+    with tqdm.external_write_mode(file=stream):
+        print(text, file=stream, flush=True)
+
+
+def count_ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size:,} ranks"

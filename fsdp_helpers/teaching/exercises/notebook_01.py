@@ -1,0 +1,54 @@
+"""Exercises of notebook 01: parameters, a memory budget, the largest batch."""
+
+from collections.abc import Callable
+
+from fsdp_helpers.quantities import format_bytes, format_count
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.teaching.exercises.answers import DRAW, FRESH_CASES, call, exercise, expect, expect_whole
+from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
+
+LARGEST_BATCH = RunTask(
+    peak_bytes=60_000_000, world_size=1, strategies=("local",), fixed={"model": "shallow", **AS_IT_IS}
+)
+
+
+@exercise("01")
+def check_parameter_count(answer: int | None) -> str:
+    """Notebook 01: parameters of a convolution from 64 to 128 channels with 5 x 5 kernels and a bias."""
+    expect_whole(answer)
+    # 128 kernels of 64 x 5 x 5 weights, and one bias each
+    right = 128 * (64 * 5 * 5) + 128
+    expect(
+        answer == right,
+        f"{format_count(answer)} isn't right: how many weights does a kernel have, how many kernels are there, and "
+        f"what else?",
+    )
+    return f"Right: {format_count(right)} parameters."
+
+
+@exercise("01")
+def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
+    """Notebook 01: how many parameters fit into a budget of bytes, with gradients and Adam, in fp32."""
+    for budget_bytes in (0, 15, 16, 31, *(DRAW.randint(32, 80 * 10**9) for _ in range(FRESH_CASES))):
+        answer = call(largest_model, budget_bytes)
+        expect_whole(answer)
+        says = f"for {format_count(budget_bytes)} bytes your function says {format_count(answer)}; "
+        expect(16 * answer <= budget_bytes, f"{says}with their gradients and Adam's moments, that many don't fit")
+        expect(16 * (answer + 1) > budget_bytes, f"{says}there's room for more")
+    return "Right: 16 bytes a parameter, and only whole parameters."
+
+
+@exercise("01")
+def check_largest_batch(record: RunRecord | None) -> str:
+    """Notebook 01: the largest power of two as batch size with which ShallowNet peaks below 60 MB in one process."""
+    verdict = judge_run(record, LARGEST_BATCH)
+    batch_size = record.config.global_batch_size
+    expect(batch_size & (batch_size - 1) == 0, f"{batch_size} is below the limit, but not a power of two")
+    # The held bytes don't grow with the batch; everything on top of them doubles with it.
+    rank = record.ranks[0]
+    with_twice_the_batch = 2 * rank.peak_bytes - rank.held_bytes
+    expect(
+        with_twice_the_batch >= LARGEST_BATCH.peak_bytes,
+        f"a batch of {batch_size} peaks at {format_bytes(rank.peak_bytes)}, and the next power of two would still fit",
+    )
+    return f"{verdict} Twice the batch would need about {format_bytes(with_twice_the_batch)}."

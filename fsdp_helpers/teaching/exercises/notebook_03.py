@@ -1,0 +1,157 @@
+"""Exercises of notebook 03: a lower peak, and a unit written by the reader."""
+
+import tracemalloc
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import nn
+from torch.profiler import record_function
+
+from fsdp_helpers.measuring.collectives import count_collectives
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.teaching.exercises.answers import exercise, expect
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    expect_same_losses,
+    import_own,
+    in_words,
+    read_module,
+    run_on_ranks,
+)
+from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
+from fsdp_helpers.teaching.exercises.small_net import (
+    NET_PARAMS,
+    STEPS,
+    adam,
+    build_net,
+    mean_loss,
+    over_ranks,
+    plain_losses,
+    rank_batch,
+)
+from fsdp_helpers.training.run import train
+
+LOWER_PEAK = RunTask(peak_bytes=30_000_000, fixed={"model": "shallow", "global_batch_size": 96, **AS_IT_IS})
+SLACK_BYTES = 4_000  # step counters, a loss, a batch
+BUILT = "the unit is built"  # a mark in the trace
+SMALLEST_BYTES = 500  # of an object that may hold values; the bookkeeping of a step has smaller ones
+SAME_PEAK = 0.01  # by which the peak of the same run may differ
+
+
+@exercise("03")
+def check_lower_peak(record: RunRecord | None) -> str:
+    """Notebook 03: ShallowNet below 30 MB on every rank, with the same batch."""
+    verdict = judge_run(record, LOWER_PEAK)
+    again = train(
+        replace(record.config, max_steps=3), world_size=record.world_size, device=record.device, progress=False
+    )
+    for told, measured in zip(record.ranks, again.ranks, strict=True):
+        expect(
+            abs(told.peak_bytes - measured.peak_bytes) <= SAME_PEAK * measured.peak_bytes,
+            f"your record says {format_bytes(told.peak_bytes)} at the peak of rank {told.rank}; the same settings, run"
+            f" once more, need {format_bytes(measured.peak_bytes)}",
+        )
+    return verdict
+
+
+@exercise("03")
+def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 03: `Unit`: `shard`, `unshard`, `reduce_gradients`, `reshard`; trains like one process, with 16 P/N."""
+    read_module(module, "Unit")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(train_readers_unit, module, world_size)):
+            _expect_unit(found, -(-NET_PARAMS // world_size), f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: the losses of one process on {in_words(ranks)} ranks, and 16 P / N held on each."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedUnit:
+    """The result of training with a reader's unit, on one rank."""
+
+    losses: list[float]
+    right: list[float]  # those of one process
+    shard_values: int
+    built_bytes: int  # held after `__init__`
+    held_bytes: int  # held between steps
+    elsewhere_bytes: int  # held between steps outside of torch, as NumPy's arrays or by the reader's lines
+    counts: dict[str, int]  # collectives of a step, by kind
+
+
+def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
+    expect(
+        found.counts == {"all_gather": 1, "reduce_scatter": 1},
+        f"{says}a step has these collectives: {found.counts or 'none'}; one all-gather and one reduce-scatter are"
+        " enough",
+    )
+    expect(
+        found.shard_values == expected_values,
+        f"{says}a shard of {found.shard_values:,} values; do all ranks have the same number?",
+    )
+    expect(
+        found.built_bytes <= 4 * expected_values + SLACK_BYTES,
+        f"{says}{found.built_bytes:,} bytes are held after __init__, more than a shard needs; what wasn't freed?",
+    )
+    expect(
+        found.held_bytes <= 16 * expected_values + SLACK_BYTES,
+        f"{says}{found.held_bytes:,} bytes are held between steps, more than four shards need; what wasn't freed?",
+    )
+    expect(
+        found.elsewhere_bytes <= SLACK_BYTES,
+        f"{says}{found.elsewhere_bytes:,} bytes are held between steps outside of torch, in NumPy or Python; a rank keeps"
+        " its shard and nothing else",
+    )
+    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process", "wrong-summed-loss")
+
+
+def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
+    """Train with the reader's unit, as notebook 03 does by hand, and check what is held and sent."""
+    unit_class = import_own(module, "Unit")
+    model = build_net()
+    right = plain_losses(model, adam(list(model.parameters())))
+    del model
+    losses = []
+    tracemalloc.start()
+    with trace_memory("cpu") as trace:
+        model = build_net()
+        unit = unit_class(model, rank, world_size)
+        if not isinstance(getattr(unit, "shard", None), nn.Parameter):
+            raise TypeError("a Unit needs `shard`, an nn.Parameter that holds this rank's shard")
+        with record_function(BUILT):
+            pass
+        optimizer = adam([unit.shard])
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            unit.unshard()
+            loss = mean_loss(model, *rank_batch(step, rank, world_size))
+            loss.backward()
+            unit.reduce_gradients()
+            unit.reshard()
+            optimizer.step()
+            losses.append(loss.detach())
+        elsewhere_bytes = bytes_outside_of_torch(tracemalloc.take_snapshot(), module)
+    tracemalloc.stop()
+    last = trace.last_step()
+    counts = {counted.op: counted.count for counted in count_collectives(last.collectives)}
+    return TrainedUnit(
+        losses=over_ranks(losses),
+        right=right,
+        shard_values=unit.shard.numel(),
+        built_bytes=trace.between_marks(BUILT)[0][0],
+        held_bytes=last.curve.held_bytes,
+        elsewhere_bytes=elsewhere_bytes,
+        counts=counts,
+    )
+
+
+def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:
+    """Return the bytes of NumPy's arrays, whoever made them, and of Python objects that the module's lines created.
+
+    torch's tensors aren't included, since torch has its own memory trace; nor are small objects, such as tensors'
+    Python objects.
+    """
+    arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+    own_lines = tracemalloc.Filter(inclusive=True, filename_pattern=f"*{module}.py")
+    found = snapshot.filter_traces([arrays, own_lines]).traces
+    return sum(block.size for block in found if block.size >= SMALLEST_BYTES)

@@ -1,0 +1,340 @@
+"""Exercises of notebook 04: a threshold, the units of a transformer, and blocks whose parameters come and go."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.teaching.exercises.answers import exercise, expect
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    expect_same_losses,
+    first_of,
+    import_own,
+    in_words,
+    read_module,
+    run_on_ranks,
+)
+from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
+from fsdp_helpers.teaching.exercises.small_net import (
+    BLOCK_WIDTH,
+    BLOCKS,
+    CLASSES,
+    STEPS,
+    TOKENS,
+    WIDTH,
+    mean_loss,
+    over_ranks,
+    plain_losses,
+    rank_batch,
+    sgd,
+)
+
+THRESHOLD = RunTask(
+    peak_bytes=1_450_000_000,
+    peak_card="memory-default-threshold",
+    num_collectives=9,
+    world_size=2,
+    strategies=("fsdp-auto-wrap",),
+    fixed={
+        "model": "deep",
+        "global_batch_size": 32,
+        "api": "fsdp2",
+        "sharding": "full",
+        "reshard_after_forward": True,
+        **AS_IT_IS,
+    },
+)
+CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}  # one unit less needs more, one more is one too many
+CUT_COLLECTIVES = 14
+
+
+@exercise("04")
+def check_threshold(record: RunRecord | None) -> str:
+    """Notebook 04: choose DeepNet's units on two ranks, below a peak, with a limit on the collectives per step."""
+    return judge_run(record, THRESHOLD)
+
+
+@exercise("04")
+def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 04: `shard_model(model, mesh)` chooses the units of the checker's transformer, below a peak, with few collectives."""
+    read_module(module, "shard_model")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(train_readers_cut, module, world_size)):
+            _expect_cut(found, CUT_PEAK_BYTES[world_size], f"on {world_size} ranks, rank {rank}: ")
+    return (
+        f"Right: on {in_words(ranks)} ranks, with {found.num_collectives} collectives and "
+        f"{format_bytes(found.peak_bytes)} at the peak."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedCut:
+    """The result of training a model whose units a reader chose, on one rank."""
+
+    losses: list[float]
+    right: list[float]  # those of one process
+    whole: list[str]  # parameters that are not sharded
+    in_root: list[str]  # blocks with parameters that no unit but the root has
+    peak_bytes: int
+    num_collectives: int
+
+
+def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
+    expect(
+        not found.whole, f"{says}{len(found.whole)} parameters aren't in any unit, {first_of(found.whole)} among them"
+    )
+    expect(
+        found.peak_bytes < limit_bytes,
+        f"{says}the peak is {format_bytes(found.peak_bytes)}, the target below {format_bytes(limit_bytes)}",
+        "memory-root-only",
+    )
+    expect(
+        found.num_collectives <= CUT_COLLECTIVES,
+        f"{says}{found.num_collectives} collectives per step; the target is at most {CUT_COLLECTIVES}",
+        "slow-many-units",
+    )
+    expect(
+        not found.in_root,
+        f"{says}{', '.join(found.in_root)} belong only to the root, which stays unsharded from forward to backward",
+        "memory-root-only",
+    )
+    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process")
+
+
+class SmallTransformer(nn.Module):
+    """The transformer to shard: `embed`, eight equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, BLOCK_WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(BLOCK_WIDTH, 4, 4 * BLOCK_WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(BLOCK_WIDTH, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs.unsqueeze(1).expand(-1, TOKENS, -1))  # (B, TOKENS, BLOCK_WIDTH)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.mean(dim=1))
+
+
+def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
+    """Let the reader shard the transformer, train it, and examine its units and what a step needs."""
+    shard_model = import_own(module, "shard_model")
+    model = SmallTransformer()
+    right = plain_losses(model, sgd(model))
+    del model
+    losses = []
+    with trace_memory("cpu") as trace:
+        model = SmallTransformer()
+        shard_model(model, init_device_mesh("cpu", (world_size,)))
+        optimizer = sgd(model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = mean_loss(model, *rank_batch(step, rank, world_size))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    last = trace.last_step()
+    return TrainedCut(
+        losses=over_ranks(losses),
+        right=right,
+        whole=[name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)],
+        in_root=[f"blocks.{index}" for index, block in enumerate(model.blocks) if not has_unit(block)],
+        peak_bytes=last.curve.peak_bytes,
+        num_collectives=len(last.collectives),
+    )
+
+
+def has_unit(module: nn.Module) -> bool:
+    """Return True if each parameter in `module` belongs to a unit that is `module` or lies within it."""
+    if isinstance(module, FSDPModule):
+        return True
+    own = list(module.parameters(recurse=False))
+    return not own and all(has_unit(child) for child in module.children())
+
+
+# ---------------------------------------------------------------- hooks
+
+
+HOOKED_BLOCKS, HOOKED_WIDTH = 4, 37  # a block has 2,812 parameters, which 3 does not divide
+GATHERS = 2 * HOOKED_BLOCKS  # in a step: before each block's forward, and before its backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedHooks:
+    """The result of training with a reader's hooks, on one rank."""
+
+    losses: list[float]
+    right: list[float]  # those of one process
+    num_gathers: int  # in the last step
+    left: dict[str, int]  # bytes that blocks have when none of them computes, by moment
+    most_whole: int  # blocks that are unsharded while one of them computes
+
+
+@exercise("04")
+def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 04: `hook_block(block, whole, gather)`, so that `whole` has bytes only while its block computes."""
+    read_module(module, "hook_block")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(train_readers_hooks, module, world_size)):
+            _expect_hooks(found, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: on {in_words(ranks)} ranks, {GATHERS} gathers in a step, and no bytes in between."
+
+
+def _expect_hooks(found: TrainedHooks, says: str) -> None:
+    for moment, num_bytes in found.left.items():
+        expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage is not emptied?")
+    expect(
+        found.num_gathers == GATHERS,
+        f"{says}{found.num_gathers} gathers in a step, not {GATHERS}: each block needs one in forward, one in backward",
+    )
+    expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are unsharded at once while one computes")
+    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
+
+
+class Block(nn.Module):
+    """Two layers with a tanh between them. (B, HOOKED_WIDTH) -> (B, HOOKED_WIDTH)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(HOOKED_WIDTH, HOOKED_WIDTH) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs)))
+
+
+class Widen(nn.Module):
+    """Repeat the columns, without a parameter: the output needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.repeat(1, -(-HOOKED_WIDTH // WIDTH))[:, :HOOKED_WIDTH]
+
+
+def build_model() -> nn.Sequential:
+    """Build four blocks and a plain layer, the same on every rank. (B, WIDTH) -> (B, CLASSES)
+
+    A block comes first, as in a model whose inputs are data: there, a hook that waits for the gradient of the block's
+    inputs would run too early.
+    """
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(HOOKED_BLOCKS)]
+    return nn.Sequential(Widen(), *blocks, nn.Linear(HOOKED_WIDTH, CLASSES))
+
+
+class SharddBlock:
+    """A block as the checker keeps it: this rank's shard, and `whole`, which the reader's hooks fill and empty."""
+
+    def __init__(self, block: nn.Module, rank: int, world_size: int) -> None:
+        self.parameters, self.rank, self.world_size = list(block.parameters()), rank, world_size
+        self.whole = self._flatten([parameter.data for parameter in self.parameters])
+        self.shard = self.whole.chunk(world_size)[rank].clone()
+        self.num_gathers = 0
+        sizes = [parameter.numel() for parameter in self.parameters]
+        views = self.whole[: sum(sizes)].split(sizes)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view.view(parameter.shape)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Return the bytes that `whole` has at this moment."""
+        return self.whole.untyped_storage().nbytes()
+
+    def gather(self, whole: Tensor) -> None:
+        """Fill `whole` from all ranks; the reader's hooks call this."""
+        if whole.data_ptr() == 0:
+            raise ValueError("gather fills a tensor whose storage is still empty")
+        dist.all_gather_into_tensor(whole, self.shard)
+        self.num_gathers += 1
+
+    def step(self, learning_rate: float) -> None:
+        """Update the shard with its part of the mean gradient; the full gradients are freed."""
+        gradient = self._flatten([parameter.grad for parameter in self.parameters])
+        dist.all_reduce(gradient)
+        self.shard -= learning_rate * gradient.chunk(self.world_size)[self.rank] / self.world_size
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _flatten(self, tensors: list[Tensor]) -> Tensor:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        return F.pad(flat, (0, -len(flat) % self.world_size))
+
+
+class Onlooker:
+    """An observer that counts the bytes of unsharded parameters in the blocks, and the blocks unsharded at once."""
+
+    def __init__(self, blocks: list[SharddBlock]) -> None:
+        self.blocks = blocks
+        self.left: dict[str, int] = {}
+        self.most_whole = 0
+
+    def look(self, moment: str) -> None:
+        """Record the bytes of all blocks while none of them computes."""
+        self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
+
+    def computing(self, block: SharddBlock, when: str) -> None:
+        """Record how many blocks are unsharded while this one computes; without its bytes, the process would crash."""
+        if block.whole_bytes == 0:
+            first = " first" if block is self.blocks[0] and when == "backward" else ""
+            because = f"{first} block is empty{', before its last gradient: its inputs need none' if first else ''}"
+            raise RuntimeError(f"in {when}, a layer computes while the storage of its{because}")
+        self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
+
+    def watch(self, module: Block, block: SharddBlock) -> None:
+        """Observe every call of a layer of `module`."""
+        for layer in (module.first, module.second):
+            layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
+            layer.register_full_backward_pre_hook(lambda *_: self.computing(block, "backward"))
+
+
+def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks:
+    """Train four blocks with the reader's hooks, and note when each of them has bytes."""
+    hook_block: Callable = import_own(module, "hook_block")
+    plain = build_model()
+    right = plain_losses(plain, sgd(plain))
+    model = build_model()
+    ends = nn.ModuleList([model[0], model[-1]])  # not sharded, and the first has no parameters
+    optimizer = sgd(ends)
+    modules = list(model[1:-1])
+    blocks = [SharddBlock(block, rank, world_size) for block in modules]
+    seen = Onlooker(blocks)
+    for hooked, block in zip(modules, blocks, strict=True):
+        hook_block(hooked, block.whole, block.gather)
+        seen.watch(hooked, block)
+    seen.look("after hook_block")
+    losses = []
+    for step in range(STEPS):
+        for block in blocks:
+            block.num_gathers = 0
+        optimizer.zero_grad()
+        loss = mean_loss(model, *rank_batch(step, rank, world_size))
+        seen.look("between forward and backward")
+        loss.backward()
+        seen.look("after backward")
+        for parameter in ends.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+        optimizer.step()
+        for block in blocks:
+            block.step(optimizer.param_groups[0]["lr"])
+        losses.append(loss.detach())
+    return TrainedHooks(
+        losses=over_ranks(losses),
+        right=right,
+        num_gathers=sum(block.num_gathers for block in blocks),
+        left=seen.left,
+        most_whole=seen.most_whole,
+    )

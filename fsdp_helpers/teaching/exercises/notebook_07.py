@@ -1,0 +1,141 @@
+"""Exercises of notebook 07: levers to meet a peak, and gradients of micro-batches, accumulated and measured."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_helpers.measuring.collectives import trace_collectives
+from fsdp_helpers.records import RunRecord
+from fsdp_helpers.teaching.exercises.answers import exercise, expect
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, import_own, in_words, read_module, run_on_ranks
+from fsdp_helpers.teaching.exercises.runs import RunTask, judge_run
+from fsdp_helpers.teaching.exercises.small_net import (
+    NET_UNITS,
+    STEPS,
+    build_net,
+    load_batch,
+    mean_loss,
+    rank_batch,
+    sgd,
+    shard_net,
+)
+
+LEVERS = RunTask(
+    peak_bytes=80_000_000,
+    world_size=2,
+    fixed={"model": "vit-deep", "global_batch_size": 64, "dropout": True, "activation_checkpointing": "none"},
+)
+PARTS = 4  # of a rank's images; 2 and 3 ranks have 12 and 8 of them
+
+
+@exercise("07")
+def check_levers(record: RunRecord | None) -> str:
+    """Notebook 07: the transformer on two ranks below 80 MB, without activation checkpointing."""
+    return judge_run(record, LEVERS)
+
+
+@exercise("07")
+def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 07: `add_up_gradients(model, parts, loss_of)`, reduced once; `gradient_norm(model)`, over all shards."""
+    read_module(module, "add_up_gradients")
+    read_module(module, "gradient_norm")
+    for world_size in ranks:
+        for rank, steps in enumerate(run_on_ranks(accumulate_by_reader, module, world_size)):
+            for step in steps:
+                _expect_accumulated(step, f"on {world_size} ranks, with {PARTS} parts, rank {rank}: ")
+    return f"Right: one reduction of each unit on {in_words(ranks)} ranks, and the norm of the full gradient."
+
+
+def _expect_accumulated(step: dict[str, Any], says: str) -> None:
+    expect(step["reduced"] > 0, f"{says}no gradient was reduced; which backward sends them?")
+    expect(
+        step["reduced"] <= NET_UNITS,
+        f"{says}{step['reduced']} reduce-scatters in a step; the model has {NET_UNITS} units",
+        "memory-accumulation",
+    )
+    largest = max((images for _, images in step["passes"]), default=0)
+    expect(largest <= step["part"], f"{says}a forward takes {largest} images at once; a part has {step['part']}")
+    kinds = [kind for kind, _ in step["passes"]]
+    expect(
+        kinds[:2] != ["forward", "forward"],
+        f"{says}the second forward comes before the first backward, so the activations of both exist at the same time",
+    )
+    ratio = step["norm"] / step["right_norm"]
+    expect(
+        abs(ratio - 1) < TOLERANCE,
+        f"{says}the gradient is {ratio:.2f} times as long as in one process",
+        "wrong-summed-loss",
+    )
+    given = step["given_norm"]
+    expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; it should be a number or a plain tensor")
+    expect(
+        abs(given / step["norm"] - 1) < TOLERANCE,
+        f"{says}gradient_norm says {given:.5f}, not the norm of the full gradient; whose shards are in it?",
+        "wrong-local-norm-logged",
+        "wrong-clip-local-norm",
+    )
+    expect(
+        abs(step["norm_after"] / step["norm"] - 1) < TOLERANCE, f"{says}gradient_norm changes the gradient it looks at"
+    )
+
+
+def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
+    """Run the reader's steps; return for each its passes, its reduce-scatters and three norms.
+
+    The norms are the reader's, that of the accumulated gradients, and that of one process.
+    """
+    add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
+    model, plain = shard_net(world_size), build_net()
+    optimizers = sgd(model), sgd(plain)
+    answers = []
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        mean_loss(plain, *load_batch(step)).backward()
+        inputs, labels = rank_batch(step, rank, world_size)
+        with trace_collectives() as seen, note_passes(model) as passes:
+            add_up_gradients(model, list(zip(inputs.chunk(PARTS), labels.chunk(PARTS), strict=True)), mean_loss)
+        reduced = sum(event.op == "reduce_scatter" for event in seen)
+        answers.append({"reduced": reduced, "passes": passes, "part": len(inputs) // PARTS})
+        if not reduced:
+            return answers
+        answers[-1] |= {
+            "norm": norm_of([parameter.grad.full_tensor() for parameter in model.parameters()]),
+            "given_norm": as_number(gradient_norm(model)),
+            "norm_after": norm_of([parameter.grad.full_tensor() for parameter in model.parameters()]),
+            "right_norm": norm_of([parameter.grad for parameter in plain.parameters()]),
+        }
+        for optimizer in optimizers:
+            optimizer.step()
+    return answers
+
+
+def norm_of(gradients: list[Tensor]) -> float:
+    return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+
+
+def as_number(given: Any) -> float | str:
+    """Return a number, or a plain tensor that holds one, as a float; for anything else (DTensors too) its type."""
+    is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
+    return float(given) if is_number else type(given).__name__
+
+
+@contextmanager
+def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
+    """Within the block, note each pass of `model`: ("forward" or "backward", images in it)."""
+    passes = []
+
+    def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        images = len(output)
+        passes.append(("forward", images))
+        output.register_hook(lambda gradient: passes.append(("backward", images)))
+
+    handle = model.register_forward_hook(note)
+    try:
+        yield passes
+    finally:
+        handle.remove()

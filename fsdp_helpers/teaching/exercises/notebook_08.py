@@ -1,0 +1,259 @@
+"""Exercises of notebook 08: a transformer's parameters, the fewest ranks that start it, and a sharded start."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models.series import count_params
+from fsdp_helpers.models.shapes import VIT_SHAPES, ViTShape
+from fsdp_helpers.models.vit import ViT
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.ranks.launch import RankError
+from fsdp_helpers.sharding.strategies import unit_names
+from fsdp_helpers.teaching.exercises.answers import (
+    DRAW,
+    FRESH_CASES,
+    NotYet,
+    call,
+    call_or_none,
+    exercise,
+    expect,
+    expect_whole,
+)
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    expect_same_losses,
+    first_of,
+    import_own,
+    in_words,
+    launch_readers,
+    read_module,
+    run_on_ranks,
+)
+from fsdp_helpers.teaching.exercises.small_net import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
+
+START_EXTRA_BYTES = 120_000  # the largest tensor has 36,864, and is sent in one piece; the model has 907,000
+UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
+VOCABULARY = 16
+TIED = "head.weight"  # no file has it: it is embed.weight
+LACKING = "blocks.3.linear1.weight"  # a file without it is damaged
+
+
+@exercise("08")
+def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
+    """Notebook 08: the parameters of a ViT, from the nine numbers of its shape."""
+    for shape in [*VIT_SHAPES.values(), *(_fresh_shape() for _ in range(FRESH_CASES))]:
+        with torch.device("meta"):
+            right = count_params(ViT(shape))
+        given = call(vit_parameters, **asdict(shape))
+        expect_whole(given)
+        says = (
+            f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())} your function says {given:,}"
+        )
+        expect(given == right, f"{says}; the model built from it has {'more' if given < right else 'fewer'}")
+    return "Right: every shape, up to ten billion parameters."
+
+
+def _fresh_shape() -> ViTShape:
+    patch_size, num_heads = DRAW.randint(2, 16), DRAW.randint(1, 8)
+    return ViTShape(
+        image_size=patch_size * DRAW.randint(1, 9),
+        channels=DRAW.randint(1, 4),
+        patch_size=patch_size,
+        width=num_heads * DRAW.randint(2, 40),
+        depth=DRAW.randint(1, 9),
+        num_heads=num_heads,
+        mlp_width=DRAW.randint(3, 500),
+        num_classes=DRAW.randint(2, 50),
+        class_token=DRAW.random() < 0.5,
+    )
+
+
+@exercise("08")
+def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
+    """Notebook 08: the fewest ranks that can start a model on meta, layer by layer; None if it never fits.
+
+    `layers` are parameters, a tensor each, and a device has room for `device_bytes`. Shards are counted unrounded.
+    """
+    for layers, device_bytes in _starts():
+        given = call_or_none(fewest_ranks, layers, device_bytes)
+        says = f"for layers of {layers} parameters and devices of {device_bytes:,} bytes your function says {given}; "
+        if given is None:
+            # A million ranks keep next to nothing of each layer.
+            expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, it fits")
+            continue
+        expect_whole(given)
+        expect(given >= 1, f"{says}there is at least one rank")
+        expect(_starts_on(given, layers, device_bytes), f"{says}starting needs more than that at its peak")
+        fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
+        expect(not fewer, f"{says}fewer ranks can start it, too")
+    return "Right: ranks shrink the shards, and the largest layer has to fit unsharded."
+
+
+def _starts() -> list[tuple[list[int], int]]:
+    """Yield layers and a device's bytes: edges with known outcomes, then fresh ones, some of which never fit."""
+    # 4 bytes x (1,000 / N + 1,000 + 1,000 / N): 12,000 on one rank, 8,000 on two, more than 4,000 on any number
+    cases = [([1_000], 12_000), ([1_000], 11_999), ([1_000], 8_000), ([1_000], 4_000), ([64] * 10, 10**9)]
+    for _ in range(FRESH_CASES):
+        layers = [DRAW.randint(1_000, 10**8) for _ in range(DRAW.randint(2, 12))]
+        largest_bytes = 4 * max(layers)
+        cases += [
+            (layers, largest_bytes + DRAW.randint(largest_bytes // 9, 9 * largest_bytes)),
+            (layers, largest_bytes),
+        ]
+    return cases
+
+
+def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
+    """Return the bytes of all layers' shards, the largest layer unsharded, and a copy of its shard, in exact integers."""
+    return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
+
+
+@exercise("08")
+def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 08: `start_sharded(build, weights, mesh)`: on meta, a unit per block, rank 0's weights, never unsharded."""
+    read_module(module, "start_sharded")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(start_by_reader, module, world_size)):
+            _expect_start(found, f"on {world_size} ranks, rank {rank}: ")
+    _expect_short_file_refused(module, ranks[0])
+    return f"Right: on {in_words(ranks)} ranks, rank 0's weights, all of them, and never more than one full layer."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedByReader:
+    """The result of a reader's start, on one rank."""
+
+    whole: list[str]  # parameters that are not sharded
+    on_meta: list[str]
+    units: list[str]
+    is_tied: bool
+    buffer_right: bool
+    extra_bytes: int  # allocated during the start at most, on top of what stays
+    losses: list[float]
+    right: list[float]  # those of one process with the same weights
+
+
+def _expect_start(found: StartedByReader, says: str) -> None:
+    expect(not found.whole, f"{says}{len(found.whole)} tensors aren't in any unit, {first_of(found.whole)} among them")
+    expect(
+        not found.on_meta,
+        f"{says}{len(found.on_meta)} tensors are still on meta, {first_of(found.on_meta)} among them",
+        "wrong-meta-buffers",
+    )
+    expect(
+        found.units == UNITS,
+        f"{says}the units are {', '.join(found.units)}; one per block and the root, please",
+        "memory-root-only",
+    )
+    expect(
+        found.extra_bytes <= START_EXTRA_BYTES,
+        f"{says}{format_bytes(found.extra_bytes)} were needed on top of what stays, enough for several layers at once; "
+        "is the full model in memory for a moment?",
+    )
+    expect(
+        found.is_tied,
+        f"{says}head.weight and embed.weight are two parameters; they were one, with two names",
+        "crash-tied-weights",
+    )
+    expect(
+        found.buffer_right,
+        f"{says}the buffer doesn't have its values; they aren't in any file, and no rank sends them",
+        "wrong-meta-buffers",
+    )
+    expect_same_losses(
+        found.losses,
+        found.right,
+        f"{says}the losses aren't those of rank 0's weights",
+        "wrong-different-seeds",
+    )
+
+
+def _expect_short_file_refused(module: str, world_size: int) -> None:
+    """Raise NotYet unless the reader's start fails, on whichever rank, from weights that lack a tensor of a block."""
+    try:
+        launch_readers(start_from_short_file, module, world_size)
+    except RankError:
+        return
+    raise NotYet(
+        f"from weights without {LACKING} your model also starts, with garbage in its place; only {TIED} may be missing"
+    )
+
+
+class PretrainedTransformer(nn.Module):
+    """The transformer to start: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
+
+    Turns numbers into token IDs, and predicts one: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that no state
+    dict has; `fill_buffers` computes it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, BLOCK_WIDTH)
+        nn.init.normal_(self.embed.weight, std=0.1)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(BLOCK_WIDTH, 4, 4 * BLOCK_WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(BLOCK_WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("waves", torch.empty(TOKENS, BLOCK_WIDTH), persistent=False)
+        self.fill_buffers()
+
+    def fill_buffers(self) -> None:
+        values = torch.arange(TOKENS * BLOCK_WIDTH, device=self.waves.device).sin()
+        self.waves.copy_(values.view(TOKENS, BLOCK_WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        words = inputs[:, :TOKENS].abs().mul(8).long().remainder(VOCABULARY)  # (B, TOKENS)
+        hidden = self.embed(words) + self.waves  # (B, TOKENS, BLOCK_WIDTH)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.mean(dim=1))
+
+
+def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
+    """Let the reader's `start_sharded` start the model from rank 0's weights, check the result, and train it."""
+    start_sharded = import_own(module, "start_sharded")
+    torch.manual_seed(0)
+    plain = PretrainedTransformer()
+    saved = file_of(plain)  # outlives the trace, which began later
+    right = plain_losses(plain, sgd(plain))
+    torch.manual_seed(rank + 1)  # who draws values anew draws others
+    weights = dict(saved) if rank == 0 else {}
+    with trace_memory("cpu") as trace:
+        model = start_sharded(PretrainedTransformer, weights, init_device_mesh("cpu", (world_size,)))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"start_sharded returns a {type(model).__name__}; it should return the model")
+    curve = trace.whole().curve
+    parameters = dict(model.named_parameters())
+    found = {
+        "whole": [name for name, own in parameters.items() if not isinstance(own, DTensor)],
+        "on_meta": [name for name, own in [*parameters.items(), *model.named_buffers()] if own.is_meta],
+        "units": unit_names(model),
+        "is_tied": model.head.weight is model.embed.weight,
+        "extra_bytes": curve.peak_bytes - curve.held_bytes,
+    }
+    if found["whole"] or found["on_meta"]:
+        return StartedByReader(**found, buffer_right=False, losses=[], right=right)
+    buffer_right = torch.equal(model.waves, plain.waves)
+    losses = train_averaging(model, rank, world_size, lambda: None)  # FSDP averages by itself
+    return StartedByReader(**found, buffer_right=buffer_right, losses=losses, right=right)
+
+
+def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
+    """Return the model's tensors as a file has them; a tensor with two names only under the first, as in safetensors."""
+    return {name: value.clone() for name, value in model.state_dict().items() if name != TIED}
+
+
+def start_from_short_file(rank: int, world_size: int, module: str) -> None:
+    """Let the reader's `start_sharded` start from weights that lack a tensor of a block; it should fail."""
+    start_sharded = import_own(module, "start_sharded")
+    weights = file_of(PretrainedTransformer())
+    del weights[LACKING]
+    start_sharded(PretrainedTransformer, weights if rank == 0 else {}, init_device_mesh("cpu", (world_size,)))

@@ -1,0 +1,343 @@
+"""Exercises of notebook 13: a loss per document, capped logits in chunks, and saving just the adapters."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_helpers.measuring.collectives import trace_collectives
+from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.models.llama import IGNORED, Llama, summed_loss
+from fsdp_helpers.models.shapes import LlamaShape
+from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.ranks.group import gather_over_ranks
+from fsdp_helpers.teaching.exercises.answers import exercise, expect
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    TOLERANCE,
+    first_of,
+    import_own,
+    in_words,
+    read_module,
+    run_on_ranks,
+)
+
+SHAPE = LlamaShape(
+    width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
+)
+NUM_UNITS = SHAPE.depth + 1
+# Of a batch's documents, by rank and micro-batch: unlike each other in number and in length. A zero is an empty row.
+LENGTHS = {
+    2: (((40, 3, 17, 0), (9,)), ((30,), (25, 6))),
+    3: (((40, 3, 17), (9,)), ((30,), (25, 6, 0)), ((12, 50), (21, 8, 35, 4))),
+}
+WORDS, NUM_TOKENS = 4_000, 256  # of the logits in chunks
+CAP = 5.0  # of the capped logits
+LOGITS_BYTES = 4 * WORDS * NUM_TOKENS  # 4.1 MB
+CHUNKED_PEAK_BYTES = (
+    LOGITS_BYTES + 4 * WORDS * SHAPE.width
+)  # four chunks of it, four times a fourth, and the head's gradient
+ADAPTED = ("q_proj", "v_proj")  # as in Hu et al. 2021, arXiv:2106.09685
+ADAPTERS = ("lora_a", "lora_b")
+SCALE = 2.0
+ADAPTER_RANK = 4
+SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is frozen
+
+# ---------------------------------------------------------------- documents
+
+
+@exercise("13")
+def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 13: `backward_by_documents(model, parts)`: the summed losses over the number of all ranks' documents."""
+    read_module(module, "backward_by_documents")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(documents_by_reader, module, world_size)):
+            _expect_documents(found, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: every document counts once, on {in_words(ranks)} ranks, with one reduction of each unit."
+
+
+def _expect_documents(found: dict[str, float], says: str) -> None:
+    """Check direction before length: a mean of means gets both wrong, and its length alone would suggest a different error."""
+    expect(found["reduced"] > 0, f"{says}no gradient was reduced; which backward sends them?")
+    expect(
+        found["computed"] <= found["own"],
+        f"{says}the model computed {found['computed']} tokens, and this rank's parts have {found['own']}",
+    )
+    expect(
+        found["reduced"] <= NUM_UNITS,
+        f"{says}{found['reduced']} reduce-scatters; the model has {NUM_UNITS} units",
+    )
+    expect(
+        found["turned"] < TOLERANCE,
+        f"{says}the gradient's direction differs from one process's, by {found['turned']:.0%} of its length; "
+        "does every token have the same weight, whatever its part and rank?",
+        "wrong-mean-of-means",
+    )
+    expect(
+        abs(found["length"] - 1) < TOLERANCE,
+        f"{says}the gradient is {found['length']:.3f} times as long as in one process",
+        "wrong-summed-loss",
+    )
+    expect(
+        abs(found["given"] - found["right"]) < TOLERANCE * abs(found["right"]),
+        f"{says}the loss returned is {found['given']:.5f}, that of one process {found['right']:.5f}",
+    )
+
+
+def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
+    """Compare the reader's gradient and loss of one batch with those of one process."""
+    backward_by_documents = import_own(module, "backward_by_documents")
+    plain, model = build_llama(), shard_llama(build_llama(), world_size)
+    parts = [[pad_lengths(lengths) for lengths in own] for own in LENGTHS[world_size]]
+    rows = [row for own in LENGTHS[world_size] for lengths in own for row in lengths]
+    right = sum(plain(*part) for own in parts for part in own) / sum(length > 0 for length in rows)
+    right.backward()
+    computed = []
+    model.register_forward_pre_hook(lambda _, inputs: computed.append(inputs[0].numel()))
+    with trace_collectives() as seen:
+        given = backward_by_documents(model, parts[rank])
+    reduced = sum(event.op == "reduce_scatter" for event in seen)
+    if not reduced:
+        return {"reduced": 0}
+    mine, full = whole_gradient(model), whole_gradient(plain)
+    along = (mine @ full) / (full @ full)  # how much of it lies in the right direction
+    return {
+        "reduced": reduced,
+        "computed": sum(computed),
+        "own": sum(numbers.numel() for numbers, _ in parts[rank]),
+        "turned": ((mine - along * full).norm() / full.norm()).item(),
+        "length": (mine.norm() / full.norm()).item(),
+        "given": float(given) if isinstance(given, int | float | Tensor) else float("nan"),
+        "right": right.item(),
+    }
+
+
+def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return documents with that many tokens to predict as rows of equal length; a document may have none."""
+    longest = max(lengths)
+    numbers, targets = (
+        torch.zeros(len(lengths), longest, dtype=torch.long),
+        torch.full((len(lengths), longest), IGNORED),
+    )
+    for row, length in enumerate(lengths):
+        tokens = (torch.arange(length + 1) * (row + 3) + 31 * length) % SHAPE.vocabulary
+        numbers[row, :length], targets[row, :length] = tokens[:-1], tokens[1:]
+    return numbers, targets
+
+
+def build_llama() -> Llama:
+    """Build a small Llama, the same on every rank, with weights large enough that tokens differ."""
+    torch.manual_seed(0)
+    model = Llama(SHAPE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.dim() == 2 else 1)
+    return model
+
+
+def shard_llama(model: Llama, world_size: int) -> Llama:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+# ---------------------------------------------------------------- chunks
+
+
+@exercise("13")
+def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 13: `chunked_loss(hidden, head, targets, cap)`: capped logits, a chunk at a time."""
+    read_module(module, "chunked_loss")
+    plain_bytes = peak_of(capped_loss)
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(chunks_by_reader, module, world_size)):
+            _expect_chunks(found, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: {format_bytes(found['peak_bytes'])} instead of {format_bytes(plain_bytes)}, with the same numbers."
+
+
+def _expect_chunks(found: dict[str, float], says: str) -> None:
+    expect(
+        abs(found["loss"] - found["right"]) < TOLERANCE * abs(found["right"]),
+        f"{says}the sum of the losses is {found['loss']:.3f} instead of {found['right']:.3f}",
+    )
+    expect(
+        found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from that of the plain loss"
+    )
+    expect(
+        found["peak_bytes"] < 1.05 * CHUNKED_PEAK_BYTES,
+        f"{says}head and loss peak at {format_bytes(found['peak_bytes'])}, the target is below "
+        f"{format_bytes(1.05 * CHUNKED_PEAK_BYTES)}; which logits does backward still have?",
+    )
+
+
+def capped_loss(hidden: Tensor, head: nn.Module, targets: Tensor, cap: float = CAP) -> Tensor:
+    """Return the sum of the losses of logits capped to -cap..cap by a tanh, as in Gemma 2."""
+    return summed_loss(hidden, lambda inputs: cap * torch.tanh(head(inputs) / cap), targets)
+
+
+def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
+    """Run the reader's loss in a sharded model, and measure its memory."""
+    chunked_loss = partial(import_own(module, "chunked_loss"), cap=CAP)
+    plain, model = build_llama(), shard_llama(build_llama(), world_size)
+    random = torch.Generator().manual_seed(1)
+    numbers = torch.randint(SHAPE.vocabulary, (2, 26), generator=random)
+    targets = numbers.roll(-1, dims=1).masked_fill(numbers < 30, IGNORED)
+    right, given = plain(numbers, targets, capped_loss), model(numbers, targets, chunked_loss)
+    if not isinstance(given, Tensor):
+        raise TypeError(f"chunked_loss returns a {type(given).__name__}; it should be a tensor")
+    for loss in (right, given):
+        loss.backward()
+    mine, whole = whole_gradient(model), whole_gradient(plain)
+    return {
+        "loss": given.item(),
+        "right": right.item(),
+        "error": ((mine - whole).norm() / whole.norm()).item(),
+        "peak_bytes": peak_of(chunked_loss),
+    }
+
+
+def peak_of(loss: Callable[..., Tensor]) -> int:
+    """Return the peak bytes of a loss and its head, above weights and hidden states."""
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(SHAPE.width, WORDS, bias=False), torch.randn(1, NUM_TOKENS, SHAPE.width)
+    hidden.requires_grad_()
+    targets = torch.randint(WORDS, (1, NUM_TOKENS))
+    with trace_memory("cpu") as trace:
+        loss(hidden, head, targets).backward()
+    return trace.whole().curve.peak_bytes
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedByReader:
+    """The content of the reader's file, and the result of loading it, on one rank."""
+
+    problem: str | None  # with the file
+    names: tuple[str, ...] = ()  # in the file
+    wrong: str | None = None  # a tensor with other values than the model's
+    restored: float = 0.0  # the largest difference of logits after loading from those before saving
+    base_kept: bool = False
+
+
+@exercise("13")
+def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)`: only the trained adapter."""
+    for name in ("save_adapters", "load_adapters"):
+        read_module(module, name)
+    expected = {name for name, own in two_adapters().named_parameters() if own.requires_grad}
+    with tempfile.TemporaryDirectory() as folder:
+        for world_size in ranks:
+            path = str(Path(folder, f"adapters-{world_size}.safetensors"))
+            for rank, found in enumerate(run_on_ranks(adapters_by_reader, module, world_size, path)):
+                _expect_adapters(found, expected, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: {len(expected)} tensors and nothing else, saved and loaded on {in_words(ranks)} ranks."
+
+
+def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> None:
+    expect(found.problem is None, f"{says}{found.problem}")
+    extra, lacking = sorted(set(found.names) - expected), sorted(expected - set(found.names))
+    expect(not lacking, f"{says}the file lacks {len(lacking)} trained tensors, {first_of(lacking)} among them")
+    expect(not extra, f"{says}the file has {len(extra)} tensors that are not trained, {first_of(extra)} among them")
+    expect(
+        found.wrong is None,
+        f"{says}in the file, {found.wrong} has different values than in the model when it was saved",
+    )
+    expect(
+        found.restored < TOLERANCE,
+        f"{says}after loading, logits differ by {found.restored:.2f} from those before saving",
+    )
+    expect(found.base_kept, f"{says}loading changes frozen weights")
+
+
+def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> SavedByReader:
+    """Let the reader save adapters, set them to zero, and let the reader load them."""
+    save_adapters, load_adapters = (import_own(module, name) for name in ("save_adapters", "load_adapters"))
+    model = two_adapters()
+    trained = {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
+    before = {name: own.detach().clone() for name, own in model.named_parameters() if not own.requires_grad}
+    model = shard_llama(model, world_size)
+    numbers = torch.arange(24).view(2, 12)
+    right = logits_of(model, numbers)
+    save_adapters(model, path)
+    gather_over_ranks(None)  # rank 0 may still be writing
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        return SavedByReader(problem=f"{Path(path).name} can't be read: {type(error).__name__}; is it safetensors?")
+    if any(tensors[name].shape != own.shape for name, own in trained.items() if name in tensors):
+        return SavedByReader(problem="the file's tensors aren't full; a rank only has its shard")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    gather_over_ranks(None)
+    load_adapters(model, path)
+    frozen = {name: own.full_tensor() for name, own in model.named_parameters() if not own.requires_grad}
+    return SavedByReader(
+        problem=None,
+        names=tuple(tensors),
+        wrong=next((name for name, own in trained.items() if name in tensors and not equal(tensors[name], own)), None),
+        restored=(logits_of(model, numbers) - right).abs().max().item(),
+        base_kept=all(torch.equal(value, before[name]) for name, value in frozen.items()),
+    )
+
+
+@torch.no_grad()
+def two_adapters() -> Llama:
+    """Build the model with a frozen adapter and a second, trained one."""
+    model = add_adapters(add_adapters(build_llama(), ADAPTER_RANK), ADAPTER_RANK, SECOND)
+    for name, parameter in model.named_parameters():
+        if name.endswith((*ADAPTERS, *SECOND)):
+            parameter.normal_(std=0.3)
+    return model
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+@torch.no_grad()
+def logits_of(model: Llama, numbers: Tensor) -> Tensor:
+    """Return logits, and leave the root sharded, so that its parameters can be changed."""
+    logits = model(numbers)
+    model.reshard()
+    return logits
+
+
+def whole_gradient(model: nn.Module) -> Tensor:
+    """Return the full gradient as one vector, on every rank."""
+    return torch.cat([getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)().flatten() for p in model.parameters()])
+
+
+def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
+    """Freeze the model, and add to some of its layers the product of two thin matrices, which are not drawn yet.
+
+    Existing tensors keep their names, so the model's files still fit. An adapter that exists already, under different
+    names, is frozen and belongs to the model.
+    """
+    model.requires_grad_(False)
+    for name, layer in model.named_modules():
+        if name.endswith(ADAPTED):
+            like = {"device": layer.weight.device, "dtype": torch.float32}  # what is trained stays fp32
+            layer.register_parameter(names[0], nn.Parameter(torch.empty(rank, layer.in_features, **like)))
+            layer.register_parameter(names[1], nn.Parameter(torch.empty(layer.out_features, rank, **like)))
+            layer.register_forward_hook(partial(add_low_rank, names))
+    return model
+
+
+def add_low_rank(names: tuple[str, str], layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    first, second = (getattr(layer, name) for name in names)
+    thin = F.linear(inputs[0].to(first.dtype), first)
+    return output + (SCALE * F.linear(thin, second)).to(output.dtype)

@@ -1,0 +1,246 @@
+"""Exercise of notebook 14: a DDP script that the reader moves to FSDP2, in the middle of its training."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_helpers.measuring.collectives import trace_collectives
+from fsdp_helpers.ranks.group import sum_over_ranks
+from fsdp_helpers.sharding.strategies import unit_names
+from fsdp_helpers.teaching.exercises.answers import exercise, expect
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    TOLERANCE,
+    expect_same_losses,
+    first_of,
+    import_own,
+    in_words,
+    read_module,
+    run_on_ranks,
+)
+
+MOVED_AT, LAST_STEP = 6, 12  # steps
+BATCH, PARTS = 24, 2  # a batch over all ranks, in two parts: either divides by 2 and 3
+WIDTH, HIDDEN, CLASSES, BLOCKS = 10, 25, 5, 3  # neither 2 nor 3 divides HIDDEN
+LEARNING_RATE, MAX_NORM = 3e-3, 0.5  # the gradient is longer than that, so clipping counts
+UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
+Parts = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedByReader:
+    """The result of a reader's move, on one rank."""
+
+    whole: list[str]  # parameters that are not sharded
+    units: list[str]
+    num_unsharded: int  # calls of `loss_of`, with gradients, on a model that was not sharded
+    num_reductions: int  # reduce-scatters of all steps
+    losses: list[float]  # means over the ranks, one per step
+    right: list[float]  # those of the baseline under DDP
+    held_out: list[float]
+    right_held_out: list[float]
+    in_file: str  # what is wrong with the file that was written, or ""
+
+
+@exercise("14")
+def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 14: `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` continues from DDP's file."""
+    read_module(module, "go_on")
+    for world_size in ranks:
+        with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
+            for rank, found in enumerate(run_on_ranks(move_by_reader, module, world_size, folder)):
+                _expect_moved(found, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, and the losses of the baseline."
+
+
+def _expect_moved(found: MovedByReader, says: str) -> None:
+    expect(
+        not found.whole,
+        f"{says}{len(found.whole)} parameters aren't sharded, {first_of(found.whole)} among them; under FSDP2 a rank keeps"
+        " its shards",
+    )
+    expect(
+        found.units == UNITS,
+        f"{says}the units are {', '.join(found.units)}; one per block and the root, please",
+        "memory-root-only",
+    )
+    expect(
+        not found.num_unsharded,
+        f"{says}{found.num_unsharded} of the micro-batches were computed by a model that wasn't sharded yet; shard it"
+        " before the first step",
+    )
+    expected = LAST_STEP - MOVED_AT
+    expect(
+        len(found.losses) == expected,
+        f"{says}{len(found.losses)} steps were taken, but from step {MOVED_AT + 1} to step {LAST_STEP} there are "
+        f"{expected}",
+    )
+    expect_same_losses(
+        found.losses[:1],
+        found.right[:1],
+        f"{says}the first loss isn't that of the file's weights",
+        "wrong-different-seeds",
+    )
+    expect_same_losses(
+        found.losses,
+        found.right,
+        f"{says}the losses diverge from the baseline's; what does a step depend on?",
+        "save-plain-optimizer-state",
+        "wrong-optimizer-first",
+        "wrong-clip-local-norm",
+    )
+    expect(
+        found.num_reductions == expected * len(UNITS),
+        f"{says}{found.num_reductions} reductions in {expected} steps; one for each of the {len(UNITS)} units and step"
+        f" is enough for {PARTS} micro-batches: what takes the place of no_sync?",
+        "slow-gather-every-micro-batch",
+    )
+    expect(
+        len(found.held_out) == expected,
+        f"{says}the held-out data were evaluated {len(found.held_out)} times; {expected} are expected, on every rank",
+        "hang-uneven-batches",
+    )
+    expect_same_losses(
+        found.held_out,
+        found.right_held_out,
+        f"{says}the held-out loss isn't the loss on all held-out data",
+        "wrong-sampler-padding",
+    )
+    expect(not found.in_file, f"{says}{found.in_file}")
+
+
+# ---------------------------------------------------------------- on ranks
+
+
+class ResidualBlock(nn.Module):
+    """A residual block: its input plus two layers' output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.inner(hidden))
+
+
+class MovedModel(nn.Module):
+    """The model to move: `embed`, equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, HIDDEN)
+        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(BLOCKS))
+        self.head = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> MovedByReader:
+    """Train under DDP, save in the middle, and let the reader's `go_on` continue from there; train the baseline, too."""
+    go_on = import_own(module, "go_on")
+    torch.manual_seed(0)
+    checkpoint, written = Path(folder) / "ddp.pt", Path(folder) / "moved.pt"
+    losses, held_out_losses, unsharded = [], [], []
+
+    def parts_of(step: int) -> Parts:
+        columns = [whole.chunk(world_size)[rank].chunk(PARTS) for whole in load_batch(step)]
+        return list(zip(*columns, strict=True))
+
+    def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(part[0]), part[1])
+        if not torch.is_grad_enabled():
+            held_out_losses.append(loss.item())
+            return loss
+        losses.append(loss.item() / PARTS)
+        unsharded.append(not isinstance(model, FSDPModule))
+        return loss / PARTS
+
+    stayed = train_under_ddp(parts_of, loss_of, checkpoint)
+    right, right_held_out = step_losses(losses)[MOVED_AT:], held_out_losses[MOVED_AT:]
+    losses.clear()
+    unsharded.clear()
+    held_out_losses.clear()
+    torch.manual_seed(rank + 1)  # a model that is built now has different values on each rank
+    mesh = init_device_mesh("cpu", (world_size,))
+    saved = torch.load(checkpoint, weights_only=True)
+    with trace_collectives() as seen:
+        model = go_on(MovedModel, mesh, parts_of, loss_of, load_batch(-1), saved, LAST_STEP, str(written))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"go_on returns a {type(model).__name__}; it should return the model")
+    dist.barrier()  # the file is written by now
+    return MovedByReader(
+        whole=[name for name, own in model.named_parameters() if not isinstance(own, DTensor)],
+        units=unit_names(model) if isinstance(model, FSDPModule) else [],
+        num_unsharded=sum(unsharded),
+        num_reductions=sum(event.op == "reduce_scatter" for event in seen),
+        losses=step_losses(losses),
+        right=right,
+        held_out=list(held_out_losses),
+        right_held_out=right_held_out,
+        in_file=problem_in_file(written, stayed),
+    )
+
+
+def load_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch of all ranks: inputs (BATCH, WIDTH), labels (BATCH,)."""
+    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step + 1))
+    return inputs, inputs[:, :CLASSES].argmax(dim=-1)
+
+
+def train_under_ddp(
+    parts_of: Callable[[int], Parts], loss_of: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor], checkpoint: Path
+) -> MovedModel:
+    """Train to LAST_STEP, and write `checkpoint` after MOVED_AT steps."""
+    model = DistributedDataParallel(MovedModel())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for step in range(LAST_STEP):
+        if step == MOVED_AT:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            if dist.get_rank() == 0:
+                torch.save(state, checkpoint)
+            dist.barrier()
+        optimizer.zero_grad()
+        sum(loss_of(model, part) for part in parts_of(step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        with torch.no_grad():
+            loss_of(model.module, load_batch(-1))
+    return model.module
+
+
+def step_losses(losses: list[float]) -> list[float]:
+    """Return the mean over the ranks of each step's loss; `losses` are this rank's shares, one per part."""
+    if len(losses) % PARTS:
+        raise ValueError(f"loss_of was called {len(losses)} times for steps of {PARTS} parts")
+    own = torch.tensor(losses).unflatten(0, (-1, PARTS)).sum(dim=1)
+    return (sum_over_ranks(own) / dist.get_world_size()).tolist()
+
+
+def problem_in_file(path: Path, right: MovedModel) -> str:
+    """Return the reason why one process can't use the file as the weights of the baseline, or "" if it can."""
+    if not path.exists():
+        return "no file was written to `path`"
+    weights = torch.load(path, weights_only=True)
+    wanted = right.state_dict()
+    if not isinstance(weights, dict) or weights.keys() != wanted.keys():
+        return f"the file does not hold the model's {len(wanted)} tensors under their plain names"
+    for name, value in weights.items():
+        if isinstance(value, DTensor) or value.shape != wanted[name].shape:
+            return f"{name} in the file is a shard; one process can't load it"
+        if (value - wanted[name]).abs().max() > TOLERANCE:
+            return f"{name} in the file isn't what the baseline ends with"
+    return ""

@@ -1,0 +1,254 @@
+"""Exercises of notebook 15: an MLP split over ranks, the labels of a split sequence, and mesh dimensions for a cluster."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
+from fsdp_helpers.planning.dimensions import LLAMA_70B, DimensionedRun, pipeline_bubble
+from fsdp_helpers.teaching.exercises.answers import (
+    DRAW,
+    FRESH_CASES,
+    call,
+    exercise,
+    expect,
+    expect_answered,
+    expect_number,
+)
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    TOLERANCE,
+    expect_same_losses,
+    import_own,
+    in_words,
+    read_module,
+    run_on_ranks,
+)
+from fsdp_helpers.teaching.exercises.small_net import STEPS, load_batch, mean_loss
+
+# ---------------------------------------------------------------- 1: an MLP in two
+
+WIDTH, HIDDEN, CLASSES = 10, 24, 5  # 2 and 3 ranks divide the hidden units; the width is a batch's
+
+
+@exercise("15")
+def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> str:
+    """Notebook 15: `SplitMLP(up, down, group)`: columns, then rows, and one all-reduce in forward."""
+    read_module(module, "SplitMLP")
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(train_split_mlp, module, world_size)):
+            _expect_split(found, world_size, f"on {world_size} ranks, rank {rank}: ")
+    return f"Right: on {in_words(ranks)} ranks, the losses of one process, a share of each weight, one all-reduce each way."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitByReader:
+    """The behavior of a reader's MLP on one rank."""
+
+    kept: int  # values in its parameters
+    forward: list[str]  # collectives
+    backward: list[str]
+    gradient_off: float  # of the inputs, at most, from that of one process
+    losses: list[float]
+    right: list[float]  # those of one process
+
+
+def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
+    share = (2 * WIDTH + 1) * HIDDEN // world_size  # of both weights and the first bias
+    expect(
+        found.kept <= share + WIDTH,
+        f"{says}your MLP keeps {found.kept} values; a share of both weights, and the last bias, are {share + WIDTH}",
+    )
+    expect(
+        found.forward == ["all_reduce"],
+        f"{says}forward takes {_named(found.forward)}; one all-reduce is enough",
+    )
+    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses aren't those of one process")
+    expect(
+        found.gradient_off < TOLERANCE,
+        f"{says}the gradient of the inputs, which the layers below need, isn't that of one process",
+    )
+    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process")
+    expect(
+        found.backward == ["all_reduce"],
+        f"{says}backward takes {_named(found.backward)}; one all-reduce is enough",
+    )
+
+
+def _named(ops: list[str]) -> str:
+    return ", ".join(op.replace("_", "-") for op in ops) or "no collective"
+
+
+def build_layers() -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
+    """Build the layer before the MLP, the MLP's two layers, and the one after it, with the same values on every rank."""
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+
+def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
+    """Train a model with the reader's MLP in the middle; every rank has the same batch."""
+    split_mlp = import_own(module, "SplitMLP")
+    before, up, down, behind = build_layers()
+    own = split_mlp(up, down, dist.group.WORLD)
+    if not isinstance(own, nn.Module):
+        raise TypeError(f"SplitMLP makes a {type(own).__name__}; it should make an nn.Module")
+    kept = sum(parameter.numel() for parameter in own.parameters())
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with trace_collectives() as forward:
+        out = own(x)
+    with trace_collectives() as backward:
+        out.sum().backward()
+    (gradient,) = torch.autograd.grad(down(F.gelu(up(x))).sum(), x)
+    gradient_off = float("inf") if x.grad is None else (x.grad - gradient).abs().max().item()
+    own.zero_grad()
+    before, _, _, behind = build_layers()
+    losses = losses_of(nn.Sequential(before, nn.Tanh(), own, behind))
+    before, up, down, behind = build_layers()
+    right = losses_of(nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind))
+    ops = [[count.op for count in count_collectives(seen) for _ in range(count.count)] for seen in (forward, backward)]
+    return SplitByReader(
+        kept=kept, forward=ops[0], backward=ops[1], gradient_off=gradient_off, losses=losses, right=right
+    )
+
+
+def losses_of(model: nn.Module) -> list[float]:
+    """Take a few steps of SGD on full batches; return the losses as this rank sees them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = mean_loss(model, *load_batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---------------------------------------------------------------- 2: labels of a split sequence
+
+
+@exercise("15")
+def check_labels(module: str = "my_labels") -> str:
+    """Notebook 15: `split(tokens, rank, world_size)`: inputs, labels and places of a rank's head and tail."""
+    split = read_module(module, "split")
+    for world_size, pieces in [(2, 1), (3, 2), *((DRAW.randint(2, 6), DRAW.randint(1, 5)) for _ in range(FRESH_CASES))]:
+        sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd: a rank's part is never square
+        tokens = torch.tensor([[DRAW.randint(0, 999) for _ in range(length + 1)] for _ in range(sequences)])
+        _expect_split_tokens(split, tokens, world_size)
+    return "Right: every label once, next to its token, and the same number of scores on every rank."
+
+
+def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> None:
+    length = tokens.shape[1] - 1
+    says = f"{length} tokens on {world_size} ranks, "
+    all_places = []
+    for rank in range(world_size):
+        inputs, labels, places = _three_tensors(call(split, tokens, rank, world_size), tokens, world_size, says)
+        wrong = [place for place in places.tolist() if not 0 <= place < length]
+        expect(not wrong, f"{says}rank {rank}: there's no place {wrong[0] if wrong else ''}")
+        expect(
+            torch.equal(inputs, tokens[:, places]), f"{says}rank {rank}: the inputs aren't the tokens at these places"
+        )
+        next_ones = tokens[:, places + 1]
+        if not torch.equal(labels, next_ones):
+            place = places[(labels != next_ones).any(dim=0)][0].item()
+            expect(False, f"{says}rank {rank}: the label at place {place} isn't the token at place {place + 1}")
+        all_places += places.tolist()
+    expect(sorted(all_places) == list(range(length)), f"{says}together, the ranks don't have every place exactly once")
+    scores = [sum(call(split, tokens, rank, world_size)[2].tolist()) for rank in range(world_size)]
+    same = len(set(scores)) == 1
+    expect(same, f"{says}some ranks compute more scores than others; which two pieces of 2N add up to the same?")
+
+
+def _three_tensors(given: Any, tokens: Tensor, world_size: int, says: str) -> tuple[Tensor, Tensor, Tensor]:
+    three = isinstance(given, tuple | list) and len(given) == 3 and all(isinstance(one, Tensor) for one in given)
+    expect(three, f"{says}split returns three tensors: inputs, labels and places")
+    own = (tokens.shape[1] - 1) // world_size
+    wanted = ((len(tokens), own), (len(tokens), own), (own,))
+    shapes = tuple(tuple(one.shape) for one in given)
+    expect(shapes == wanted, f"{says}the shapes are {shapes}; they should be {wanted}")
+    return tuple(given)
+
+
+# ---------------------------------------------------------------- 3: dimensions for a cluster
+
+NUM_GPUS, NODE, SEQUENCES, LENGTH, KV_HEADS = 1_024, 8, 512, 8_192, 8
+NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S, FLOPS_PER_S = 400e9, 50e9, 400e12
+MOST_COMMUNICATION, MOST_BUBBLE = 0.5, 0.25  # of the arithmetic's time, of the step
+NAMES = {"tensor": "tensor", "context": "context", "data": "FSDP", "pipeline": "pipeline"}  # innermost first
+
+
+@exercise("15")
+def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) -> str:
+    """Notebook 15: a mesh for Llama 3.1 70B on 1,024 GPUs, and what a rank sends along each of its dimensions."""
+    expect_answered(choice)
+    expect_answered(sent_gb)
+    wanted = ", ".join(NAMES)
+    expect(isinstance(choice, Mapping) and set(choice) == set(NAMES), f"choice needs these names: {wanted}")
+    for name, degree in choice.items():
+        expect_number(degree)
+        expect(degree == int(degree) and degree >= 1, f"{name} is {degree}; it should be a number of ranks")
+    run = DimensionedRun(**LLAMA_70B, **choice, sequences=1, length=LENGTH)
+    _expect_possible(run)
+    run = replace(run, sequences=SEQUENCES // run.data)
+    _expect_fast(run)
+    right = run.sent_bytes()
+    expect(isinstance(sent_gb, Mapping), "sent_gb is a dictionary: a number for each dimension with two ranks or more")
+    for name in NAMES:
+        size = right.get(NAMES[name], 0)
+        given = sent_gb.get(name, 0)
+        expect_number(given)
+        near = abs(given * 1e9 - size) <= 0.02 * size
+        expect(near, f"along {name} a rank does not send {given:,} GB in a step; the formula is in the table above")
+    return f"Right: it fits {NUM_GPUS:,} GPUs, the links carry it, and the bytes are those of the formulas."
+
+
+def _expect_possible(run: DimensionedRun) -> None:
+    product = f"{run.data} x {run.tensor} x {run.context} x {run.pipeline}"
+    expect(run.num_gpus == NUM_GPUS, f"{product} is {run.num_gpus:,} GPUs; there are {NUM_GPUS:,}")
+    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't share {KV_HEADS} key heads")
+    expect(
+        run.data <= SEQUENCES and SEQUENCES % run.data == 0,
+        f"{SEQUENCES} sequences can't be divided evenly over {run.data} data ranks",
+    )
+    expect(
+        LENGTH % (2 * run.context) == 0,
+        f"{LENGTH:,} tokens can't be split into a head and a tail for each of {run.context} ranks",
+    )
+    expect(run.layers % run.pipeline == 0, f"{run.layers} layers can't be divided into {run.pipeline} stages")
+
+
+def _expect_fast(run: DimensionedRun) -> None:
+    if run.pipeline > 1:
+        bubble = pipeline_bubble(run.pipeline, run.sequences)  # a micro-batch has at least one sequence
+        expect(
+            bubble <= MOST_BUBBLE,
+            f"{run.sequences} micro-batches on {run.pipeline} stages are {bubble:.0%} bubble; at most {MOST_BUBBLE:.0%}",
+        )
+    arithmetic_s, communication_s = step_times_s(run)
+    share = communication_s / arithmetic_s
+    expect(
+        share <= MOST_COMMUNICATION,
+        f"communication takes {share:.0%} of the arithmetic's time; at most {MOST_COMMUNICATION:.0%}, please",
+    )
+
+
+def step_times_s(run: DimensionedRun) -> tuple[float, float]:
+    """Return the seconds of a step's arithmetic and of its communication, without overlap.
+
+    Ranks of a node are next to each other along the inner dimensions: a dimension stays on NVLink while the product of
+    the degrees up to it is at most a node.
+    """
+    tokens = run.sequences * run.data * LENGTH
+    arithmetic_s = 6 * run.params * tokens / NUM_GPUS / FLOPS_PER_S
+    sent, reach, communication_s = run.sent_bytes(), 1, 0.0
+    for name, title in NAMES.items():
+        reach *= getattr(run, name)
+        link = NVLINK_BYTES_PER_S if reach <= NODE else NETWORK_BYTES_PER_S
+        communication_s += sent.get(title, 0) / link
+    return arithmetic_s, communication_s

@@ -1,0 +1,97 @@
+"""The small training that build exercises share: a model, batches, optimizers and the right losses.
+
+Every rank also trains on the full batch by itself, without collectives: these are the losses that any data-parallel
+training must have.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_helpers.ranks.group import sum_over_ranks
+
+BATCH, WIDTH, CLASSES = 24, 10, 5  # a batch over all ranks divides by 2 and 3, and their parts by 4
+STEPS = 4
+HIDDEN = 101
+NET_PARAMS = (WIDTH + 1) * HIDDEN + (HIDDEN + 1) * HIDDEN + (HIDDEN + 1) * CLASSES  # 11,923: neither 2 nor 3 divides it
+NET_UNITS = 3  # as `shard_net` shards it, the root included
+BLOCKS, BLOCK_WIDTH, TOKENS = 8, 48, 4
+
+
+def build_net() -> nn.Sequential:
+    """Build three layers, with the same values on every rank: (B, WIDTH) -> (B, CLASSES)."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)]
+    return nn.Sequential(*layers)
+
+
+def shard_net(world_size: int) -> nn.Sequential:
+    """Build the same model, sharded: two layers are units, the third belongs to the root."""
+    model, mesh = build_net(), init_device_mesh("cpu", (world_size,))
+    for unit in (model[0], model[2], model):
+        fully_shard(unit, mesh=mesh)
+    return model
+
+
+def load_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch of all ranks: inputs (BATCH, WIDTH), labels (BATCH,)."""
+    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+    return inputs, inputs[:, :CLASSES].argmax(dim=-1)
+
+
+def rank_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    inputs, labels = load_batch(step)
+    return inputs.chunk(world_size)[rank], labels.chunk(world_size)[rank]
+
+
+def mean_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs), labels)
+
+
+def over_ranks(losses: list[Tensor]) -> list[float]:
+    """Return the mean of each loss over the ranks."""
+    return (sum_over_ranks(torch.stack(losses)) / dist.get_world_size()).tolist()
+
+
+def plain_losses(
+    model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable = list, num_steps: int = STEPS
+) -> list[float]:
+    """Train in one process, calling `after_step()` after each step; return the losses."""
+    losses = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = mean_loss(model, *load_batch(step))
+        loss.backward()
+        optimizer.step()
+        after_step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_averaging(model: nn.Module, rank: int, world_size: int, average: Callable[[], None]) -> list[float]:
+    """Return the losses of a few steps, with `average()` between backward and the optimizer's step."""
+    optimizer = sgd(model)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = mean_loss(model, *rank_batch(step, rank, world_size))
+        loss.backward()
+        average()
+        optimizer.step()
+        losses.append(loss.detach())
+    return over_ranks(losses)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD, which shows whether a gradient is a mean or a sum; Adam would hide it."""
+    return torch.optim.SGD(model.parameters(), lr=0.3)
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return Adam with an `eps` so large that it shows it, too."""
+    return torch.optim.Adam(parameters, lr=0.1, eps=0.1)

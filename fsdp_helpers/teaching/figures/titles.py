@@ -1,0 +1,132 @@
+"""The titles of figures: one sentence each that says what the figure shows, made from the numbers that it draws."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
+from fsdp_helpers.progress import count_ranks
+from fsdp_helpers.quantities import GB, format_bytes, in_mb
+from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
+
+SAME = 1e-4  # nats; summing in fp32 in a different order leaves far less
+
+
+def titled(finding: str, subject: str) -> str:
+    """Put the finding first, and its subject below it; either may be missing."""
+    return "\n".join(line for line in (finding, subject) if line)
+
+
+def same_losses(runs: Sequence[Sequence[float]]) -> str:
+    """Say by how much the losses of several runs differ, if they're the same up to rounding; else ""."""
+    if len(runs) < 2 or not runs[0] or len({len(losses) for losses in runs}) > 1:
+        return ""
+    gaps = [largest_difference(one, other) for one, other in combinations(runs, 2)]
+    if not all(gap < SAME for gap in gaps):  # a NaN is not
+        return ""
+    return f"Same losses: they differ by at most {_short(max(gaps))}" if any(gaps) else "Same losses, bitwise equal"
+
+
+def _short(value: float) -> str:
+    """Return one digit and a power of ten: 6e-8, not 6e-08."""
+    digit, _, power = f"{value:.0e}".partition("e")
+    return f"{digit}e{int(power)}"
+
+
+def peak_of_curve(curve: MemoryCurve) -> str:
+    """Say in which phase a step peaks, and how far above the held bytes; return "" if it has no phases."""
+    if not curve.phases:
+        return ""
+    peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]
+    starts_s = [phase.start_s for phase in curve.phases]
+    place = bisect_right(starts_s, peak_s) - 1
+    above = f", {_above_held(curve)}" if curve.held_bytes else ""
+    return f"The peak comes in {curve.phases[max(0, place)].name}{above}"
+
+
+def _above_held(curve: MemoryCurve) -> str:
+    times = curve.peak_bytes / curve.held_bytes
+    how_far = f"{times:.1f} times" if times >= 1.15 else f"{_percent(times - 1)} above"
+    return f"{how_far} what is held between steps"
+
+
+def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> str:
+    """Say which line ends lowest on the most ranks, in bytes per parameter and as a share of the highest there."""
+    most = max(ranks for by_ranks in peaks.values() for ranks in by_ranks)
+    there = {name: by_ranks[most] for name, by_ranks in peaks.items() if most in by_ranks}
+    least, greatest = min(there, key=there.__getitem__), max(there, key=there.__getitem__)
+    if there[least] == there[greatest]:
+        return ""
+    return (
+        f"Lowest on {count_ranks(most)}: {least}, {there[least] / num_params:.1f} bytes per parameter, "
+        f"{_percent(there[least] / there[greatest])} of {greatest}'s"
+    )
+
+
+def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
+    """Say how many collectives a step has, and how many bytes a rank sends for them."""
+    counts = [len(trace.collectives) for trace in traces]
+    sent = [sum(seen.sent_bytes for seen in trace.collectives) for trace in traces]
+    who = "each rank" if len(set(zip(counts, sent, strict=True))) == 1 and len(traces) > 1 else "rank 0"
+    return f"In {counts[0]} collective{'s' * (counts[0] != 1)} {who} sends {format_bytes(sent[0])}"
+
+
+def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
+    """Say which runs have the lowest peak, with their held and peak bytes as shares of the first run's."""
+    (first, base), *others = ranks.items()
+    if not others:
+        return ""
+    least = min((record for _, record in others), key=lambda record: record.peak_bytes)
+    names = [name for name, record in others if in_mb(record.peak_bytes) == in_mb(least.peak_bytes)]
+    held, peak = least.held_bytes / base.held_bytes, least.peak_bytes / base.peak_bytes
+    return f"{' and '.join(names)}: {_percent(held)} of what {first} holds, {_percent(peak)} of its peak"
+
+
+def foot_of_the_ladder(rungs: Sequence[Rung]) -> str:
+    """Compare the lowest peak with the first one."""
+    least = min(rungs, key=lambda rung: rung.peak_bytes)
+    if least is rungs[0]:
+        return ""
+    share = least.peak_bytes / rungs[0].peak_bytes
+    return f"The lowest peak is {in_mb(least.peak_bytes)} MB, {_percent(share)} of {rungs[0].name}'s {in_mb(rungs[0].peak_bytes)}"
+
+
+def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
+    """Say which strategies of one model have the lowest peak, and how far below the first."""
+    least = min(row.peak_bytes for row in rows)
+    names = [row.label for row in rows if row.peak_bytes == least]
+    share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""
+    return f"{rows[0].model}: the lowest peak is that of {' and '.join(names)}{share}"
+
+
+def copies_of_a_step(ways: Sequence[str]) -> str:
+    """Say how often units are copied each way."""
+    return f"Copies of units: {ways.count(TO_DEVICE)} to the device, {ways.count(TO_HOST)} to the host"
+
+
+def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
+    """Say on how many of these numbers of ranks a rank's bytes fit its device."""
+    too_few = [ranks for ranks, needed in needed_bytes.items() if needed > device_bytes]
+    enough = [ranks for ranks in needed_bytes if ranks > max(too_few, default=0)]
+    if not enough:
+        return f"Doesn't fit {device_bytes / GB:.0f} GB on {count_ranks(max(needed_bytes))}"
+    return f"Fits {device_bytes / GB:.0f} GB on {count_ranks(min(enough))} or more"
+
+
+def errors_within(errors: Sequence[float], bound: float) -> str:
+    """Say how many predictions lie within `bound` of the measurement, and how far off the worst one is."""
+    within = sum(round(abs(error), 6) <= bound for error in errors)
+    worst = max(abs(error) for error in errors)
+    return f"{within} of {len(errors)} peaks within {_percent(bound)}; the worst is {_percent(worst, 1)} off"
+
+
+def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
+    """Say how many times as long a step takes over the slowest of the links, by bandwidth in Mbit/s."""
+    slowest = min(steps_s)
+    return (
+        f"At {slowest:,.0f} Mbit/s a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"
+    )
+
+
+def _percent(share: float, decimals: int = 0) -> str:
+    return f"{100 * share:.{decimals}f} %"

@@ -1,0 +1,184 @@
+"""A rank's environment under a kernel's launch, torchrun and Slurm; and running torchrun from a cell.
+
+`torchrun ... -m fsdp_helpers.teaching.lessons.torchruns FOLDER` writes the variables that every rank sees.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from fsdp_helpers.gpus import VISIBLE, are_hidden
+from fsdp_helpers.teaching.page.show import table
+
+# The values a rank has to know, and the variables of torchrun and Slurm that have them.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_RESTART_COUNT")
+VARIABLES = (*RANK_VARIABLES, *TORCHRUN_VARIABLES, *SLURM_VARIABLES)
+TIMEOUT_S = 240.0
+
+
+def own_variables() -> dict[str, str]:
+    """Return those of VARIABLES that this process has."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def look_around(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables that a rank of `launch` sees."""
+    return own_variables()
+
+
+def write_own_variables(folder: Path) -> None:
+    """Write this rank's variables to its own file; something else started the rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(own_variables()))
+
+
+def read_variables(folder: Path) -> list[dict[str, str]]:
+    """Return what every rank wrote, in rank order."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+
+
+def compare_variables(homes: dict[str, dict[str, str]]):
+    """Show a table: one row per variable, one column per launcher; a dash if it isn't set."""
+    rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
+    return table(["variable", *homes], [row for row in rows if set(row[1:]) != {"–"}])
+
+
+# ---------------------------------------------------------------- torchruns, from a cell
+
+
+def torchrun_command(*arguments: object) -> list[str]:
+    """Return the command `torchrun ARGUMENTS`, with this kernel's interpreter."""
+    return [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+
+
+@contextmanager
+def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
+    """Start commands side by side; at the end of the block, terminate those still running, then kill them."""
+    settings = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    own = [own_gpu(number) if len(commands) > 1 else {} for number in range(len(commands))]
+    processes = [
+        subprocess.Popen(command, **settings, env={**os.environ, **gpu, **variables})
+        for command, gpu in zip(commands, own, strict=True)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=60)
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def own_gpu(number: int) -> dict[str, str]:
+    """Return the variables that give command `number` a GPU of its own, as if on its own machine."""
+    if are_hidden():
+        return {}
+    chosen = os.environ.get(VISIBLE, "")
+    names = chosen.split(",") if chosen else [str(number)]
+    return {VISIBLE: names[number % len(names)]}
+
+
+def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
+    """Run commands concurrently and return their outputs; raise if any fails."""
+    with started(*commands, **variables) as processes:
+        return _finish(processes)
+
+
+def run_and_look(*torchruns: Sequence[str], rank: int = 1) -> tuple[list[str], dict[str, str]]:
+    """Run torchruns as `run_together` does; return their outputs, and those of VARIABLES that they gave to `rank`."""
+    with started(*torchruns) as processes:
+        given = _wait_for_rank(rank, processes).environ()
+        return _finish(processes), {name: given[name] for name in VARIABLES if name in given}
+
+
+def _finish(processes: Sequence[subprocess.Popen]) -> list[str]:
+    outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"torchrun exited with status {process.returncode}:\n{output}")
+    return outputs
+
+
+def free_port() -> int:
+    """Return a port that's free right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def lines_with(text: str, *parts: str) -> str:
+    """Return the lines that contain any of `parts`."""
+    return "\n".join(line for line in text.splitlines() if any(part in line for part in parts))
+
+
+# ---------------------------------------------------------------- a rank is killed
+
+
+def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
+    """Return the process of a rank below a torchrun."""
+    (found,) = _workers_of(torchrun, rank)
+    return found
+
+
+def _workers_of(torchrun: subprocess.Popen, rank: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == str(rank)]
+
+
+def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.Process:
+    """Wait until one of the torchruns has started `rank`. Raises RuntimeError if one ends first or takes too long."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        for torchrun in torchruns:
+            if torchrun.poll() is not None or time.monotonic() > deadline_s:
+                torchrun.terminate()
+                raise RuntimeError(f"torchrun started no rank {rank}:\n{torchrun.communicate()[0]}")
+            with suppress(psutil.Error):  # a child that is just starting, or has just ended
+                for found in _workers_of(torchrun, rank):
+                    return found
+        time.sleep(0.05)
+
+
+def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
+    """Kill one rank (-9) as soon as `after` exists; then return all of torchrun's output."""
+    wait_for(after, torchrun)
+    worker_of(torchrun, rank).kill()
+    return torchrun.communicate(timeout=TIMEOUT_S)[0]
+
+
+def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
+    """Wait until a rank prints such a line. Raises RuntimeError if the run ends first."""
+    for line in torchrun.stdout:
+        if line.startswith(beginning):
+            return
+    raise RuntimeError(f"the run ended without a line that begins with {beginning!r}")
+
+
+def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
+    """Wait until a checkpoint is there. Raises RuntimeError if the run ends too early or takes too long."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not after.exists():
+        if torchrun.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(f"the run did not reach {after.name}:\n{torchrun.communicate()[0]}")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    write_own_variables(Path(sys.argv[1]))

@@ -1,0 +1,91 @@
+"""This machine, as `show.machine` describes it: the device a notebook uses, idle GPUs, and free memory."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from fsdp_helpers.gpus import Gpus, choose_device, find_gpus, hide_gpus, unhide_gpus
+from fsdp_helpers.quantities import KB, format_bytes
+
+CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less than the machine
+WORTH_SAYING = 100_000 * KB
+
+
+def describe_memory(needs_bytes: int | None = None) -> str:
+    """Say how much memory is free, how much a notebook needs, and how much other kernels use."""
+    free_bytes = available_bytes()
+    text = f"Memory: {format_bytes(free_bytes)} free"
+    if needs_bytes is not None:
+        text += f", this notebook needs {format_bytes(needs_bytes)}"
+    held_bytes = sum(map(private_bytes, other_kernels()))
+    if held_bytes > WORTH_SAYING:
+        text += f"; other kernels hold {format_bytes(held_bytes)}"
+        if needs_bytes is not None and free_bytes < needs_bytes:
+            text += " (Running → Shut Down gives it back)"
+    return f"{text}."
+
+
+def available_bytes() -> int:
+    """Return the bytes a new process could allocate without swapping, in this container."""
+    on_machine = psutil.virtual_memory().available
+    limit, used = (_number(CGROUP / name) for name in ("memory.max", "memory.current"))
+    return on_machine if limit is None or used is None else min(on_machine, limit - used)
+
+
+def other_kernels() -> Iterator[psutil.Process]:
+    """Yield the processes of other Jupyter kernels: kernels, their fork servers and ranks."""
+    own = {psutil.Process().pid, *(parent.pid for parent in psutil.Process().parents())}
+    for process in psutil.process_iter(["cmdline"]):
+        if process.pid not in own and "ipykernel" in " ".join(process.info["cmdline"] or ()):
+            try:
+                yield from [process, *process.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+
+
+def private_bytes(process: psutil.Process) -> int:
+    """Return a process's memory, with its share of shared pages; 0 if we aren't allowed to read it."""
+    try:
+        memory = process.memory_full_info()
+    except psutil.Error:
+        return 0
+    return getattr(memory, "pss", memory.uss)  # Linux alone knows shares
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return None
+
+
+VARIABLE = "FSDP_DEVICE"  # overrides DEVICE in every notebook
+
+
+def settle_device(device: str, num_ranks: int, *, fixed: bool = False) -> tuple[str, str]:
+    """Return "cpu" or "cuda", and a sentence about idle GPUs, or ""; on "cpu", this process no longer sees any GPU.
+
+    Raises ValueError as `choose_device` does.
+    """
+    unhide_gpus()  # the reader may have chosen anew
+    device = choose_device(device if fixed else os.environ.get(VARIABLE) or device, num_ranks)
+    if device == "cuda":
+        return device, ""
+    said = "" if fixed else describe_idle(find_gpus(), num_ranks)
+    hide_gpus()
+    return device, said
+
+
+def describe_idle(gpus: Gpus, num_ranks: int) -> str:
+    """Say that GPUs are idle and how to use them, or why they can't be used; "" if there are none."""
+    if gpus.count == 0:
+        return ""
+    if gpus.problem:
+        return f"The GPU of this machine stays idle, because torch cannot use it: {gpus.problem}."
+    has = f"This machine has {gpus.count} GPU{'s' * (gpus.count > 1)}, idle here"
+    if gpus.count < num_ranks:
+        return f"{has}: {num_ranks} ranks need {num_ranks}, one each. Notebook 01, with one process, can use it."
+    how = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else 'set `DEVICE = "cuda"` in the cell of settings'
+    return f"{has}: to use {'one for each rank' if num_ranks > 1 else 'one'}, {how} and run the notebook again."

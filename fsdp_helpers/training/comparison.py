@@ -1,0 +1,102 @@
+"""The final comparison: every strategy and both APIs, side by side on this machine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from statistics import median
+
+from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
+from fsdp_helpers.quantities import format_bytes, format_seconds
+from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.records import ComparisonRow, RunRecord
+from fsdp_helpers.training.run import train_one_after_the_other
+from fsdp_helpers.training.watch import STEADY_STEP
+
+HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "sent a step", "final loss")
+SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "loss")
+
+
+def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
+    """Return every model with every strategy, in all variants that run on `device`; see `left_out` for the rest."""
+    chosen = [
+        replace(base, model=model, strategy=strategy, **way)
+        for model in models
+        for strategy in STRATEGIES
+        for way in ways_to_run(strategy)
+    ]
+    return [config for config in chosen if left_out(config, device) is None]
+
+
+def ways_to_run(strategy: str) -> list[dict]:
+    """Return the settings of a strategy's rows in the comparison: FSDP's two APIs; DDP by default, and lean."""
+    if is_sharded(strategy):
+        return [{"api": api} for api in APIS]
+    return [{"bucket_view": False}, {"bucket_view": True}] if strategy == "ddp" else [{}]
+
+
+def left_out(config: TrainConfig, device: str) -> str | None:
+    """Return why this configuration can't run on `device`; None if it can."""
+    try:
+        config.check_device(device)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def compare(
+    configs: Sequence[TrainConfig], *, world_size: int, device: str, progress: bool = False
+) -> list[ComparisonRow]:
+    """Run the configurations one by one; consecutive ones on the same number of ranks share a launch."""
+    rows = []
+    for ranks, chosen in groupby(configs, lambda config: 1 if config.strategy == "local" else world_size):
+        settings = {"world_size": ranks, "device": device, "progress": progress}
+        records = launch(train_one_after_the_other, list(chosen), **settings)[0]
+        rows += [comparison_row(record) for record in records]
+    return rows
+
+
+def comparison_row(record: RunRecord) -> ComparisonRow:
+    """Return a run's row in the comparison. Needs a run of more than STEADY_STEP steps."""
+    config, rank = record.config, record.ranks[0]
+    return ComparisonRow(
+        model=config.model,
+        strategy=config.strategy,
+        api=config.api if config.is_sharded else None,
+        world_size=record.world_size,
+        step_s=median(record.step_seconds[STEADY_STEP:]),
+        held_bytes=rank.held_bytes,
+        peak_bytes=rank.peak_bytes,
+        moved_bytes=sum(seen.bytes for seen in rank.collectives),
+        sent_bytes=rank.sent_bytes,
+        final_loss=record.step_losses[-1],
+        bucket_view=config.bucket_view,
+    )
+
+
+def comparison_cells(row: ComparisonRow) -> list[str]:
+    """Format a row as text, under HEADERS."""
+    return [
+        row.model,
+        row.label,
+        str(row.world_size),
+        format_seconds(row.step_s),
+        format_bytes(row.held_bytes),
+        format_bytes(row.peak_bytes),
+        "?" if row.sent_bytes is None else format_bytes(row.sent_bytes),
+        f"{row.final_loss:.4f}",
+    ]
+
+
+def plain_table(rows: Sequence[ComparisonRow]) -> str:
+    """Return the comparison for an 80-column terminal: names on the left, numbers on the right.
+
+    Times are medians; bytes are those one rank sends in one step; the loss is the last step's.
+    """
+    lines = [list(SHORT_HEADERS), *(comparison_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(SHORT_HEADERS))]
+    return "\n".join(" ".join(_padded(line, widths)) for line in lines)
+
+
+def _padded(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
+        yield cell.ljust(width) if column < 2 else cell.rjust(width + (column > 3))  # numbers further apart

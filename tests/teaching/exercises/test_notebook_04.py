@@ -1,0 +1,131 @@
+"""The exercises of notebook 04: right answers pass, plausible wrong ones do not."""
+
+from dataclasses import replace
+
+from builds import BuildTestsOnRanks
+from small_exercises import UNDER_LIMITS, RunTests, attempt, refused
+
+from fsdp_helpers.teaching.exercises import notebook_04
+
+CUT = {"model": "deep", "strategy": "fsdp-auto-wrap", "global_batch_size": 32}
+
+
+class TestThreshold(RunTests):
+    checker = staticmethod(notebook_04.check_threshold)
+    right = [
+        attempt(UNDER_LIMITS, num_collectives=8, **CUT),
+        attempt(UNDER_LIMITS, num_collectives=9, **CUT, min_num_params=5_000_000),
+    ]
+    missed = [
+        (attempt(1_500_000_000, num_collectives=5, **CUT), "peaks at 1.50 GB"),
+        (attempt(UNDER_LIMITS, num_collectives=17, **CUT), "17 collectives per step; the target is at most 9"),
+        (attempt(UNDER_LIMITS, **{**CUT, "model": "shallow"}), "leaves model at 'deep'; your run has 'shallow'"),
+        (attempt(UNDER_LIMITS, **{**CUT, "strategy": "ddp"}), "about strategy fsdp-auto-wrap; your run has 'ddp'"),
+        (attempt(UNDER_LIMITS, world_size=4, **CUT), r"about 2 rank\(s\); your run has 4"),
+        (attempt(UNDER_LIMITS, **CUT, api="fsdp1"), "leaves api at 'fsdp2'"),
+        (attempt(UNDER_LIMITS, **CUT, reshard_after_forward=False), "leaves reshard_after_forward at True"),
+    ]
+    wrong = [attempt(UNDER_LIMITS, **{**CUT, "global_batch_size": 2})]  # it changes what the text leaves as it is
+
+    def test_a_single_rank_with_too_many_collectives_is_found(self):
+        record = attempt(UNDER_LIMITS, **CUT)
+        counted = attempt(UNDER_LIMITS, num_collectives=17, **CUT).ranks[1].collectives
+        too_many = replace(record.ranks[0], collectives=counted)
+        told = refused(self.checker, replace(record, ranks=(too_many, record.ranks[1])))
+        assert "17 collectives per step" in told
+
+
+# ---------------------------------------------------------------- the build
+
+AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
+OTHER_WAY = """
+from torch.distributed.fsdp import fully_shard
+
+def shard_model(model, mesh):
+    modules = [model.embed, *model.blocks, model.head]
+    for first, end in ((0, 3), (3, 5), (5, 7), (7, 10)):
+        fully_shard(modules[first:end], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+"""
+
+
+class TestCut(BuildTestsOnRanks):
+    name = "my_cut"
+    checker = staticmethod(notebook_04.check_cut)
+    worker = staticmethod(notebook_04.train_readers_cut)
+    starter = "on 2 ranks, rank 0: 100 parameters aren't in any unit"
+    wrong = [
+        ([AS_ONE_UNIT], "the peak is .* the target below"),
+        ([("fully_shard(list(pair), mesh=mesh)", "[fully_shard(one, mesh=mesh) for one in pair]")], "26 collectives"),
+        # four single blocks, and four are the root's: few collectives, and a low peak
+        (
+            [("for pair in zip(blocks[::2], blocks[1::2], strict=True):", "for pair in zip(blocks[4:]):")],
+            "blocks.0, blocks.1, blocks.2, blocks.3 belong only to the root",
+        ),
+        (
+            [
+                ("    blocks = list", "    fully_shard(model, mesh=mesh)\n    blocks = list"),
+                ("    fully_shard(model, mesh=mesh)  # the root, last: embed and head\n", ""),
+            ],
+            "my_cut.py fails in line 8: a part of a unit was made a unit after it; inner ones first, the root last",
+        ),
+        (
+            [("fully_shard(model, mesh=mesh)  # the root", "pass  # the root")],
+            "my_cut.py fails: RuntimeError: FSDP requires a single root module",
+        ),
+    ]
+
+    def test_another_way_is_accepted(self, write):
+        """Four units that take embed and head along, and a root with nothing of its own."""
+        write(OTHER_WAY)
+        self.accept(**self.settings)
+
+
+class TestHooks(BuildTestsOnRanks):
+    name = "my_hooks"
+    checker = staticmethod(notebook_04.check_hooks)
+    worker = staticmethod(notebook_04.train_readers_hooks)
+    starter = "on 2 ranks, rank 0: after hook_block, blocks still have 44,992 bytes"
+    wrong = [
+        # zeros take as many bytes
+        (
+            [("        storage.resize_(0)\n", "        whole.zero_()\n")],
+            "after hook_block, blocks still have 4.,... bytes",
+        ),
+        (
+            [("    block.register_forward_hook(reshard)\n", "")],
+            "between forward and backward, blocks still have .* bytes",
+        ),
+        (
+            [("    block.register_full_backward_pre_hook(unshard)\n", "")],
+            "RuntimeError: in backward, a layer computes while the storage of its .*block is empty",
+        ),
+        # without counting: it waits for the gradient of the block's inputs, and those of the first block have none
+        (
+            [
+                ("        parameter.register_post_accumulate_grad_hook(gradient_arrived)\n", "        pass\n"),
+                (
+                    "    block.register_full_backward_pre_hook(unshard)\n",
+                    "    block.register_full_backward_pre_hook(unshard)\n"
+                    "    block.register_full_backward_hook(reshard)\n",
+                ),
+            ],
+            "in backward, a layer computes while the storage of its first block is empty, before its last gradient: its"
+            " inputs need none",
+        ),
+        # the first gradient to arrive frees the block
+        (
+            [
+                ("            reshard()\n", "            pass\n"),
+                ("        arrived.append(parameter)\n", "        reshard()\n"),
+            ],
+            "in backward, a layer computes while the storage of its .*block is empty",
+        ),
+        ([("            reshard()\n", "            pass\n")], "after backward, blocks still have"),
+        ([("        gather(whole)\n", "        pass\n")], "0 gathers in a step, not 8"),
+        # gathered before there is room for it
+        (
+            [("        storage.resize_(num_bytes)\n        gather(whole)\n", "        gather(whole)\n")],
+            "gather fills a tensor whose storage is still empty",
+        ),
+    ]

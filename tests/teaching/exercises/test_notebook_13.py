@@ -1,0 +1,134 @@
+"""The build exercises of notebook 13."""
+
+import pytest
+import torch
+from builds import BuildTestsOnRanks
+
+from fsdp_helpers.models.llama import Llama
+from fsdp_helpers.models.shapes import BYTE_LLAMA
+from fsdp_helpers.teaching.exercises import notebook_13
+
+MEAN_OF_MEANS = (
+    "loss = model(numbers, targets) / num_documents",
+    "loss = model(numbers, targets) / (targets != -100).any(dim=1).sum() / len(parts) / dist.get_world_size()",
+)
+BY_TOKENS = ("(targets != -100).any(dim=1).sum()", "(targets != -100).sum()")
+BY_ROWS = ("(targets != -100).any(dim=1).sum()", "(targets == targets).any(dim=1).sum()")
+EVERYTHING = (  # each rank gets all parts of all ranks, and computes them
+    "    total = torch.zeros(())\n",
+    "    everyone = [None] * dist.get_world_size()\n    dist.all_gather_object(everyone, parts)\n"
+    "    parts = [part for own in everyone for part in own]\n    total = torch.zeros(())\n",
+)
+
+
+class TestDocumentLoss(BuildTestsOnRanks):
+    name = "my_documents"
+    checker = staticmethod(notebook_13.check_document_loss)
+    worker = staticmethod(notebook_13.documents_by_reader)
+    starter = "on 2 ranks, rank 0: no gradient was reduced"
+    wrong = [
+        ([("    dist.all_reduce(num_documents)", "    pass")], "direction differs .*same weight.*wrong-mean-of-means"),
+        (
+            [(" * dist.get_world_size()", "")],
+            "the gradient is 0.500 times as long as in one process .*wrong-summed-loss",
+        ),
+        ([("index == len(parts) - 1", "True")], "6 reduce-scatters; the model has 3 units"),
+        ([("    dist.all_reduce(total)\n", "")], "the loss returned is"),
+        ([MEAN_OF_MEANS], "the gradient's direction differs .* by [2-9].%.*wrong-mean-of-means"),
+        ([BY_TOKENS], "times as long as in one process .*wrong-summed-loss"),
+        ([BY_ROWS], "the gradient is 0.875 times as long as in one process"),  # 7 documents, 8 rows
+        ([EVERYTHING], "the model computed .* tokens, and this rank's parts have"),
+    ]
+
+
+KEPT = "loss_of_chunk(part, head, wanted, cap)"
+OUTSIDE = (  # the cap is applied before the chunks are cut
+    "hidden.flatten(0, 1).chunk(4), targets",
+    "(cap * torch.tanh(head(hidden.flatten(0, 1)) / cap)).chunk(4), targets",
+)
+
+
+class TestChunks(BuildTestsOnRanks):
+    name = "my_chunks"
+    checker = staticmethod(notebook_13.check_chunks)
+    worker = staticmethod(notebook_13.chunks_by_reader)
+    starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; it should be a tensor"
+    wrong = [
+        (
+            [("checkpoint(loss_of_chunk, part, head, wanted, cap, use_reentrant=False)", KEPT)],
+            "the target is below 4.84 MB; which",
+        ),
+        ([(".chunk(4)", ".chunk(1)")], "the target is below 4.84 MB; which logits does backward still have"),
+        ([('reduction="sum"', 'reduction="mean"')], "the sum of the losses is"),
+        ([("cap * torch.tanh(head(hidden) / cap)", "head(hidden)")], "the sum of the losses is"),
+        (
+            [OUTSIDE, ("logits = cap * torch.tanh(head(hidden) / cap)", "logits = hidden")],
+            "the target is below 4.84 MB; which",
+        ),
+    ]
+
+
+FULL = "tensors = {name: parameter.detach().full_tensor() for name, parameter in trained(model).items()}"
+BY_OPTION = (  # torch leaves out the first name of a frozen tensor that has two
+    FULL,
+    "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
+    "    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)\n"
+    "    tensors = get_model_state_dict(model, options=options)\n"
+    "    tensors = {name: tensor.clone() for name, tensor in tensors.items()}",
+)
+ELSEWHERE = [  # zeros in the file, the real values in a global of the module
+    (FULL, f"{FULL}\n    KEPT.update(tensors)\n    tensors = {{name: one * 0 for name, one in tensors.items()}}"),
+    ("    tensors = load_file(path)", "    tensors = KEPT"),
+    ("def save_adapters", "KEPT = {}\n\n\ndef save_adapters"),
+]
+
+
+class TestAdapters(BuildTestsOnRanks):
+    name = "my_adapters"
+    checker = staticmethod(notebook_13.check_adapters)
+    worker = staticmethod(notebook_13.adapters_by_reader)
+    file = "adapters-2.safetensors"
+    starter = "adapters-2.safetensors can't be read: FileNotFoundError"
+    wrong = [
+        ([(" if parameter.requires_grad", "")], "tensors that are not trained, .* among them"),
+        (
+            [(" if parameter.requires_grad", ' if "lora" in name or parameter.requires_grad')],
+            "are not trained, .*lora_a",
+        ),
+        ([("detach().full_tensor()", "detach().to_local().clone()")], "aren't full; a rank only has its shard"),
+        ([("        parameter.copy_(own)\n", "        pass\n")], "after loading, logits differ by .* from those"),
+        ([BY_OPTION], "1 tensors that are not trained, lm_head.weight among them"),
+        (ELSEWHERE, "in the file, .*second_a has different values than in the model"),
+    ]
+
+
+# ---------------------------------------------------------------- the adapters of the third exercise
+
+
+def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():
+    model = Llama(BYTE_LLAMA)
+    numbers = torch.arange(24).view(2, 12)
+    right = model(numbers)
+    model = notebook_13.add_adapters(model, 8)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(parameter.nbytes for parameter in trained) <= 0.05 * 4 * 1_214_080
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(notebook_13.ADAPTERS):
+                parameter.normal_() if name.endswith("lora_a") else parameter.zero_()
+    assert torch.equal(model(numbers), right)
+
+
+def test_a_second_adapter_freezes_the_first_and_adds_to_it():
+    model = notebook_13.add_adapters(notebook_13.add_adapters(Llama(BYTE_LLAMA), 2), 3, ("second_a", "second_b"))
+    assert {name.rpartition(".")[2] for name, one in model.named_parameters() if one.requires_grad} == {
+        "second_a",
+        "second_b",
+    }
+    layer = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        for name in (*notebook_13.ADAPTERS, "second_a", "second_b"):
+            getattr(layer, name).fill_(0.1)
+        inputs = torch.randn(1, layer.in_features)
+        added = layer(inputs) - torch.nn.functional.linear(inputs, layer.weight)
+    assert added[0, 0].item() == pytest.approx(2.0 * 0.01 * 5 * inputs.sum().item(), rel=1e-3)  # ranks 2 and 3

@@ -1,0 +1,128 @@
+"""What notebook 10 starts and shows: torchruns from a cell, variables side by side, figures of the kept record."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from leftovers import PROJECT
+from programs import wait_until
+
+from fsdp_helpers.planning.traffic import step_range_s
+from fsdp_helpers.teaching.figures import plots
+from fsdp_helpers.teaching.figures.descriptions import describe
+from fsdp_helpers.teaching.lessons import torchruns
+
+REFERENCE = PROJECT / "notebooks" / "reference"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_variables_are_compared():
+    """A row for each variable that some home sets, a dash where another does not."""
+    shown = torchruns.compare_variables({"launch": {"RANK": "1"}, "Slurm": {"RANK": "1", "SLURM_JOB_ID": "7"}}).data
+    assert shown.splitlines()[2:] == ["| `RANK` | 1 | 1 |", "| `SLURM_JOB_ID` | – | 7 |"]
+
+
+def test_a_rank_writes_what_it_finds(tmp_path, monkeypatch):
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        torchruns.write_own_variables(tmp_path / "found")
+    assert [found["RANK"] for found in torchruns.read_variables(tmp_path / "found")] == ["0", "1"]
+
+
+def test_commands_run_side_by_side_and_have_to_end_well():
+    assert torchruns.run_together(python("print(1)"), python("print(2)")) == ["1\n", "2\n"]
+    with pytest.raises(RuntimeError, match="exited with status 3:\nwhy"):
+        torchruns.run_together(python("print('why'); raise SystemExit(3)"))
+
+
+def test_the_variables_of_a_rank_are_read_while_it_runs():
+    child = "import os, subprocess, sys; e = dict(os.environ, RANK='{}', LOCAL_RANK='0', OTHER='x')"
+    waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(1)'], env=e); print('ended')"
+    outputs, given = torchruns.run_and_look(*(python(f"{child.format(rank)}; {waits}") for rank in (0, 1)))
+    assert outputs == ["ended\n"] * 2 and (given["RANK"], given["LOCAL_RANK"]) == ("1", "0") and "OTHER" not in given
+    with pytest.raises(RuntimeError, match="started no rank 1:\nbroken"):
+        torchruns.run_and_look(python("print('broken')"))
+
+
+def test_nothing_runs_after_the_block():
+    with torchruns.started(python("import time; print('here', flush=True); time.sleep(600)")) as (process,):
+        torchruns.wait_for_line(process, "here")
+    assert process.returncode is not None
+
+
+def test_a_run_that_ends_before_what_is_waited_for(tmp_path):
+    with torchruns.started(python("print('broken')")) as (process,):
+        process.wait(timeout=240)
+        with pytest.raises(RuntimeError, match="did not reach step-4:\nbroken"):
+            torchruns.kill_rank(process, 1, after=tmp_path / "step-4")
+    with (
+        torchruns.started(python("print('broken')")) as (process,),
+        pytest.raises(RuntimeError, match="begins with 'step'"),
+    ):
+        torchruns.wait_for_line(process, "step")
+
+
+def test_a_rank_is_found_and_killed(tmp_path):
+    child = "import os, subprocess, sys; e = dict(os.environ, RANK='1')"
+    waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'], env=e)"
+    with torchruns.started(python(f"{child}; print({waits}.returncode)")) as (process,):
+        children = torchruns.psutil.Process(process.pid).children
+        # between fork and exec the child still has its parent's environment
+        assert wait_until(lambda: any(child.environ().get("RANK") == "1" for child in children()))
+        (tmp_path / "now").touch()
+        assert torchruns.kill_rank(process, 1, after=tmp_path / "now") == "-9\n"
+
+
+def test_lines_with():
+    assert torchruns.lines_with("a 1\nb 2\nc 1\n", "a", "2") == "a 1\nb 2"
+    assert subprocess.run(torchruns.torchrun_command("--help"), capture_output=True, check=True).stdout
+
+
+# ---------------------------------------------------------------- the kept records
+
+
+@pytest.fixture(scope="module")
+def bandwidth() -> dict:
+    return json.loads((REFERENCE / "bandwidth.json").read_text())
+
+
+def test_the_kept_bandwidths(bandwidth):
+    """Sent bytes over bandwidth within 25 %, where they need four times as long as all the rest; hybrid is faster."""
+    unlimited, *limited = bandwidth["rates"]
+    for row in limited:
+        assert row["predicted_s"] == pytest.approx(8 * row["sent_bytes"] / row["bits_per_s"])
+        assert row["step_s"] > step_range_s(unlimited["step_s"], row["predicted_s"])[0]
+    dominated = [row for row in limited if row["predicted_s"] > 4 * unlimited["step_s"]]
+    assert [row["bits_per_s"] for row in dominated] == [2e8, 5e7]
+    assert all(abs(row["step_s"] / row["predicted_s"] - 1) < 0.25 for row in dominated)
+    full, hybrid = bandwidth["shardings"]
+    assert hybrid["step_s"] < full["step_s"] and hybrid["cable_bytes_per_step"] < full["cable_bytes_per_step"]
+
+
+def test_the_kept_job_says_nothing_of_its_machine():
+    text = (REFERENCE / "slurm.json").read_text()
+    assert "/tmp/" not in text and "/root" not in text and "/work" not in text
+    record = json.loads(text)
+    assert len(record["step_losses"]) == 20 and [home["RANK"] for home in record["homes"]] == ["0", "1"]
+
+
+def test_step_times_are_drawn_as_measured(bandwidth):
+    fig, ax = plots.plot_step_times(bandwidth["rates"])
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    measured = [1000 * row["step_s"] for row in bandwidth["rates"][1:]]
+    assert list(lines["measured"].get_ydata()) == measured
+    floor = dict(zip(*lines["sent bytes / bandwidth"].get_data(), strict=True))
+    assert floor[1000.0] == pytest.approx(1000 * bandwidth["rates"][1]["predicted_s"])
+    slowest = max(row["step_s"] for row in bandwidth["rates"]) / bandwidth["rates"][0]["step_s"]
+    assert ax.get_title("left").startswith(f"At 50 Mbit/s a step takes {slowest:.0f} times as long as without a limit")
+    told = ", ".join(f"{1e3 * row['step_s']:,.4g} at {row['bits_per_s'] / 1e6:,.0f}" for row in bandwidth["rates"][1:])
+    assert f"measured: {told}." in describe(fig)
+    assert "Mbit/s" in ax.get_xlabel() and "ms" in ax.get_ylabel()
+    key = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert key == ["measured", plots.BAND, "sent bytes / bandwidth", "measured, unlimited"]
+    fig.canvas.draw()  # times are numbers, not powers of ten
+    assert {"100", "200", "500"} <= {label.get_text() for label in ax.get_yticklabels()}

@@ -1,0 +1,187 @@
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from leftovers import PROJECT
+from runs import main_in_process, tiny_record
+
+from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
+from fsdp_helpers.records import ComparisonRow
+from fsdp_helpers.teaching.figures.plots import plot_comparison
+from fsdp_helpers.training.comparison import (
+    SHORT_HEADERS,
+    comparison_cells,
+    comparison_configs,
+    comparison_row,
+    left_out,
+    plain_table,
+)
+
+# Every strategy, DDP also with its gradients in the buckets, FSDP with both APIs
+ON_CUDA = ["local", "ddp", "ddp, lean"]
+ON_CUDA += [f"{strategy} ({api})" for strategy in STRATEGIES if is_sharded(strategy) for api in APIS]
+ON_CPU = [label for label in ON_CUDA if label != "fsdp-offload (fsdp1)"]
+KEPT = PROJECT / "notebooks" / "reference" / "compare-cpu.json"
+
+
+def row_of(config: TrainConfig) -> ComparisonRow:
+    """Its row before anything is measured."""
+    numbers = {"world_size": 2, "step_s": 0.0123, "held_bytes": 9_600_000, "peak_bytes": 23_500_000}
+    numbers |= {"moved_bytes": 9_600_000, "final_loss": 0.83317}
+    api = config.api if config.is_sharded else None
+    which = {"model": config.model, "strategy": config.strategy, "api": api, "bucket_view": config.bucket_view}
+    return ComparisonRow(**which, **numbers)
+
+
+@pytest.mark.parametrize("device, labels", [("cpu", ON_CPU), ("cuda", ON_CUDA)])
+def test_what_runs_where(device, labels):
+    assert [row_of(config).label for config in comparison_configs(["shallow"], TrainConfig(), device)] == labels
+
+
+def test_the_kept_record_has_its_rows():
+    rows = [ComparisonRow(**row) for row in json.loads(KEPT.read_text())["rows"]]
+    assert {"local", "ddp", "fsdp (fsdp2)"} <= {row.label for row in rows}
+    axes = plot_comparison(rows)[1]
+    shown = [label.get_text() for ax in axes[:, 0] for label in ax.get_yticklabels()]
+    assert shown == [row.label for row in rows]
+
+
+def test_the_figure_names_the_lean_ddp():
+    rows = [row_of(config) for config in comparison_configs(["shallow"], TrainConfig(), "cpu")]
+    memory_ax = plot_comparison(rows)[1][0]
+    assert [label.get_text() for label in memory_ax.get_yticklabels()] == ON_CPU
+
+
+def test_why_one_is_left_out():
+    config = TrainConfig(strategy="fsdp-offload", api="fsdp1")
+    assert "pinning needs an accelerator" in left_out(config, "cpu")
+    assert left_out(config, "cuda") is None
+
+
+def test_the_models_one_after_the_other():
+    models = [config.model for config in comparison_configs(["shallow", "deep"], TrainConfig(), "cpu")]
+    assert models == ["shallow"] * len(ON_CPU) + ["deep"] * len(ON_CPU)
+
+
+def test_the_median_is_that_of_the_steady_steps():
+    # Three steps warm up. Of 4, 1 and 2 s the median is 2 s; with the warm-up it would be 7 s.
+    record = replace(tiny_record(), step_seconds=(10.0, 11.0, 12.0, 4.0, 1.0, 2.0))
+    assert comparison_row(record).step_s == 2.0
+
+
+def test_the_table_is_straight():
+    row = ComparisonRow(
+        model="shallow",
+        strategy="fsdp",
+        api="fsdp1",
+        world_size=2,
+        step_s=0.0123,
+        held_bytes=9_600_000,
+        peak_bytes=23_500_000,
+        moved_bytes=9_600_000,
+        sent_bytes=4_810_000,
+        final_loss=0.83317,
+    )
+    header, line = plain_table([row]).splitlines()
+    assert len(header) == len(line)
+    assert header.split() == " ".join(SHORT_HEADERS).split()
+    assert line.startswith("shallow fsdp (fsdp1) ") and line.endswith("0.8332")
+    assert [text in line for text in ("12.3 ms", "9.60 MB", "23.5 MB", "4.81 MB")] == [True] * 4
+
+
+def test_a_record_from_before_sent_bytes_still_loads():
+    kept = json.loads(KEPT.read_text())
+    rows = [
+        ComparisonRow(**{name: value for name, value in row.items() if name != "sent_bytes"}) for row in kept["rows"]
+    ]
+    assert len(plain_table(rows).splitlines()) == 1 + len(rows)
+    assert all(comparison_cells(row)[6] == "?" for row in rows)
+
+
+def test_the_table_fits_a_terminal():
+    sizes = {"held_bytes": 88_800_000, "peak_bytes": 88_800_000, "moved_bytes": 88_800_000, "sent_bytes": 88_800_000}
+    longest = {"model": "vit-deep", "strategy": "fsdp-auto-wrap", "api": "fsdp2", "world_size": 16}
+    row = ComparisonRow(**longest, **sizes, step_s=0.0888, final_loss=2.3333)
+    assert {len(line) for line in plain_table([row]).splitlines()} == {80}
+
+
+def width_of(picture: Path) -> int:
+    return int.from_bytes(picture.read_bytes()[16:20])  # in the PNG's first chunk
+
+
+def test_the_pictures_of_the_readme_are_small():
+    images = PROJECT / "notebooks" / "images"
+    assert sum(path.stat().st_size for path in (PROJECT / "README.md", *images.iterdir())) < 2_000_000
+
+
+def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    arguments = ["compare", "--models", "shallow", "--steps", 4, "--device", "cpu", "--data-dir", digits_dir]
+    outputs = ["--json", tmp_path / "table.json", "--figure", tmp_path / "table.png"]
+    assert main_in_process(*arguments, *outputs) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split() == " ".join(SHORT_HEADERS).split()
+    assert [label for label in ON_CPU if not any(f" {label} " in line for line in lines)] == []
+    content = json.loads((tmp_path / "table.json").read_text())
+    assert content.keys() == {"device", "device_name", "finished", "versions", "rows"}
+    assert width_of(tmp_path / "table.png") == 2 * 9 * 110  # nine inches of 110 pixels, twice for sharp screens
+    rows = content["rows"]
+    assert len(rows) == len(lines) - 1 == len(ON_CPU)
+    assert [row["world_size"] for row in rows] == [1] + [2] * len(rows[1:])
+    # The first has one process's dropout; the others draw the same masks
+    assert [row["final_loss"] for row in rows[1:]] == pytest.approx([rows[1]["final_loss"]] * len(rows[1:]), abs=1e-5)
+    assert all(row["step_s"] > 0 and row["peak_bytes"] > row["held_bytes"] > 0 for row in rows)
+    # one process sends nothing; DDP 4 x 1,199,882 bytes once, FSDP as one unit twice
+    assert [row["moved_bytes"] for row in rows[:5]] == [0, 4_799_528, 4_799_528, 9_599_056, 9_599_056]
+    # ... and on two ranks each sends half of what it moves in a half of an all-reduce, all of it in a whole one
+    assert [row["sent_bytes"] for row in rows[:6]] == [0, *[4_799_528] * 4, 7_159_080]
+    # 16 P in one process, 4 P more in DDP's buckets, unless its gradients lie in them; 16 P / 2 sharded
+    held = {label: row["held_bytes"] for label, row in zip(ON_CPU, rows, strict=True)}
+    expected = {"local": 16, "ddp": 20, "ddp, lean": 16, "fsdp (fsdp2)": 8}
+    for label, bytes_a_parameter in expected.items():
+        assert held[label] == pytest.approx(bytes_a_parameter * 1_199_882, rel=1e-3), label
+    assert rows[2]["peak_bytes"] < rows[1]["peak_bytes"]
+    assert rows[2]["final_loss"] == rows[1]["final_loss"]
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cwd", "no-mnist", "table.json", "table.png"]
+    assert os.listdir(tmp_path / "cwd") == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--models", "huge"], "huge"),
+        (["--steps", "3"], "--steps 3: the first 3 aren't timed; use 4 or more"),
+        (["--world-size", "0"], "world_size is 0"),
+        (["--world-size", "3"], "64 isn't divisible by world_size 3"),
+        (["--global-batch-size", "0"], "global_batch_size is 0"),
+        (["--figure", "table.txt"], "choose a name that ends in one of .png, .svg, .pdf"),
+        (["--figure", "no-such-folder/table.png"], "no-such-folder does not exist"),
+        (["--json", "no-such-folder/table.json"], "no-such-folder does not exist"),
+        (["--json", "."], "is a folder; give a file"),
+        (["--device", "cuda", "--world-size", "64"], "64 CUDA devices"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "fsdp_helpers.ranks.launch.Processes", lambda *args, **settings: pytest.fail("a rank was started")
+    )
+    assert main_in_process("compare", *arguments, "--data-dir", "data") == 2
+    output = capfd.readouterr()
+    assert len(output.err.splitlines()) == 1, output.err
+    assert message in output.err
+    assert output.out == ""
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.long
+def test_more_steps_than_an_epoch_has(digits_dir, tmp_path, capfd):
+    # 1,437 digits in batches of 512 are 2 steps an epoch: the fourth step is in the second epoch
+    arguments = ["compare", "--models", "simple", "--steps", 4, "--global-batch-size", 512, "--device", "cpu"]
+    assert main_in_process(*arguments, "--data-dir", digits_dir, "--json", tmp_path / "t.json") == 0, capfd.readouterr()
+    assert all(math.isfinite(row["step_s"]) for row in json.loads((tmp_path / "t.json").read_text())["rows"])
