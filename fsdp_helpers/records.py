@@ -59,8 +59,8 @@ class MemoryCurve:
 class Collective:
     """One collective operation as one rank saw it.
 
-    `bytes` is the size of the full tensor, padding included; `sent_bytes` is what this rank sends for it in a ring, by
-    the formula in `planning/traffic.py`.
+    `bytes` is the size of the full tensor, padding included; `sent_bytes` are the bytes this rank sends for it in a
+    ring, by the formula in `planning/traffic.py`.
     """
 
     op: str

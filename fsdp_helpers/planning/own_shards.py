@@ -27,7 +27,7 @@ def own_state(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> StateBytes:
-    """Return what `rank` holds: all parameters or its shards, and gradients and moments of the trained ones.
+    """Return the state that `rank` holds: all parameters or its shards, with gradients and moments of the trained ones.
 
     `precision` defaults to that of `config`, which doesn't have all that can be planned.
     """

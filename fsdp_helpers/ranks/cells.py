@@ -35,7 +35,7 @@ CELLS = "<cells>"  # the file of the module in which all cells run
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank answers to a cell, or to the name of a variable."""
+    """A rank's answer to a cell, or to the name of a variable."""
 
     value: Any = None  # of the last line, as it is shown; of the variable
     failure: Failure | None = None  # with the frames that are the reader's
@@ -201,5 +201,5 @@ def portable(value: Any) -> Any:
 
 
 def _is_shown(file: str) -> bool:
-    """Return whether a file is the reader's: a cell, or a module beside the notebook."""
+    """Return True if a file is the reader's: a cell, or a module next to the notebook."""
     return os.path.dirname(file) == os.getcwd() if os.path.isabs(file) else file in linecache.cache

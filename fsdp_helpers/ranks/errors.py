@@ -1,4 +1,4 @@
-"""What a rank says of its failure, and the errors that this becomes. A notebook shows their messages, without a traceback."""
+"""A rank's report of its failure, and the errors made from it. A notebook shows their messages, without a traceback."""
 
 import time
 import traceback

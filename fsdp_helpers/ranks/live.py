@@ -235,7 +235,7 @@ class Ranks:
     def _find_cause(self) -> tuple[int, Failure] | None:
         """Return the first rank that failed by itself, and how; None if all did their part.
 
-        The others fail because they wait for it in vain.
+        The others fail because they wait for it.
         """
         failures = {rank: answer.failure for rank, answer in sorted(self._answers.items()) if answer.failure}
         own = {rank: failure for rank, failure in failures.items() if not waited_in_vain(failure.summary)}

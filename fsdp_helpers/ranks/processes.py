@@ -32,10 +32,10 @@ READ_BYTES = 2**20  # more than a pipe holds
 
 
 class Processes:
-    """One process per rank, each with a link for messages and with pipes for what it writes.
+    """One process per rank, each with a link for messages and with pipes for its output.
 
-    `body(rank, setup, send, link)` runs in each of them, and what it writes arrives as on_output(rank, stream, data).
-    With two `streams`, standard output and error are kept apart, with one they stay in order.
+    `body(rank, setup, send, link)` runs in each of them, and its output arrives as on_output(rank, stream, data). With
+    two `streams`, standard output and error are kept apart, with one they stay in order.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ Send = Callable[[str, Any], None]  # send(kind, content): a message to the paren
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ranks of a group start with."""
+    """The settings that all ranks of a group start with."""
 
     body: Callable  # what each rank runs, as body(rank, setup, send, link)
     world_size: int
@@ -41,15 +41,15 @@ class Setup:
 
     @property
     def group(self) -> dict[str, Any]:
-        """What `process_group` needs to know of this group."""
+        """This group's settings for `process_group`."""
         return {"device": self.device, "init_method": f"file://{self.folder}/meeting-point", "launched": True}
 
 
 def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> None:
     """Prepare this process, run the body of the group, and leave; `start_processes` calls this.
 
-    Each rank has its ends of a link for messages and of one or two pipes for what it prints. Every end of the body but
-    a normal one is told to the parent, sys.exit() included.
+    Each rank has its ends of a link for messages and of one or two pipes for its output. Every end of the body but a
+    normal one is told to the parent, sys.exit() included.
     """
     link, *outputs = ends[rank]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle

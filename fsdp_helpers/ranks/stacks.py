@@ -28,7 +28,7 @@ def written_on_request(file: Path) -> Iterator[None]:
 
 
 def ask(files: Mapping[int, Path]) -> dict[int, str]:
-    """Ask processes, by their ids, for their stacks; return what each has written into its file, perhaps nothing."""
+    """Ask processes, by their ids, for their stacks; return the content of each one's file, which may be empty."""
     started = {pid: file for pid, file in files.items() if file.exists()}
     for pid, file in started.items():
         os.truncate(file, 0)  # of what it wrote before

@@ -12,6 +12,7 @@ def chapter(tmp_path_factory):
         yield chapter
 
 
+@pytest.mark.long
 def test_each_rank_keeps_its_shard(chapter):
     assert len(chapter.twice) == 2 and all(first == second for first, second in chapter.twice.values())
     assert chapter.value("sum(ranks['kept']) == ranks['num_parameters'][0]") is True

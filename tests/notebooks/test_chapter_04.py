@@ -22,6 +22,7 @@ def rank_0(chapter, name):
     return chapter.value(f"ranks['{name}'][0]")
 
 
+@pytest.mark.long
 def test_a_cell_run_again_gives_the_same_output(chapter):
     ids = [cell_id for cell_id in chapter.ranks_cells() if cell_id in FIRST_PART + BY_HAND]
     assert ids == FIRST_PART + BY_HAND
@@ -91,6 +92,7 @@ def test_a_unit_by_hand_with_a_line_changed_is_another(chapter, change, equal):
         chapter.run_all(BY_HAND[1:])
 
 
+@pytest.mark.long
 def test_four_ranks(chapter):
     chapter.run_all(OF_FOUR)
     try:

@@ -21,6 +21,7 @@ def copies(chapter) -> dict[str, int]:
     return {way: ways.count(way) for way in (TO_DEVICE, TO_HOST)}
 
 
+@pytest.mark.long
 def test_a_cell_run_again_gives_the_same_output(chapter):
     assert chapter.ranks_cells() == CELLS
     assert chapter.run_all(CELLS) == chapter.first

@@ -71,6 +71,7 @@ def test_a_plain_state_dict_loses_the_moments(chapter):
     chapter.run("live-load")
 
 
+@pytest.mark.long
 def test_cells_run_twice_show_the_same(chapter):
     ids = [cell_id for cell_id in chapter.ranks_cells() if cell_id != "accident-1"]
     shown = {cell_id: (chapter.run(cell_id), chapter.run(cell_id)) for cell_id in ids}
@@ -78,6 +79,7 @@ def test_cells_run_twice_show_the_same(chapter):
     assert len(shown) == 10
 
 
+@pytest.mark.long
 def test_the_accident_is_the_same_again_and_says_that_its_ranks_are_new(chapter):
     chapter.run("hasty-ranks")
     try:

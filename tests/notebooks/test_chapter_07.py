@@ -28,6 +28,7 @@ def peak_bytes(chapter, name):
     return chapter.value(f"ranks['{name}'][0].curve.peak_bytes")
 
 
+@pytest.mark.long
 def test_a_cell_run_again_gives_the_same_output(chapter):
     assert chapter.ranks_cells() == CELLS
     assert {cell_id: chapter.run(cell_id) for cell_id in CELLS} == chapter.first

@@ -16,6 +16,7 @@ def chapter(tmp_path_factory):
         yield chapter
 
 
+@pytest.mark.long
 def test_a_cell_run_again_gives_the_same_output(chapter):
     assert chapter.ranks_cells() == [*LIVE, "compile"]  # the last one is compiled twice below
     assert {cell_id: chapter.run(cell_id) for cell_id in LIVE} == chapter.first
@@ -82,6 +83,7 @@ def test_without_prefetch_the_order_is_the_plain_one(chapter):
     chapter.run_all(["order", "prefetch"])
 
 
+@pytest.mark.long
 def test_without_compile_there_is_no_graph(chapter):
     no_compiler = {"compile": ('shutil.which("g++")', "None")}  # the blocks are captured, and machine code is not made
     chapter.run("compile", no_compiler)
@@ -93,6 +95,7 @@ def test_without_compile_there_is_no_graph(chapter):
     assert chapter.value("ranks['compiled']") == compiled
 
 
+@pytest.mark.long
 def test_on_three_ranks(chapter):
     """Rows that do not divide, and ranks that have none of a tensor."""
     chapter.execute("ranks.close()")

@@ -31,6 +31,7 @@ def check(rows: list[ErrorRow]) -> None:
     assert min(row.error for row in rows) > -0.01
 
 
+@pytest.mark.long
 def test_the_zoo_on_two_ranks():
     check(measure_cases(FAST, 2))
 

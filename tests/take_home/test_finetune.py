@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pretrained import load_hugging_face, read_config
 from programs import Killed, has_ended, shares_a_lock, wait_until
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,7 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchrun_jobs import one_agent, torchrun_job, wait_for_output
 
-from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face, read_config, save_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.models.llama import IGNORED, Llama
 from fsdp_helpers.models.shapes import LlamaShape, RopeScaling, config_of_llama, llama_from_config
 from fsdp_helpers.ranks.launch import launch
@@ -222,6 +223,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused():
     assert done.returncode == 1 and done.stderr.startswith("5 ranks cannot share 24 documents evenly")
 
 
+@pytest.mark.long
 def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
     arguments = [*alone[1], 1_000_000]
     program = [FOLDER / "finetune.py"]

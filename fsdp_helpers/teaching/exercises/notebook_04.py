@@ -132,7 +132,7 @@ class SmallTransformer(nn.Module):
 
 
 def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
-    """Let the reader shard the transformer, train it, and examine its units and what a step needs."""
+    """Let the reader shard the transformer, train it, and examine its units, peak and collectives."""
     shard_model = import_own(module, "shard_model")
     model = SmallTransformer()
     right = plain_losses(model, sgd(model))

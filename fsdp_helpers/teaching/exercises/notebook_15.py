@@ -185,7 +185,7 @@ NAMES = {"tensor": "tensor", "context": "context", "data": "FSDP", "pipeline": "
 
 @exercise("15")
 def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) -> str:
-    """Notebook 15: a mesh for Llama 3.1 70B on 1,024 GPUs, and what a rank sends along each of its dimensions."""
+    """Notebook 15: a mesh for Llama 3.1 70B on 1,024 GPUs, and the bytes that a rank sends along each of its dimensions."""
     expect_answered(choice)
     expect_answered(sent_gb)
     wanted = ", ".join(NAMES)

@@ -70,7 +70,7 @@ def find(name: str) -> Failure:
 
 
 def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: float | None = None) -> Seen:
-    """Run one rank function on two CPU ranks, and return what it showed."""
+    """Run one rank function on two CPU ranks, and return the outcome."""
     limits = {"timeout_s": LIMIT_S, "stall_s": stall_s, "group_timeout_s": group_timeout_s}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]

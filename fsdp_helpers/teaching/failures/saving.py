@@ -279,7 +279,7 @@ SAVING = (
     Failure(
         name="save-plain-optimizer-state",
         title="After resuming, the loss jumps up",
-        why="`dcp.load` fills the tensors that you hand it. A new Adam has none, so `optimizer.state_dict()` offers nothing to "
+        why="`dcp.load` fills the tensors that you give it. A new Adam has none, so `optimizer.state_dict()` offers nothing to "
         "fill, and the moments stay in the file. No error is raised.",
         tell="`optimizer.state` is empty before the first step after loading.",
         fix="`get_state_dict` and `set_state_dict`: they create the moments first, and name them by parameter.",
