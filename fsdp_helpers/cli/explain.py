@@ -10,6 +10,8 @@ from functools import cache
 from heapq import nlargest
 from itertools import pairwise
 
+from fsdp_helpers.teaching.failures.sights import CARDS, SIGHTS
+
 MOST_CARDS = 3
 LEAST_SCORE = 0.5  # of a line's words, weighted by how rare they are; below it, nothing is known
 FEWEST_WORDS = 3  # that a description and a card must share; fewer are chance
@@ -25,6 +27,7 @@ UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of one t
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
 # These cards' messages appear next to those of others, which say more.
 WRAPPERS = ("crash-no-traceback", "slow-threads", "crash-nccl-system-error")
+EXIT_CODE = re.compile(r"\b(?:exit|return)[ -]?(?:code|status)\s*[:=]?\s*(-?\d+)")
 ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")
 PAGE = "notebooks/11_when_it_breaks.ipynb"
 
@@ -48,18 +51,16 @@ def read_message(words: Sequence[str]) -> str:
 
 def explain_text(text: str) -> str:
     """Return the matching cards as text, best first, each with its fix; or say that there is none."""
-    from fsdp_helpers.teaching.failures.gallery import GALLERY
-
     matches = find_cards(text)
     if not matches:
         return f"No card matches this message. {PAGE} has an index by what you see; `doctor` checks the machine."
     parts = []
     for match in matches[:MOST_CARDS]:
-        card = GALLERY[match.name]
+        card = CARDS[match.name]
         parts.append(
-            f"{card.name}: {card.title}\n  seen as:  {match.phrase}\n  why:      {card.why}\n  tell:     {card.tell}"
+            f"{match.name}: {card.title}\n  seen as:  {match.phrase}\n  why:      {card.why}\n  tell:     {card.tell}"
         )
-        parts.append(f"  fix:      {card.fix}\n  card:     {PAGE}#{card.name}\n")
+        parts.append(f"  fix:      {card.fix}\n  card:     {PAGE}#{match.name}\n")
     return "\n".join(parts).rstrip()
 
 
@@ -133,18 +134,13 @@ def rarity() -> dict[str, float]:
 @cache
 def phrases_of_cards() -> dict[str, tuple[str, ...]]:
     """Return, for each card, the phrases it can be found by: its rows in the index, and its title."""
-    from fsdp_helpers.teaching.failures.gallery import GALLERY
-    from fsdp_helpers.teaching.failures.sights import SIGHTS
-
-    return {name: (*(sight.text for sight in SIGHTS[name]), card.title) for name, card in GALLERY.items()}
+    return {name: (*(sight.text for sight in SIGHTS[name]), card.title) for name, card in CARDS.items()}
 
 
 @cache
 def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the words of a card's rows in the index, and those of its explanation."""
-    from fsdp_helpers.teaching.failures.gallery import GALLERY
-
-    card = GALLERY[name]
+    card = CARDS[name]
     seen = frozenset().union(*(words_of(phrase) for phrase in phrases_of_cards()[name]))
     return seen, words_of(" ".join([card.why, card.tell, card.fix]))
 
@@ -162,8 +158,14 @@ def stem(word: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """Return lowercase text, with # for each number but an exit code such as -9, and single spaces."""
-    return re.sub(r"(?<![-\d])\d+|(?<=-)\d{3,}", "#", " ".join(text.lower().split()))
+    """Return lowercase text, with # for each number but an exit code's, which is the negative signal, and single spaces."""
+    text = EXIT_CODE.sub(lambda found: f"exit code {signal_of(int(found[1]))}", " ".join(text.lower().split()))
+    return re.sub(r"(?<![-\d])(?<!exit code )\d+|(?<=-)\d{3,}", "#", text)
+
+
+def signal_of(code: int) -> int:
+    """Return an exit code as Python writes it: -9 for a shell's 137, which is 128 and the signal."""
+    return 128 - code if 128 < code < 160 else code
 
 
 COMMON = frozenset(

@@ -182,10 +182,6 @@ def rank_1_is_missing() -> Numbers:
 HANGS = (
     Failure(
         name="hang-uneven-batches",
-        title="The evaluation of a sharded model never ends",
-        why="There are five images on two ranks, so rank 0 has one more batch. Each forward all-gathers every unit, so rank 0 waits in an all-gather while rank 1 is already in the all-reduce of the results. Under DDP, or with one unit that stays unsharded, the same loop works, because its forward has no collective.",
-        tell="One rank waits inside the model, the other after the loop. Count the batches of each rank.",
-        fix="Give every rank the same number of batches, even if some are empty. An empty batch runs the all-gathers, too.",
         broken=evaluate_own_images,
         fixed=evaluate_even_batches,
         right=evaluate_alone,
@@ -193,11 +189,6 @@ HANGS = (
     ),
     Failure(
         name="hang-gather-on-rank-0",
-        title="Training stops as soon as rank 0 logs or saves",
-        why="`full_tensor()`, `get_model_state_dict` and `summon_full_params` are collectives: every rank has to contribute "
-        "its shard. Inside `if rank == 0`, only one does.",
-        tell="Rank 0 waits in `full_tensor()`, the others in whatever comes next. Search for collectives below `if rank`.",
-        fix="All-gather on every rank; print or write on one.",
         broken=gather_on_rank_0,
         fixed=gather_on_every_rank,
         right=norm_alone,
@@ -205,12 +196,6 @@ HANGS = (
     ),
     Failure(
         name="hang-local-decision",
-        title="Each rank decides for itself when to stop or to save",
-        why="Early stopping, *save if it's the best so far*, a limit of time or a signal: the ranks look at different numbers, such as "
-        "the loss of their own validation images. `dist.reduce` gives the sum to rank 0 alone. One rank leaves the loop, or enters "
-        "the save, and the others wait for it.",
-        tell="It hangs only now and then, after good epochs, and never if every epoch saves. Print the decision on each rank.",
-        fix="`dist.all_reduce(loss)` (not `reduce`) before the decision, or rank 0 decides and `dist.broadcast`s it.",
         broken=stop_on_own_loss,
         fixed=stop_on_mean_loss,
         right=stop_by_hand,
@@ -218,11 +203,6 @@ HANGS = (
     ),
     Failure(
         name="hang-order",
-        title="Two ranks wait in two different collectives",
-        why="Collectives are matched by their order, not by their names. A loop over a set or over a dictionary that each "
-        "rank filled itself may run in a different order on each rank.",
-        tell="All ranks wait, each in a different collective. `compare_collectives` names the first place where their traces diverge.",
-        fix="Use the same order on every rank: sort the names.",
         broken=log_in_own_order,
         fixed=log_in_sorted_order,
         right=logged_by_hand,
@@ -230,11 +210,6 @@ HANGS = (
     ),
     Failure(
         name="hang-new-group",
-        title="Making a smaller process group hangs",
-        why="`new_group` is itself a collective of all ranks, including those that won't belong to it. Here rank 1 "
-        "never calls it.",
-        tell="A rank waits inside `new_group`, before any tensor has moved.",
-        fix="Call `new_group` on every rank, in the same order; `init_device_mesh` does that for you.",
         broken=make_group_on_rank_0,
         fixed=make_group_on_every_rank,
         right=two_ranks,
@@ -242,14 +217,6 @@ HANGS = (
     ),
     Failure(
         name="hang-default-timeout",
-        title="After half an hour, a time-out that does not say who is missing",
-        why="A collective gives up after 30 minutes unless you say otherwise, and its message has milliseconds, but no rank number. "
-        "Here the limit is two seconds.",
-        tell="`dist.monitored_barrier` on a gloo group names the first rank that is missing. `launch` and `--timeout` call "
-        "the roll and name all of them.",
-        fix="Pass `timeout=` to `init_process_group`, more than your longest step and longest checkpoint take. To find the culprit, "
-        "put a monitored barrier before the collective. Each group has a limit of its own: `new_group` takes `timeout=` too, and "
-        "`dist.set_timeout(limit, mesh.get_group())` reaches the groups of a mesh.",
         broken=wait_without_a_name,
         fixed=wait_with_a_name,
         right=rank_1_is_missing,

@@ -57,6 +57,26 @@ def five_images() -> Numbers:
     return {"images evaluated": 5}
 
 
+# ---------------------------------------------------------------- a metric of one rank
+
+HITS = (3.0, 1.0)  # of four images on each rank
+
+
+def report_own_accuracy(rank: int, world_size: int) -> Numbers:
+    return {"accuracy": HITS[rank] / 4}
+
+
+def report_common_accuracy(rank: int, world_size: int) -> Numbers:
+    hits_and_images = torch.tensor([HITS[rank], 4.0])
+    dist.all_reduce(hits_and_images)
+    hits, num_images = hits_and_images
+    return {"accuracy": (hits / num_images).item()}
+
+
+def accuracy_alone() -> Numbers:
+    return {"accuracy": sum(HITS) / 8}
+
+
 # ---------------------------------------------------------------- a batch without a label
 
 IGNORED = -100  # `cross_entropy` leaves these labels out
@@ -148,59 +168,36 @@ def metrics_by_hand() -> Numbers:
 WRONG_DATA = (
     Failure(
         name="wrong-set-epoch",
-        title="Every epoch has the same order",
-        why="`DistributedSampler` shuffles by its seed and its epoch, and only you know which epoch it is.",
-        tell="Print the first indices of two epochs: they're equal. A resumed run that begins at epoch 0 again has the first epoch's.",
-        fix="`sampler.set_epoch(epoch)` at the start of every epoch; after a resume, the saved epoch.",
         broken=forget_set_epoch,
         fixed=call_set_epoch,
         right=drawn_by_hand,
     ),
     Failure(
         name="wrong-sampler-padding",
-        title="The accuracy depends on the number of ranks",
-        why="`DistributedSampler` pads: with five images on two ranks, it repeats one, so that both have three. In training, that hardly matters. In an evaluation, one image counts twice.",
-        tell="Add up the images that the ranks evaluated, and compare with the length of the data set.",
-        fix="Split the images among ranks without padding, and divide the sum of hits by the number of images.",
         broken=count_padded_images,
         fixed=count_each_image_once,
         right=five_images,
     ),
     Failure(
+        name="wrong-local-metric",
+        broken=report_own_accuracy,
+        fixed=report_common_accuracy,
+        right=accuracy_alone,
+    ),
+    Failure(
         name="wrong-no-labels",
-        title="nan from a batch in which every label is ignored",
-        why="A mean over no labels is 0/0. One rank's micro-batch whose labels are all -100 (a prompt, padding, a cut-off answer) has "
-        "the loss nan. `cross_entropy` gives it a gradient of 0, so that the ranks' mean is too small, here by half; a mask of your "
-        "own, `(loss * mask).sum() / mask.sum()`, makes every rank's gradients nan.",
-        tell="`(labels != -100).sum()` is 0 on one rank. It happens in bf16 and fp32 too, at random steps.",
-        fix="`dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`; or filter such "
-        "samples out.",
         broken=mean_of_no_labels,
         fixed=mean_of_all_labels,
         right=labels_alone,
     ),
     Failure(
         name="wrong-batchnorm",
-        title="Ranks disagree in evaluation",
-        why="The running mean and variance of a BatchNorm are buffers: they aren't sharded, and nothing synchronizes them. Each "
-        "rank computes them from its own images, and a checkpoint keeps one rank's.",
-        tell="Compare `running_mean` and `running_var` across the ranks.",
-        fix="Average over the ranks, variance included, before you evaluate or save: `dist.all_reduce(buffer); buffer /= "
-        "world_size`. The averaged variance leaves out the distance between the ranks' means: next to nothing with "
-        "shuffled data, but 1.05 instead of 1.96 if one of two ranks has values larger by 2. `SyncBatchNorm`, on GPUs, "
-        "includes it; GroupNorm "
-        "has no statistics at all.",
         broken=keep_own_statistics,
         fixed=average_statistics,
         right=statistics_alone,
     ),
     Failure(
         name="wrong-metric-order",
-        title="Logged numbers are impossible",
-        why="Two all-reduces of the same shape, in a different order on one rank: they match, so nothing waits, and the loss of "
-        "one rank is added to the image count of the other.",
-        tell="Trace the collectives: their sizes agree, but their meanings don't. Log a constant whose sum you know.",
-        fix="Reduce in the same order on every rank, or reduce all metrics as one tensor.",
         broken=reduce_in_own_order,
         fixed=reduce_in_sorted_order,
         right=metrics_by_hand,
