@@ -158,7 +158,7 @@ class ProgressBar:
             print(f"{report.title}: {report.done} of {report.total}{details}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the bar; in a notebook its last state stays, or the time taken by work without reports."""
+        """Remove the bar. In a notebook, its last state stays, or the time that work without reports took."""
         if self._bar is not None:
             if self._starting is not None:
                 seconds = time.monotonic() - self._began_s

@@ -172,7 +172,7 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Return why a run took fewer than `max_steps` steps, or none, and what to do; None for any other run."""
+        """Return the reason why a run took fewer than `max_steps` steps, or none, with the remedy; None for any other run."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (

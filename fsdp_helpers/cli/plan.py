@@ -150,7 +150,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
-    """Return the model and the plan that the arguments ask for. Raises ValueError for the impossible."""
+    """Return the model and its plan. Raises ValueError for impossible arguments."""
     subject = read_subject(options)
     settings = read_settings(options, subject)
     return subject, make_plan(subject, settings, read_cluster(options))

@@ -166,7 +166,7 @@ class MemoryTrace:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the block, torch computes in one thread: on a CPU, products in bf16 take scratch memory for each."""
+    """Within the block, torch computes in one thread; on a CPU, bf16 products take scratch memory for each thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

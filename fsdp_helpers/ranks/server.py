@@ -114,7 +114,7 @@ def _tidy_up_and_end(number: int, frame: object) -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold back interrupts until the end of the block, so that either all ranks are started, or stopped, or none."""
+    """Hold back interrupts until the end of the block, so that all ranks are started or stopped, or none."""
     if threading.current_thread() is not threading.main_thread():
         yield  # interrupts are the main thread's alone
         return

@@ -52,7 +52,7 @@ def is_in_collective(stack: str) -> bool:
 def describe(stack: str) -> str:
     """Return the innermost line outside the libraries, and the library function it was waiting in.
 
-    A line outside this package counts before one inside it: a reader's module before the function that it calls.
+    A line outside this package takes precedence over one inside it, such as a reader's module over our function.
     """
     called, ours = "", ""
     for path, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stack):  # innermost first

@@ -93,7 +93,7 @@ def _check_restarts() -> None:
 
 
 def speaks() -> bool:
-    """Return True if this process reports bad input: the only one does, and rank 0 of several."""
+    """Return True if this process should report bad input: a single process does and, of several, rank 0."""
     return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
 
 

@@ -1067,7 +1067,7 @@ if __name__ == "__main__":
     except (OSError, SafetensorError) as error:  # only this rank has the error, so it prints it
         place = getattr(error, "filename", None) or chosen_arguments.out
         cause = getattr(error, "strerror", None) or error
-        sys.exit(f"finetune_hf.py: {cause} ({place}); what was saved is kept")
+        sys.exit(f"finetune_hf.py: {cause} ({place}); everything saved so far is kept")
     except RuntimeError as error:
         if "by peer" not in str(error):
             raise

@@ -7,9 +7,9 @@ MOVED = ["fsdp2-shard", "fsdp2-step", "fsdp2-evaluate", "fsdp2-loop", "read-ddp"
 GO_ON = """
 import importlib, fsdp2_job
 importlib.reload(fsdp2_job)
-moves = from_ddp.Job(last_step=LAST_STEP, resume_from=moving_file, seed=1)
+moves = moved_job.Job(last_step=LAST_STEP, resume_from=moving_file, seed=1)
 found = launch(fsdp2_job.train_fsdp2, moves, world_size=NUM_RANKS, device="cpu", progress=False)[0]
-differ = from_ddp.differences(baseline, found)
+differ = moved_job.differences(baseline, found)
 """
 
 

@@ -36,6 +36,7 @@ def test_the_zoo_on_two_ranks():
     check(measure_cases(FAST, 2))
 
 
+@pytest.mark.long
 def test_one_rank_of_fsdp1_has_a_copy_in_bf16():
     """Nothing is sharded, and still each unit is cast, and its gradient cast back."""
     check(measure_cases([(name, "FSDP1 bf16") for name in ("Llama", "latents", "nested")], 1))

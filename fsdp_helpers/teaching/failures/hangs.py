@@ -143,7 +143,7 @@ def two_ranks() -> Numbers:
     return {"ranks": 2.0}
 
 
-# ---------------------------------------------------------------- a time-out that names nobody
+# ---------------------------------------------------------------- a timeout that names nobody
 
 PATIENCE = timedelta(seconds=2)
 

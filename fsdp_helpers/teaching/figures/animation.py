@@ -1,7 +1,7 @@
 """One traced step as an animation: shards above, memory and collectives below, on one clock.
 
 Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters face each other across the network. A
-tensor's area is its bytes. Two ranks.
+tensor's area is its bytes. The picture is for two ranks.
 
 Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
 which repeats the step, slowed down. The picture itself is a still, and stays one for readers who want no motion.

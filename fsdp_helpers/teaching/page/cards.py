@@ -32,7 +32,7 @@ def index_by(kind: str) -> str:
 
 
 def as_code(text: str) -> str:
-    """Return a code span that shows all of the text, its own backticks too."""
+    """Return a code span that shows all of the text, including its backticks."""
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 

@@ -63,9 +63,9 @@ def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
 class Controls:
     """Widgets and, for pages that show none, their first frame as an image.
 
-    The frame is an image whose value changes. `ipywidgets.interact` would display it in an `Output` widget, and whatever
-    executes a notebook without a browser then has to answer for that widget. nbclient does so on the socket that brings
-    the cell's reply, may miss that reply, and then waits until its time-out.
+    The frame is an image whose value changes. `ipywidgets.interact` would display it in an `Output` widget, and without
+    a browser, the client that executes the notebook has to answer for that widget. nbclient does so on the socket that
+    carries the cell's reply, so it may miss that reply and wait until its timeout.
     """
 
     def __init__(self, box: Any, picture: str, metadata: dict[str, Any]) -> None:

@@ -153,11 +153,11 @@ class TestLoop(BuildTests):
     wrong = [
         (
             [('        schedule.load_state_dict(state["schedule"])\n', "")],
-            "an uninterrupted run a different one.*save-schedule-lost",
+            "an uninterrupted run has a different one.*save-schedule-lost",
         ),
         pytest.param(
             [("set_state_dict(model, optimizer,", "print(model, optimizer,")],
-            "uninterrupted run a different one|fails",
+            "uninterrupted run has a different one|fails",
             marks=pytest.mark.long,
         ),
         ([('first_step = state["step"]', 'first_step = state["step"] + 1')], "continues with step 14; it saves"),
