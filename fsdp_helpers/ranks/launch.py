@@ -11,9 +11,9 @@ from typing import Any
 
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits
-from fsdp_helpers.progress import ProgressBar, Report, count_ranks, send_reports_to
+from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
 from fsdp_helpers.ranks import server
-from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout, shown_by_message  # noqa: F401  # for those who catch them
+from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout, shown_by_message
 from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group
 from fsdp_helpers.ranks.hangs import HangDetector
 from fsdp_helpers.ranks.output import LaunchOutput
@@ -21,6 +21,8 @@ from fsdp_helpers.ranks.pickling import check_worker, dumps_named, pickle_job, r
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.rank import Send, Setup
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
+
+__all__ = ["RankError", "RankTimeout", "launch"]
 
 
 def launch(
@@ -50,7 +52,7 @@ def launch(
     KeyboardInterrupt, after ^C or the stop button, RuntimeError in a script without a main guard. No process outlives
     the call, nor does one that a worker started.
     """
-    server.check_not_imported()
+    server.check_not_a_rank()
     follow_edits()
     with shown_by_message(ValueError):
         check_worker(worker)
@@ -60,22 +62,15 @@ def launch(
         start_method = server.choose_start_method(start_method)
         job = pickle_job(worker, args)
     bar = ProgressBar() if progress is True else progress or None
-    where, began_s = "", time.monotonic()
-
-    def show(rank: int, report: Report) -> None:
-        nonlocal where
-        if rank == 0:
-            where = f" at step {report.done} of {report.total}"
-        if bar:
-            bar.update(report, rank)
-
+    ranks, began_s = None, time.monotonic()
     output = LaunchOutput(name_ranks and world_size > 1)
     settings = {"payload": job, "timeout_s": group_timeout_s, "streams": 2, "start_method": start_method}
+    settings["on_note"] = bar.update if bar else None
     try:
         if bar:
             title = f"{worker.__name__}, {count_ranks(world_size)} on {device}"
             bar.start(title, server.why_it_takes_long(start_method))
-        with Processes(run_worker, world_size, device, output.add, show, **settings) as ranks:
+        with Processes(run_worker, world_size, device, output.add, **settings) as ranks:
             ranks.answers_of_all(began_s, timeout_s)  # they have joined the group
             if bar:
                 bar.running()
@@ -83,6 +78,8 @@ def launch(
             ranks.tell(range(world_size))
             return ranks.answers_of_all(began_s, timeout_s)
     except KeyboardInterrupt:
+        report = ranks.notes.get(0) if ranks else None
+        where = f" at step {report.done} of {report.total}" if report else ""
         raise Interrupted(f"interrupted{where}; all ranks are stopped") from None
     finally:
         if bar:
@@ -93,8 +90,7 @@ def launch(
 def run_worker(rank: int, setup: Setup, send: Send, link: Connection) -> Answer:
     """Act as one rank of a launch: join the group, and return the worker's result once it has run."""
     send_reports_to(lambda report: send("note", report))
-    with server.loading_worker():
-        worker, args = read_job(setup.payload)
+    worker, args = read_job(setup.payload)
     with (
         process_group(rank, setup.world_size, **setup.group, timeout_s=setup.timeout_s),
         silent_ranks_named(setup.timeout_s),

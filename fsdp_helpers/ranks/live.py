@@ -17,7 +17,7 @@ from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_
 from fsdp_helpers.ranks.output import CellOutput
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.roll_call import list_ranks, waited_in_vain
-from fsdp_helpers.ranks.server import check_not_imported, interrupts_wait
+from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 
 START_S = 300.0  # for all ranks to load what they need and to join
 BACK_S = 2.0  # after a failure, or Stop: for the other ranks to come back; else the group restarts
@@ -57,7 +57,7 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, device: str = "auto", timeout_s: float | None = 20.0) -> None:
-        check_not_imported()
+        check_not_a_rank()
         with shown_by_message(ValueError):
             check_world_size(world_size)
             check_seconds(timeout_s=timeout_s)
@@ -117,7 +117,6 @@ class Ranks:
                 raise ValueError(f"there is no {list_ranks(wrong)}; these ranks are 0 to {self.world_size - 1}")
         compile(code, name, "exec")  # a syntax error runs on no rank
         self._get_ready()
-        self._cell, self._lines = name, {}
         output = CellOutput()
         self._processes.on_output = output.add
         try:
@@ -128,7 +127,7 @@ class Ranks:
                 lines = self._settle(chosen, None)
             raise Interrupted("\n".join(["interrupted", *lines])) from None
         output.finish({rank: answer.value for rank, answer in answers.items()})
-        if cause := self._find_cause():
+        if cause := self._find_cause(name):
             with interrupts_wait():
                 lines = self._settle(chosen, cause)
             raise RankError(cause[0], self.world_size, cause[1].summary, "\n".join(lines))
@@ -158,13 +157,8 @@ class Ranks:
     def _start(self) -> None:
         """Start new ranks; `_await_start` waits until they have joined."""
         self._counts: dict[int, Mapping] = {}  # per rank: how many collectives of each group it has taken part in
-        self._lines: dict[int, int] = {}  # per rank: the line of its cell that it is at
-        settings = (self.world_size, self.device, CellOutput().add, self._note_line)
-        self._processes = Processes(serve, *settings, timeout_s=self.timeout_s)
+        self._processes = Processes(serve, self.world_size, self.device, CellOutput().add, timeout_s=self.timeout_s)
         self._joining = True
-
-    def _note_line(self, rank: int, line: int) -> None:
-        self._lines[rank] = line
 
     def _await_start(self) -> None:
         try:
@@ -204,13 +198,13 @@ class Ranks:
         }
         return {rank: count for rank, count in behind.items() if count}
 
-    def _find_cause(self) -> tuple[int, Failure] | None:
+    def _find_cause(self, cell: str) -> tuple[int, Failure] | None:
         """Return the rank that failed by itself, or that took no part in a collective, and how; None if all is well."""
         behind = sorted(self._behind().items())
         self._processes.note_ends()
         rank, failure = self._processes.find_cause() or (-1, None)
-        if failure and rank in self._lines and rank in self._processes.ends:
-            failure = replace(failure, details=f"It was at {self._cell} line {self._lines[rank]}.")
+        if rank in self._processes.ends and (line := self._processes.notes.get(rank)):
+            failure = replace(failure, details=f"It was at {cell} line {line}.")
         elif not failure and behind:
             rank, failure = behind[0][0], Failure(f"it {_no_part_in(behind[0][1])}")
         return (rank, failure) if failure else None

@@ -40,7 +40,7 @@ class Processes:
     """One process per rank, each with a link for messages and with pipes for what it prints.
 
     `body(rank, setup, send, link)` runs in each of them. What it prints arrives as on_output(rank, stream, data), what it
-    notes on its way as on_note(rank, content), and its answers to the last message are collected. With two `streams`,
+    notes on its way as on_note(note, rank), and its answers to the last message are collected. With two `streams`,
     standard output and error are kept apart, with one they stay in order. As a context manager, it ends them.
     """
 
@@ -50,8 +50,8 @@ class Processes:
         world_size: int,
         device: str,
         on_output: Callable[[int, int, bytes], None],
-        on_note: Callable[[int, Any], None],
         *,
+        on_note: Callable[[Any, int], None] | None = None,
         payload: Any = None,
         timeout_s: float | None = None,
         streams: int = 1,
@@ -60,6 +60,7 @@ class Processes:
         self.world_size, self.on_output, self.on_note = world_size, on_output, on_note
         self.number = 0  # of the last message; that all have joined answers none
         self.answers: dict[int, Answer] = {}
+        self.notes: dict[int, Any] = {}  # the last one of each rank
         self.ends: dict[int, int | None] = {}  # ranks that have ended, and their exit codes
         self.hang = HangDetector(None)
         self._processes: list = []
@@ -101,7 +102,7 @@ class Processes:
 
     def tell(self, ranks: Iterable[int], *message: str) -> None:
         """Send a message to these ranks, each of which will answer."""
-        self.number, self.answers = self.number + 1, {}
+        self.number, self.answers, self.notes = self.number + 1, {}, {}
         for rank in ranks:
             with suppress(OSError):  # it has just ended, as `collect` will see
                 self._links[rank].send_bytes(pickle.dumps((self.number, *message)))
@@ -183,7 +184,9 @@ class Processes:
             said = f"its answer arrived, but can't be read: {type(error).__name__}: {error}"
             kind, content = "answer", Answer(None, failure=Failure(said))
         if kind == "note":
-            self.on_note(rank, content)
+            self.notes[rank] = content
+            if self.on_note:
+                self.on_note(content, rank)
         elif content.number in (self.number, None):  # else to a cell that was interrupted
             self.answers[rank] = content
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_helpers.gpus import hide_gpus
+from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
 from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
 from fsdp_helpers.ranks.stacks import written_on_request
@@ -52,6 +53,7 @@ def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> N
     once of every end of the body but a normal one, sys.exit() included, and of a normal one as the last thing.
     """
     link, *outputs = ends[rank]
+    server.is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     os.setsid()
     adopt_orphans()
