@@ -46,7 +46,9 @@ WORKERS ?= 2
 FAST_WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 FAST_TESTS = $(PYTEST) --durations=25 --numprocesses $(FAST_WORKERS) -m "not long and $(PLAIN)" tests
-NOTEBOOKS_TOO = $(PYTEST) --nbmake --timeout=1200 notebooks
+# The longest first: the last one to end should be short, since the other worker has nothing left to do.
+LONG_NOTEBOOKS := $(foreach number,04 07 13 10 06 08 11 14,$(wildcard notebooks/$(number)_*.ipynb))
+NOTEBOOKS_TOO = $(PYTEST) --nbmake --timeout=1200 $(LONG_NOTEBOOKS) $(filter-out $(LONG_NOTEBOOKS),$(sort $(wildcard notebooks/*.ipynb)))
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Everything comes from the lock, and so does what builds the project itself.
 define install_lock

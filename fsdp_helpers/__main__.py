@@ -220,7 +220,7 @@ def explain_command(options: argparse.Namespace) -> int:
 
 
 def lab_command(options: argparse.Namespace) -> None:
-    from fsdp_helpers.cli.lab.server import open_lab
+    from fsdp_helpers.cli.lab.jupyter import open_lab
 
     open_lab(options.copies, options.arguments)
 

@@ -35,7 +35,7 @@ def setting(
     flag: str | None = None,
     factor: float = 1,
 ) -> Any:
-    """Make a dataclass field for a setting, from which the command line makes its flag.
+    """Make a dataclass field for a setting; the command line makes a flag from it.
 
     If it `changes_losses`, a resumed run must have the same value. `flag` is the flag's name if it differs from the
     field's. The field is the flag's value times `factor`, for example bytes from GB.
@@ -45,7 +45,7 @@ def setting(
         "choices": choices,
         "at_least_one": at_least_one,
         "changes_losses": changes_losses,
-        "placeholder": placeholder,  # for the value, where the flag is explained
+        "placeholder": placeholder,  # stands for the value in --help
         "flag": flag,
         "factor": factor,
     }
@@ -77,7 +77,8 @@ class TrainConfig:
     reshard_after_backward: bool = setting(True, "fsdp2: keep parameters unsharded from one micro-batch to the next")
     backward_prefetch: str = setting(
         "pre",
-        "fsdp1: gather the next unit before computing this one's gradients (pre), after (post), or when needed (none)",
+        "fsdp1: all-gather the next unit before computing this one's gradients (pre), after (post), or when needed "
+        "(none)",
         choices=BACKWARD_PREFETCH,
     )
     bucket_view: bool = setting(
@@ -93,7 +94,7 @@ class TrainConfig:
     dropout: bool = setting(True, "train without dropout, e.g. to compare one process with many", changes_losses=True)
     precision: str = setting(
         "fp32",
-        "dtype in which FSDP gathers and computes; shards, reduction and optimizer stay fp32",
+        "dtype in which FSDP all-gathers and computes; shards, reduction and optimizer stay fp32",
         choices=PRECISIONS,
         changes_losses=True,
     )
@@ -110,8 +111,8 @@ class TrainConfig:
     )
     sync_micro_batches: bool | None = setting(
         None,
-        "reduce gradients after every part, or only once after the last; sharded strategies do the former by default, "
-        "since full gradients would have to wait, and ddp the latter",
+        "reduce gradients after every part, or only once, after the last; by default, sharded strategies reduce after "
+        "every part, so that they never hold full gradients, and ddp reduces once",
     )
     clip_norm: float | None = setting(
         None, "scale gradients down if the norm of the model's full gradient exceeds X", changes_losses=True
@@ -153,7 +154,7 @@ class TrainConfig:
 
     @property
     def item(self) -> str:
-        """Return what a batch is made of: images or sequences."""
+        """Return the name of one item of a batch: "image" or "sequence"."""
         return "sequence" if self.learns_text else "image"
 
     @property
@@ -167,7 +168,7 @@ class TrainConfig:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
         for name in ("text", "sample", "export"):
             if getattr(self, name) is not None and not self.learns_text:
-                raise ValueError(f"{name} belongs to model 'llama', model is {self.model!r}; leave it out")
+                raise ValueError(f"{name} belongs to model 'llama', but model is {self.model!r}; leave it out")
         self._check_api()
         self._check_resharding()
         self._check_levers()
@@ -181,10 +182,12 @@ class TrainConfig:
 
     def _check_api(self) -> None:
         if self.bucket_view and self.strategy != "ddp":
-            raise ValueError(f"bucket_view belongs to DDP, strategy is {self.strategy!r}; use 'ddp', or leave it out")
+            raise ValueError(
+                f"bucket_view belongs to DDP, but strategy is {self.strategy!r}; use 'ddp', or leave it out"
+            )
         if not self.is_sharded:
             if (self.sharding, self.backward_prefetch) != ("full", "pre"):
-                raise ValueError(f"sharding and backward_prefetch belong to FSDP, strategy is {self.strategy!r}")
+                raise ValueError(f"sharding and backward_prefetch belong to FSDP, but strategy is {self.strategy!r}")
         elif self.api == "fsdp2" and self.sharding == "none":
             raise ValueError("sharding 'none' exists in FSDP1 only; with fsdp2 use strategy 'ddp' for full copies")
         elif self.api == "fsdp2" and self.backward_prefetch != "pre":
@@ -195,14 +198,16 @@ class TrainConfig:
     def _check_resharding(self) -> None:
         kept = [name for name in ("reshard_after_forward", "reshard_after_backward") if not getattr(self, name)]
         if kept and not self.is_sharded:
-            raise ValueError(f"{kept[0]} belongs to FSDP2, strategy is {self.strategy!r}; leave it out")
+            raise ValueError(f"{kept[0]} belongs to FSDP2, but strategy is {self.strategy!r}; leave it out")
         if kept and self.api == "fsdp1":
             raise ValueError(
-                f"{kept[0]} belongs to FSDP2; in FSDP1 sharding 'grad-op' keeps parameters until the last backward"
+                f"{kept[0]} belongs to FSDP2; in FSDP1, sharding 'grad-op' keeps parameters unsharded until the last "
+                "backward"
             )
         if not self.reshard_after_backward and self.micro_batches == 1:
             raise ValueError(
-                "without reshard_after_backward parameters stay unsharded from one micro-batch to the next, but micro_batches is 1; "
+                "without reshard_after_backward, parameters stay unsharded from one micro-batch to the next, but "
+                "micro_batches is 1; "
                 "use 2 or more"
             )
 
@@ -213,7 +218,7 @@ class TrainConfig:
                 "use strategy 'fsdp' or 'fsdp-auto-wrap', or precision 'fp32'"
             )
         if self.sync_micro_batches and self.micro_batches == 1:
-            raise ValueError("sync_micro_batches needs several micro-batches, micro_batches is 1; use 2 or more")
+            raise ValueError("sync_micro_batches needs several micro-batches, but micro_batches is 1; use 2 or more")
         if self.sync_micro_batches and (self.strategy, self.api) == ("fsdp-offload", "fsdp1"):
             raise ValueError(
                 "FSDP1 cannot add up gradients that it has moved to the host: with CPU offload, leave out "
@@ -235,12 +240,12 @@ class TrainConfig:
         _require_at_least_one("world_size", world_size)
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
-                f"strategy 'local' trains in one process, world_size is {world_size}; "
+                f"strategy 'local' trains in one process, but world_size is {world_size}; "
                 "use strategy 'ddp' for several, or world_size 1"
             )
         if self.sharding == "hybrid" and (world_size < 4 or world_size % 2):
             raise ValueError(
-                f"sharding 'hybrid' needs two groups of at least two ranks, world_size is {world_size}; "
+                f"sharding 'hybrid' needs two groups of at least two ranks, but world_size is {world_size}; "
                 "use an even number, 4 or more"
             )
         if self.global_batch_size % world_size:
@@ -258,7 +263,7 @@ class TrainConfig:
             )
 
     def _batch_sizes_nearby(self, world_size: int) -> str:
-        """Return the next smaller and larger global batch that ranks and micro-batches divide evenly and the images fill."""
+        """Return the nearest global batch sizes that ranks and micro-batches divide evenly and the images can fill."""
         fewest, most = (self.train_images or known for known in FEWEST_AND_MOST_TRAIN_IMAGES)
         together = world_size * self.micro_batches
         larger = (self.global_batch_size // together + 1) * together
@@ -272,7 +277,7 @@ class TrainConfig:
             wanted = getattr(self, name)
             if wanted is not None and wanted > available:
                 raise ValueError(
-                    f"{name} is {wanted}, and {source} has {available}; use at most that, or leave it out for all"
+                    f"{name} is {wanted}, but {source} has {available}; use at most that, or leave it out for all"
                 )
         used = self.train_images or train_images
         if used < self.global_batch_size:
@@ -282,7 +287,7 @@ class TrainConfig:
             )
 
 
-# What the loss of the next step depends on, each with its default.
+# The settings that the loss of the next step depends on, with their defaults.
 LOSS_SETTINGS = {one.name: one.default for one in fields(TrainConfig) if one.metadata["changes_losses"]}
 
 

@@ -64,7 +64,7 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
     if ranks_on_this_machine > gpus.count:
         hidden = f" that {VISIBLE} does not hide" if are_hidden() else ""
         raise ValueError(
-            f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, this machine has {gpus.count}"
+            f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, but this machine has {gpus.count}"
             f"{hidden}; use device 'cpu', or fewer ranks"
         )
     if gpus.problem:

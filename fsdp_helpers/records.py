@@ -99,7 +99,7 @@ class RankRecord:
 
     @property
     def sent_bytes(self) -> int:
-        """Return what this rank sends in a step, all collectives together."""
+        """Return the bytes that this rank sends in a step, in all collectives together."""
         return sum(seen.sent_bytes for seen in self.collectives)
 
     def count(self, op: str | None = None) -> int:
@@ -155,12 +155,12 @@ class RunRecord:
     finished: str  # date and time, UTC
     world_size: int
     epochs: tuple[EpochRecord, ...]
-    first_step: int  # steps that were behind a resumed run when it began; 0 for a run from the start
+    first_step: int  # steps already taken when a resumed run began; 0 for a run from the start
     step_losses: tuple[float, ...]  # mean over the global batch, one per step of this process
     gradient_norms: tuple[float, ...] = ()  # before clipping, one per step; empty where clip_norm is not set
     step_seconds: tuple[float, ...]  # rank 0, one per step
     ranks: tuple[RankRecord, ...]
-    sample: str | None = None  # what a language model says after training, its prompt included
+    sample: str | None = None  # the text that a language model generates after training, prompt included
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
@@ -197,10 +197,10 @@ class SavingRecord:
     """The time, memory and disk space that one way of saving takes, on the slowest and the fullest rank."""
 
     way: str
-    waiting_s: float  # training stands still
-    total_s: float  # until the checkpoint is whole
+    waiting_s: float  # while training stands still
+    total_s: float  # until the checkpoint is complete
     disk_bytes: int  # of all files together
-    extra_bytes: int  # allocated meanwhile on the training device, at most
+    extra_bytes: int  # the most that saving allocates on the training device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +226,8 @@ class ComparisonRow:
     step_s: float  # median of the steady steps
     held_bytes: int
     peak_bytes: int
-    moved_bytes: int  # full-tensor bytes of all collectives of a step: an all-reduce once, its two halves once each
-    sent_bytes: int | None = None  # what the rank sends in a step; None in a record from before this was counted
+    moved_bytes: int  # full-tensor bytes of all collectives of a step; an all-gather counts as much as an all-reduce
+    sent_bytes: int | None = None  # bytes that the rank sends in a step; None in records older than this field
     final_loss: float
     bucket_view: bool = False
 

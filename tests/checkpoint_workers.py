@@ -25,7 +25,7 @@ from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import begin
 from fsdp_helpers.checkpointing.resume import Stopped, heeding_sigterm, run_checkpoints
-from fsdp_helpers.checkpointing.state import save_full
+from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY

@@ -6,7 +6,7 @@ import torch
 from runs import check_json
 
 from fsdp_helpers.checkpointing.folder import checkpoint_name
-from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.measuring.memory import trace_memory

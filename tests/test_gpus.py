@@ -85,7 +85,7 @@ def test_a_child_counts_and_tries(trial, found, monkeypatch):
         ("auto", 2, Gpus(2, "too old"), "cpu"),
         ("cuda", 2, Gpus(2), "cuda"),
         ("cpu", 2, Gpus(2), "cpu"),
-        ("cuda", 2, Gpus(1), "2 ranks need 2 CUDA devices, this machine has 1; use device 'cpu', or fewer ranks"),
+        ("cuda", 2, Gpus(1), "2 ranks need 2 CUDA devices, but this machine has 1; use device 'cpu', or fewer ranks"),
         ("cuda", 2, Gpus(2, "too old"), r"torch cannot use the GPU of this machine \(too old\); use device 'cpu'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,25 @@ def test_imports_run_downwards():
     assert set().union(*graph.values()) <= set(MODULES), "imported, and not there"
     assert upward_imports(graph) == []
     assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for a circle
+
+
+def test_contributing_says_which_room_uses_which():
+    shared = FLOORS[-1] | {"__main__"}
+    uses = {room: set() for rooms in FLOORS for room in rooms - shared}
+    for name, used in package_graph().items():
+        if (room := name.split(".")[0]) in uses:
+            uses[room] |= {one.split(".")[0] for one in used} - shared - {room}
+    rows = re.findall(
+        r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    told = {}
+    for rooms, text in rows:
+        named = set(re.findall(r"`(\w+)`", text))
+        told |= {
+            room: uses.keys() - named - {room} if text.startswith("all") else named
+            for room in re.findall(r"`(\w+)`", rooms)
+        }
+    assert told == uses
 
 
 def test_the_loop_knows_no_strategy_and_the_launcher_no_model():

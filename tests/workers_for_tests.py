@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
 from fsdp_helpers.checkpointing import checkpoint, resume
-from fsdp_helpers.checkpointing.hugging_face import load_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import mnist
 from fsdp_helpers.data.images import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
-from fsdp_helpers.measuring.copies import trace_copies
 from fsdp_helpers.measuring.memory import trace_memory
+from fsdp_helpers.measuring.offload_copies import trace_copies
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import BYTE_LLAMA

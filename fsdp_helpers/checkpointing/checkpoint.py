@@ -1,8 +1,8 @@
 """`save` and `load`: the full state of any training loop, atomically, as one folder.
 
-Every rank writes the shards it keeps into a file of its own, and rank 0 an index of all shards; where ranks keep whole
-copies (DDP), they share the writing. Everything else is in `state.pt`, which `torch.load(weights_only=True)` reads. So
-nothing that is loaded can run code.
+Every rank writes its shards to its own file, and rank 0 writes an index of all shards; if ranks have full copies (DDP),
+they divide the writing. Everything else is in `state.pt`, which `torch.load(weights_only=True)` reads, so loading never
+runs code.
 """
 
 import io
@@ -32,10 +32,10 @@ from fsdp_helpers.checkpointing.folder import (
     step_of,
     whole_file,
 )
-from fsdp_helpers.checkpointing.index import SafeReader, TensorEntry, check_model, failures_named, read_index
-from fsdp_helpers.checkpointing.older import STATE as OLDER_STATE
-from fsdp_helpers.checkpointing.older import read_state_json
-from fsdp_helpers.checkpointing.state import (
+from fsdp_helpers.checkpointing.older_versions import STATE as OLDER_STATE
+from fsdp_helpers.checkpointing.older_versions import read_state_json
+from fsdp_helpers.checkpointing.shard_index import SafeReader, TensorEntry, check_model, failures_named, read_index
+from fsdp_helpers.checkpointing.training_state import (
     IMPLEMENTATION,
     RANDOM_STATE,
     TrainingState,
@@ -64,11 +64,11 @@ def save(
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Future | None:
-    """Save a training state as `folder`, which must be new or empty. Every rank has to call this, and writes what it keeps.
+    """Save a training state as `folder`, which must be new or empty. Every rank has to call this and writes its shards.
 
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, and its buffers as rank 0 has them.
-        optimizer: its state, and its settings of this moment, such as the learning rate.
+        optimizer: its state and its current settings, such as the learning rate.
         extra: whatever else the loop needs to continue, as rank 0 has it: counters, `schedule.state_dict()`. Numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
         settings: JSON for `checkpoint.json`, for people to read; `load` ignores it.
         wait: False returns a Future as soon as the state is copied, and a thread writes the copy. The checkpoint is complete once `result()` has returned on any rank, and not before.
@@ -85,8 +85,8 @@ def save(
     tensors, plain = _content(model, optimizer, extra)
     unfinished = begin(path)
     if this_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left there
-    gather_over_ranks("it is gone")  # before a rank makes the folder anew
+        shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
+    gather_over_ranks("it is gone")  # before a rank creates the folder again
     writer = dcp.FileSystemWriter(unfinished)
     description = {"step": step_of(path), "world_size": num_ranks(), "settings": settings or {}}
     with ignore_single_process_warnings():
@@ -101,7 +101,7 @@ def save(
 
 
 def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> tuple[dict[str, Tensor], bytes]:
-    """Collect what this rank writes: tensors by name, and everything else as the content of `state.pt`.
+    """Collect the data that this rank writes: tensors by name, and everything else as the content of `state.pt`.
 
     Under FSDP1, torch unshards the state to shard it by rows instead, so a save temporarily allocates more than the
     full state.
@@ -109,7 +109,7 @@ def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: A
     is_new = optimizer is not None and all(gather_over_ranks(not optimizer.state))
     state = read_state(model, optimizer)
     if is_new:
-        optimizer.state.clear()  # a checkpoint before the first step changes no step
+        optimizer.state.clear()  # saving before the first step must not change that step
     values = {name: value for name, value in state.values.items() if not (is_new and name.startswith("optimizer."))}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     plain = {
@@ -123,7 +123,7 @@ def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: A
 
 
 def _packed(plain: dict[str, Any]) -> bytes:
-    """Return the bytes of `state.pt`, of this moment. Raises ValueError for what could not be loaded again."""
+    """Return the bytes of `state.pt`, with the current values. Raises ValueError for an object `load` would refuse."""
     written = io.BytesIO()
     try:
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(plain)):
@@ -132,8 +132,8 @@ def _packed(plain: dict[str, Any]) -> bytes:
         torch.load(io.BytesIO(written.getvalue()), weights_only=True)
     except (pickle.UnpicklingError, pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            "a checkpoint keeps numbers, text, lists, dicts and whole tensors, no other objects "
-            f"({_first_line(error)}). In `extra`, pass an object's state_dict(), a number, or a tensor"
+            "a checkpoint holds numbers, text, lists, dicts and full tensors, but no other objects "
+            "({_first_line(error)}). In `extra`, pass an object's state_dict(), a number, or a tensor"
         ) from error
     return written.getvalue()
 
@@ -180,8 +180,8 @@ def _finish(
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `save` saved, under any strategy and on any number of ranks; return its `extra`.
 
-    Every rank has to call this, with the model and optimizer as they are before the first step, and reads only what it
-    keeps. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, of which the newest is
+    Every rank has to call this, with the model and optimizer as they are before the first step, and reads only its own
+    shards. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, of which the newest is
     loaded. The optimizer gets its settings too, the learning rate among them, but keeps its current implementation
     (`fused`, `foreach`). Ranks that saved a random state get it back; additional ranks get streams that no rank has
     drawn from yet. Tensors in `extra` come back in host memory.

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fsdp_helpers.checkpointing.folder import DESCRIPTION, CheckpointError, find_newest, read_checkpoint, whole_file
-from fsdp_helpers.checkpointing.index import ShardEntry, TensorEntry, read_index_of_anyone
+from fsdp_helpers.checkpointing.shard_index import ShardEntry, TensorEntry, read_index_of_anyone
 
-# How safetensors calls the types that it knows.
+# safetensors' names for the types that it supports.
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -59,7 +59,7 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
         raise ValueError(f"{out}: choose a name that ends in one of {', '.join(WRITERS)}")
     checkpoint = find_newest(checkpoint) or checkpoint
     if (checkpoint / DESCRIPTION).exists() or not (checkpoint / ".metadata").exists():
-        read_checkpoint(checkpoint)  # one of ours says how large its files are
+        read_checkpoint(checkpoint)  # our own checkpoints record the sizes of their files
     entries, skipped = read_index_of_anyone(checkpoint)
     tensors = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
     if not tensors:
@@ -126,7 +126,7 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
                 place = place.narrow(dim, offset, size)
             if not place.numel():
                 continue
-            values = place.contiguous()  # `place` itself if the shard is made of whole rows
+            values = place.contiguous()  # `place` itself if the shard consists of full rows
             _read_values(checkpoint / part.file, part, memoryview(values.view(-1).view(torch.uint8).numpy()))
         except Exception as error:  # a damaged archive may raise anything
             raise CheckpointError(f"{checkpoint / part.file} is damaged, at {entry.name}: {error}") from error

@@ -18,9 +18,9 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
-FORMAT = 2  # goes up when an older version of this package could not read what a newer one writes
+FORMAT = 2  # increased whenever older versions of this package can't read new checkpoints
 DESCRIPTION = "checkpoint.json"
-UNFINISHED, REMOVED = ".writing-", ".removing-"  # what a killed process may leave behind; never read
+UNFINISHED, REMOVED = ".writing-", ".removing-"  # may be left behind by a killed process; never read
 
 
 class CheckpointError(Exception):
@@ -34,7 +34,7 @@ class Checkpoint:
     format: int
     step: int  # optimizer steps since the beginning of the run, as its name says; 0 if it says none
     world_size: int
-    settings: dict  # what a resumed run must have in common with the one that saved
+    settings: dict  # the settings that a resumed run must share with the one that saved
     files: dict[str, int]  # size of every other file in bytes
 
 
@@ -103,7 +103,7 @@ def _check_files(path: Path, sizes: dict[str, int]) -> None:
 def _way_out(path: Path) -> str:
     others = [checkpoint_name(step) for step in find_steps(path.parent)]
     older = others[: others.index(path.name)] if path.name in others else []
-    instead = f"go on from {older[-1]}" if older else "start again"
+    instead = f"continue from {older[-1]}" if older else "start again"
     return f"Put it back, or delete {path.name} to {instead}"
 
 
@@ -134,7 +134,7 @@ def clear_unfinished(folder: Path) -> None:
     Raises CheckpointError if another run holds the folder's lock.
     """
     with locked(folder):
-        pass  # whoever gets the lock clears away first
+        pass  # whoever gets the lock cleans up first
 
 
 def begin(path: Path) -> Path:

@@ -17,12 +17,12 @@ from torch import nn
 from fsdp_helpers.checkpointing import folder as checkpoint_folder
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
-from fsdp_helpers.checkpointing.index import check_model, read_index
+from fsdp_helpers.checkpointing.shard_index import check_model, read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, sum_over_ranks
 
-_asked: bool | None = None  # None if nobody heeds SIGTERM
+_asked: bool | None = None  # None while SIGTERM isn't being watched
 
 
 class Stopped(Exception):
@@ -89,7 +89,7 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
         saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # a setting that is newer than the checkpoint
         if saved != now:
             raise CheckpointError(
-                f"{path} was saved with {name} {saved!r}, this run has {now!r}; use the same value to continue, or "
+                f"{path} was saved with {name} {saved!r}, but this run has {now!r}; use the same value to continue, or "
                 f"another --checkpoint-dir for a different run"
             )
     with torch.device("meta"):  # shapes without values
@@ -106,7 +106,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run: saves its full state as it trains, and loads it; without a folder, does nothing."""
+    """The checkpoints of a run. Saves its full state as it trains, and loads it; does nothing without a folder."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank

@@ -39,7 +39,7 @@ def compare_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.data.images import num_train_images
     from fsdp_helpers.gpus import choose_device
     from fsdp_helpers.ranks.group import device_name
-    from fsdp_helpers.training.compare import compare, comparison_configs, plain_table
+    from fsdp_helpers.training.comparison import compare, comparison_configs, plain_table
     from fsdp_helpers.training.run import prepare_run_data
     from fsdp_helpers.training.watch import STEADY_STEP
     from fsdp_helpers.training.worker import time_stamp, versions
@@ -53,7 +53,7 @@ def compare_command(options: argparse.Namespace) -> None:
     if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
     base = TrainConfig(
-        epochs=options.steps,  # as many as it takes: one epoch may have a single step
+        epochs=options.steps,  # as many as needed: one epoch may have a single step
         max_steps=options.steps,
         global_batch_size=options.global_batch_size,
         test_images=1,

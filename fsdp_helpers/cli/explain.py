@@ -12,13 +12,13 @@ from itertools import pairwise
 MOST_CARDS = 3
 LEAST_SCORE = 0.5  # of a line's words, weighted by how rare they are; below it, nothing is known
 FEWEST_WORDS = 3  # that a description and a card must share; fewer are chance
-QUOTED = 10.0  # what a whole quoted message counts more than likeness
+QUOTED = 10.0  # how much more a full quoted message counts than likeness
 SHORTEST_QUOTE = 8  # characters
 KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind, and the word by which a text names it
-SAME_KIND = 1.3  # what a card of the kind that the text names counts more
+SAME_KIND = 1.3  # how much more a card counts if it's of the kind that the text names
 UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of one that every third card has
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
-# Messages of these cards come with those of others, which say more.
+# These cards' messages appear next to those of others, which say more.
 WRAPPERS = ("crash-no-traceback", "slow-threads", "crash-nccl-system-error")
 ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")
 PAGE = "notebooks/11_when_it_breaks.ipynb"
@@ -61,9 +61,9 @@ def explain_text(text: str) -> str:
 def find_cards(text: str) -> list[Match]:
     """Return the cards that match a message or a full output, best first.
 
-    If the text contains a message from the index, that counts most, the more and the rarer its words the better. Otherwise, each line
-    is compared with each phrase of the index, and the whole text with all that a card says, by the words that they share;
-    rare words count more, and two neighboring words count as one more.
+    If the text contains a message from the index, that counts most, and more if its words are many and rare. Otherwise,
+    each line is compared with each phrase of the index, and the full text with a card's full text, by the words that
+    they share. Rare words count more, and two neighboring words count as one more.
     """
     lines = [words for line in text.splitlines() if (words := words_of(line))]
     whole, described = normalized(text), frozenset().union(*lines)
@@ -90,7 +90,7 @@ def best_of(phrases: Sequence[str], whole: str, lines: Sequence[frozenset[str]])
 
 
 def is_quote(phrase: str) -> bool:
-    """Return whether a phrase is long enough to be found by its letters alone."""
+    """Return True if a phrase is long enough to be searched for literally."""
     return len(normalized(phrase)) >= SHORTEST_QUOTE
 
 
@@ -144,7 +144,7 @@ def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return the informative words, in one form each, and each two neighbors: no numbers, no words that occur everywhere."""
+    """Return the words in one form each, and each pair of neighbors, without numbers and the most common words."""
     words = [SAME.get(word, word) for word in map(stem, WORD.findall(text.lower())) if word not in COMMON]
     return frozenset(words) | {f"{one} {next_one}" for one, next_one in pairwise(words)}
 
@@ -165,7 +165,7 @@ COMMON = frozenset(
     "line torch py module name named use using used get got will would which any some also just only after before all "
     "try trying way how what why like same issue problem code run running set please help".split()
 )
-# What people say, in the words of the cards; without endings.
+# People's words, translated into those of the cards; without endings.
 SAME = {
     said: word
     for word, others in {

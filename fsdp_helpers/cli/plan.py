@@ -146,7 +146,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
 
 
-# ---------------------------------------------------------------- what the arguments ask for
+# ---------------------------------------------------------------- from arguments to a plan
 
 
 def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
@@ -163,7 +163,7 @@ def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
         return settings
     require_whole("global_batch", options.global_batch)
     if settings.micro_batches > 1:
-        raise ValueError("--global-batch chooses the parts; leave out --micro-batches")
+        raise ValueError("--global-batch chooses the number of micro-batches; leave out --micro-batches")
     together = settings.batch * options.world_size
     if options.global_batch % together:
         raise ValueError(
@@ -278,11 +278,11 @@ def _check_costs(options: argparse.Namespace) -> None:
         raise ValueError("--days looks for the fewest GPUs; give --sweep and --total as well")
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- output
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Print the plan and its verdict, or the table of --sweep; write what --json asks for."""
+    """Print the plan and its verdict, or the table of --sweep; write the file that --json names."""
     _check_costs(options)
     if options.sweep:
         print("\n".join(_sweep_lines(options)))
@@ -379,7 +379,7 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
         f"{format_seconds(time.exposed_s)}, {update}."
     )
     if not time.optimizer_s:
-        yield "An update takes as long as memory needs to read the state, and --device says how fast that is."
+        yield "An update is bound by the time to read the state from memory; name a --device to include it."
     if plan.step_s is None:
         yield (
             f"That is a lower limit: no unit computes for {format_seconds(LAUNCH_BOUND_S)} in forward, so a GPU waits for "
@@ -423,8 +423,8 @@ def _held_back_lines(plan: Plan, waits: Plan | None) -> Iterator[str]:
 def _cost_lines(options: argparse.Namespace, plan: Plan, saving: SavePlan | None, hours: float | None) -> Iterator[str]:
     if saving is None:
         yield (
-            f"A checkpoint has {format_bytes(plan.checkpoint_bytes)}; --storage-gb-s, what a node writes, says how often "
-            "to save."
+            f"A checkpoint has {format_bytes(plan.checkpoint_bytes)}; give --storage-gb-s, a node's write rate, to see "
+            "how often to save."
         )
     else:
         yield (
@@ -444,11 +444,11 @@ def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
     if best is None or plan.step_s is None:
         return
     if best.settings == plan.settings:
-        yield "Nothing that was tried is faster."
+        yield "Nothing we tried is faster."
         return
     settings = best.settings
     yield (
-        f"Fastest of what was tried: {settings.batch:,} {plan.item}s on each rank, sharding {settings.sharding}, "
+        f"Fastest of the plans we tried: {settings.batch:,} {plan.item}s on each rank, sharding {settings.sharding}, "
         f"activation checkpointing {settings.activation_checkpointing}: {best.items_per_s_estimate:,.0f} "
         f"{plan.item}s/s, peak {format_bytes(best.peak.bytes)}."
     )
@@ -468,7 +468,7 @@ def _paste_lines(
 
 
 def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
-    """Return the words of the command for `plan`, which differs a little from what `options` ask for."""
+    """Return the words of the command for `plan`, which differs a little from the plan of `options`."""
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []

@@ -1,4 +1,4 @@
-"""MNIST's files: found complete, or downloaded once by one process; damaged files are refused by name."""
+"""MNIST's files: checked, or downloaded once by one process; an error names the file that's damaged."""
 
 import hashlib
 import io
@@ -114,7 +114,7 @@ def _failed_lately(folder: Path) -> bool:
         age_s = time.time() - (folder / FAILED_DOWNLOAD).stat().st_mtime
     except FileNotFoundError:
         return False
-    return 0 <= age_s < RETRY_AFTER_S  # below zero the clock was set back: the age is not known
+    return 0 <= age_s < RETRY_AFTER_S  # if it's negative, the clock was set back, so the age is unknown
 
 
 def _fetched(folder: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_helpers.data.images import Dataset, Split
 from fsdp_helpers.data.mnist import DataError
 
-# Modules of Python's standard library whose functions explain themselves.
+# Modules of Python's standard library with well-documented functions.
 DOCUMENTED = (
     "builtins ast asyncio bisect calendar codecs copy difflib dis email fnmatch functools gc gettext glob heapq html "
     "imaplib inspect json linecache locale logging math mimetypes operator os pickle platform pprint random re select "

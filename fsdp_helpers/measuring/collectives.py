@@ -153,7 +153,7 @@ def _sent_to_others(named: dict, group: dist.ProcessGroup) -> int:
 def _full_bytes(op: str, arguments: Iterable[object], num_ranks: int) -> int:
     """Return the size of the full tensor: an all-gather's output, a reduce-scatter's input."""
     sizes = [sum(tensor.nbytes for tensor in _tensors(argument)) for argument in arguments]
-    if op in ("gather", "scatter"):  # the whole is seen on one rank alone, a part on each
+    if op in ("gather", "scatter"):  # one rank has the full tensor, and each rank a part
         return num_ranks * min(size for size in sizes if size)
     return max(sizes)
 

@@ -29,7 +29,9 @@ from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, count_units, shard_
 STEPS = 3  # the first is not a steady one
 STEP = "train step"
 ON_CPU = torch.device("cpu")
-LIKE_THIS_ONE = "simulate_uniform_ranks"  # an option of the fake group: the other ranks have what this one has
+LIKE_THIS_ONE = (
+    "simulate_uniform_ranks"  # an option of the fake group: the other ranks hold the same values as this one
+)
 
 
 @dataclass(frozen=True, kw_only=True)

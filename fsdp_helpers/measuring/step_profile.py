@@ -49,9 +49,9 @@ def measure_step(
     """
     casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
     with casts:
-        compute_loss().backward()  # what only a first step allocates does not count
+        compute_loss().backward()  # allocations of a first step alone don't count
         model.zero_grad()
-        gc.collect()  # what is freed within the trace should have been allocated in it
+        gc.collect()  # memory freed within the trace should have been allocated in it
 
         def measure() -> tuple[Moment, ...]:
             marks = StepMarks(units)
@@ -170,7 +170,7 @@ def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -
 
 
 def _measured_in(run: RunRecord) -> tuple:
-    """Return what `measure_run` looks at. How a run is sharded decides only which units it recomputes."""
+    """Return the settings that `measure_run` depends on. The sharding only decides which units are recomputed."""
     config = run.config
     images = config.global_batch_size, run.world_size, config.micro_batches
     recomputed = config if config.activation_checkpointing != "none" else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_helpers.models.shapes import LlamaShape, RopeScaling
 
 INITIAL_STD = 0.02  # of a new model's tables and matrices
-IGNORED = -100  # a target that counts for no loss: padding
+IGNORED = -100  # a target without a loss: padding
 Loss = Callable[[Tensor, nn.Module, Tensor], Tensor]  # of hidden states, the head, and targets
 
 

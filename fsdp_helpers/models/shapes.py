@@ -67,7 +67,7 @@ class Experts:
     chosen: int  # of them, for each token
     width: int  # of one expert's hidden layer
     shared_width: int = 0  # of the hidden layer that every token goes through besides
-    shared_gate: bool = False  # a number for each token weighs what the shared one says
+    shared_gate: bool = False  # a number for each token scales the shared one's output
     router_bias: bool = False
     biases: bool = False  # of the experts' matrices
     dense: frozenset[int] = frozenset()  # the blocks that have one ordinary hidden layer instead
@@ -99,7 +99,7 @@ class LlamaShape:
     rope_base: float = 500_000.0  # of the rotary positions' wavelengths
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    # Relatives of Llama, which are planned only
+    # Only for relatives of Llama, which we plan but don't build
     head_size: int | None = None  # of one head, if it is not width / num_heads
     qkv_bias: bool = False
     out_bias: bool = False  # of attention's output
@@ -204,7 +204,7 @@ def shape_from_config(config: dict) -> LlamaShape:
 def require_sizes(config: dict, keys: Sequence[str]) -> None:
     """Raise ValueError, naming them, unless all `keys` are whole numbers above zero."""
     if missing := [key for key in keys if not isinstance(config.get(key), int) or isinstance(config[key], bool)]:
-        raise ValueError(f"no whole number {', '.join(missing)}, which the size of the model depends on")
+        raise ValueError(f"no whole number for {', '.join(missing)}; the size of the model depends on it")
     if wrong := [key for key in keys if config[key] < 1]:
         raise ValueError(f"{wrong[0]} is {config[wrong[0]]}; it must be 1 or more")
 

@@ -11,8 +11,8 @@ MOST_CHANGES = 6
 MOST_RANKS = 4096
 MOST_DOUBLINGS = 12  # of the batch, in the search for the fastest plan
 FEWEST_CHUNKS, MOST_CHUNKS = 8, 64  # of the loss, that advice suggests
-AS_FAST = 0.02  # plans whose speeds differ by less are as fast as each other
-# What FSDP alone can't do: chapter 15 shows each, and this plan knows none of them.
+AS_FAST = 0.02  # plans whose speeds differ by less count as equally fast
+# Beyond FSDP: chapter 15 shows each of these, but this planner knows none of them.
 BEYOND = {
     "activations": "split the sequence or the layers over ranks (context or tensor parallelism)",
     "unsharded units": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
@@ -79,7 +79,7 @@ def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]
     """List the changes one after the other, each with the plan it leads to.
 
     If several changes make it fit, we take the first in the order of `possible_changes`, the cheapest. If none does, we
-    take the one that saves most, and so on.
+    take the one that saves the most, and continue from there.
     """
     taken: list[tuple[str, Plan]] = []
     while not plan.fits and len(taken) < MOST_CHANGES:
@@ -101,10 +101,10 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
     """List every single change that's left, cheapest first.
 
-    More units cost latency, reducing after every part sends more often, bf16 costs precision where it matters little, a
-    chunked loss computes the head's forward twice, recomputing takes a third more arithmetic, a smaller batch needs
-    more all-gathers for the same number of items, 8-bit moments need a library, ranks cost money, pure bf16 loses small
-    updates, and offloading waits for the host in every step.
+    More units cost latency, reducing after every part sends more often, bf16 costs some precision where it matters
+    little, a chunked loss computes the head's forward twice, recomputing takes a third more arithmetic, a smaller batch
+    needs more all-gathers for the same number of items, 8-bit moments need a library, ranks cost money, pure bf16 loses
+    small updates, and offloading waits for the host in every step.
     """
     settings, cluster = plan.settings, plan.cluster
     sharded = settings.config().is_sharded
@@ -120,12 +120,12 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
         flags = "--strategy fsdp-auto-wrap" + ("" if ranks > 1 else f" --world-size {more}")
         yield planned(f"shard it{where}, a unit for each block ({flags})", more, strategy="fsdp-auto-wrap")
     if settings.strategy == "fsdp" and subject.units:
-        yield planned("cut it at the blocks (--strategy fsdp-auto-wrap)", strategy="fsdp-auto-wrap")
+        yield planned("make each block a unit (--strategy fsdp-auto-wrap)", strategy="fsdp-auto-wrap")
     if sharded and settings.micro_batches > 1 and settings.sync_micro_batches is False:
         text = "reduce gradients after every part (without --no-sync-micro-batches)"
         yield planned(text, sync_micro_batches=None)
     if settings.precision == "fp32" and subject.refused("bf16") is None and plan.can_compute("bf16"):
-        text = "gather and compute in bf16 (--precision bf16)" if sharded else "compute in bf16 (--precision bf16)"
+        text = "all-gather and compute in bf16 (--precision bf16)" if sharded else "compute in bf16 (--precision bf16)"
         yield planned(text, precision="bf16")
     if sharded and settings.sharding != "full":
         yield planned("shard everything over all ranks (--sharding full)", sharding="full")

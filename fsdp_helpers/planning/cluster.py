@@ -10,7 +10,8 @@ from fsdp_helpers.quantities import GB
 
 # CUDA's context with its kernels: 0.5 to 2 GB, S. Bekman, "Machine Learning Engineering", on additional GPU memory use.
 CONTEXT_BYTES = 2 * GB
-# NCCL's buffers (4 MiB for each pair of devices and channel, NCCL_BUFFSIZE) and a fragmented pool: a choice, no count.
+# NCCL's buffers (4 MiB for each pair of devices and channel, NCCL_BUFFSIZE) and a fragmented pool: our choice, not a
+# count.
 NCCL_AND_FRAGMENTATION_BYTES = 2 * GB
 LINK_BYTES_PER_S = 50e9  # 400 Gbit/s for each device, as in many clusters
 HOST_LINK_BYTES_PER_S = 25e9  # PCIe 4 x16
@@ -35,7 +36,7 @@ class Cluster:
         factor=GB,
     )
     flops_per_s: float | None = setting(
-        None, "speed that a device reaches, in 10^12 operations per second, not that of its data sheet", flag="tflops",
+        None, "speed that a device reaches, in 10^12 operations per second, not its data sheet's", flag="tflops",
         factor=1e12,
     )  # fmt: skip
     allowance_bytes: float = setting(

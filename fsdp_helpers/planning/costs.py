@@ -10,7 +10,7 @@ HOUR_S, MINUTE_S = 3600, 60
 DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
 RESTART_S = (
     10 * MINUTE_S
-)  # from a failure to the first step after it: noticed, restarted, loaded. A choice; state yours
+)  # from a failure to the first step after it: noticed, restarted, loaded. Our choice; set your own
 LEFT_OUT = "saving, restarts, evaluation, waiting for data and for slow machines"
 
 
@@ -22,7 +22,7 @@ class SavePlan:
     save_s: float
     hours_between_failures: float  # of all devices together
     every_s: float
-    lost_share: float  # of the time: to saving, to work that is done twice, and to restarts
+    lost_share: float  # of the time: for saving, for work that's done twice, and for restarts
 
 
 def save_plan(

@@ -3,12 +3,12 @@
 Rates come from data sheets, dense, without sparsity; link rates are for one direction, where data sheets add both. fp32
 is torch's default, which doesn't use TF32.
 
-The share is what matrix products reach while nothing waits. It's the median of published training runs, which vary by a
-quarter either way: torchtitan on A100s, 51 to 61 % MFU without and 69 % of the hardware's rate with recomputing
-(`docs/performance.md`); fms-fsdp on A100s, 57 % (README); torchtitan on H100s at 500 W, 33 to 39 %
-(`benchmarks/llama3_h100_202412_torchtitan.md`); the Llama 3 paper, 38 to 43 % (table 4); MPT on H100s, 40 to 46 %
-without recomputing (llm-foundry, `scripts/train/benchmarking/README.md`). Devices without such a run get the share of
-the nearest one, and the plan says so.
+The share is the fraction of the peak rate that matrix products reach while nothing waits. It's the median of published
+training runs, which vary by a quarter either way: torchtitan on A100s, 51 to 61% MFU without and 69% of the hardware's
+rate with recomputing (`docs/performance.md`); fms-fsdp on A100s, 57% (README); torchtitan on H100s at 500 W, 33 to 39%
+(`benchmarks/llama3_h100_202412_torchtitan.md`); the Llama 3 paper, 38 to 43% (table 4); MPT on H100s, 40 to 46% without
+recomputing (llm-foundry, `scripts/train/benchmarking/README.md`). Devices without such a run get the share of the
+nearest one, and the plan says so.
 
 Two constants are fitted to 47 runs of the last of these (`planning.published_runs`): RECOMPUTED_GAIN and ATTENTION_COST. A
 third, LINK_SHARE, is what nccl-tests report.
@@ -17,9 +17,9 @@ third, LINK_SHARE, is what nccl-tests report.
 from dataclasses import dataclass
 
 GB, TERA = 10**9, 10**12
-TYPICAL_RANGE = 0.25  # published runs of one device lie so far to either side of the share
+TYPICAL_RANGE = 0.25  # how far published runs of one device are to either side of the share
 RECOMPUTED_GAIN = 1.15  # with recomputed blocks, batches are larger and products a larger part: a higher share
-ATTENTION_COST = 1.25  # an operation of attention, all tokens with all, takes so much longer than one of a product
+ATTENTION_COST = 1.25  # how much longer an operation of attention takes than one of a matrix product
 LINK_SHARE = 0.8  # of the data sheet: 8 H100s gather at 360 of 450 GB/s (nccl-tests, all_gather_perf, bus bandwidth)
 
 

@@ -23,13 +23,13 @@ def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -
 
 
 def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """FSDP among `shards` ranks, and an all-reduce of each gradient shard among `replicas`: + 2 · (R−1)/R · P/S."""
+    """Count FSDP among `shards` ranks and an all-reduce of gradient shards among `replicas`: + 2 · (R−1)/R · P/S."""
     reduced = collective_sent_bytes("all_reduce", params * value_bytes // shards, replicas)
     return fsdp_sent_bytes(params, shards, value_bytes=value_bytes) + reduced
 
 
 def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Two all-reduces in a block's forward and two in its backward: 4 · L · 2 · (t−1)/t · tokens · width.
+    """Count two all-reduces in a block's forward and two in its backward: 4 · L · 2 · (t−1)/t · tokens · width.
 
     With sequence parallelism, each all-reduce is split into its two halves; the bytes stay the same.
     Source: M. Shoeybi et al. 2019, arXiv:1909.08053, section 3; V. Korthikanti et al. 2022, arXiv:2205.05198.
@@ -38,7 +38,7 @@ def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value
 
 
 def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Keys and values gathered in forward, their gradients scattered in backward: 4 · L · (c−1)/c · tokens · kv_width.
+    """Count keys and values, all-gathered, and their gradients, reduce-scattered: 4 · L · (c−1)/c · tokens · kv_width.
 
     `kv_width` is the width of the keys: less than the model's if several heads share them. A ring that keeps what it
     receives sends the same; one that passes keys and values around again in backward sends 1.5 times as much. Source:
@@ -50,7 +50,7 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
 
 
 def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:
-    """One activation forward and one gradient back: 2 · tokens · width; half of it for a stage `at_the_end`.
+    """Count one activation forward and one gradient back: 2 · tokens · width; half of it for a stage `at_the_end`.
 
     The numbers of stages and micro-batches don't matter.
     Source: Y. Huang et al. 2018, arXiv:1811.06965.
@@ -61,8 +61,8 @@ def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, va
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
     """Return the share of a step in which a stage waits, the same for GPipe and 1F1B: (S−1) / (M+S−1).
 
-    Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead: by the time of the
-    work.
+    Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead, the time of the work
+    alone.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
@@ -70,7 +70,7 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
 def expert_sent_bytes(
     layers: int, rows_to_others: int, rows_from_others: int, width: int, *, value_bytes: int = FP32_BYTES
 ) -> int:
-    """Tokens sent to their experts and results sent back, in forward and in backward: 2 · L · (out + in) · width.
+    """Count tokens sent to experts and results sent back, in forward and backward: 2 · L · (out + in) · width.
 
     `rows_to_others` and `rows_from_others` count the tokens that leave and reach this rank in one layer. A balanced
     router sends (e−1)/e of a rank's tokens out, and as many come in. The counts themselves are not included.
@@ -89,7 +89,7 @@ class PipelineWork(NamedTuple):
 
 
 def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) -> list[list[PipelineWork]]:
-    """Return when each stage does what, as early as possible; `orders` lists each stage's work, such as "F0" or "B3".
+    """Return the time of each stage's work, as early as possible; `orders` lists that work, such as "F0" or "B3".
 
     A forward waits for the previous stage, a backward for the next one. A forward takes 1, sending takes no time.
     Raises ValueError for orders that deadlock.

@@ -28,14 +28,14 @@ class Subject:
     name: str
     item: str  # what a batch is counted in: "image", "token", "sample"
     num_params: int
-    units: tuple[str, ...]  # names of the modules that are gathered together, where the model is cut
+    units: tuple[str, ...]  # names of the modules that become units
     # Of a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units that it makes flat; with
     # chunks_loss also of `loss_chunks`.
     profile_of: Callable[..., StepProfile]
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a forward of a batch
     unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, where it is known
     attention_flops: Callable[[int], dict[str, int]] = lambda batch: {}  # of those, products of tokens with tokens
-    backward_factor: float | Callable[[int], float] = 2.0  # what backward takes of a forward's operations
+    backward_factor: float | Callable[[int], float] = 2.0  # backward's operations, as a multiple of forward's
     active_params: int | None = None  # that one token goes through, if those aren't all
     chunks_loss: bool = False  # whether the logits can be computed in parts
     sequence: int = 1  # a batch is made of whole sequences of that many items
@@ -49,11 +49,11 @@ class Subject:
             )
         if batch % self.sequence:
             raise ValueError(
-                f"a batch of {batch:,} {self.item}s is not made of whole sequences of {self.sequence:,}; use a "
+                f"a batch of {batch:,} {self.item}s isn't a multiple of the sequence length, {self.sequence:,}; use a "
                 f"multiple, or a --context that divides it"
             )
         if activation_checkpointing != "none" and not self.units:
-            raise ValueError(f"{self.name} has no units, and units are what is recomputed; name their unit_class")
+            raise ValueError(f"{self.name} has no units to recompute; name their unit_class")
         if reason := self.refused(precision):
             raise ValueError(reason)
 
@@ -101,7 +101,7 @@ def vit_subject(name: str, shape: ViTShape) -> Subject:
     def profile_of(
         images: int, precision: str, activation_checkpointing: str, flat_units: Sequence[str] | None = None
     ) -> StepProfile:
-        """All values are trained, so a flat unit has no others."""
+        """Return the profile. All values are trained, so a flat unit has no others."""
         value_bytes = VALUE_BYTES[precision]
         sizes = {"tokens": images * shape.num_tokens, "width": shape.width, "mlp_width": shape.mlp_width}
         block = vit_block_bytes(**sizes, num_heads=shape.num_heads, value_bytes=value_bytes)
@@ -215,7 +215,9 @@ def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subjec
         loss_chunks: int = 1,
     ) -> StepProfile:
         if frozen and flat_units is not None:
-            raise ValueError("adapters beside frozen weights are planned with FSDP2, whose parameters stay apart")
+            raise ValueError(
+                "adapters next to frozen weights are planned only with FSDP2, which keeps parameters separate"
+            )
         value_bytes = VALUE_BYTES[precision]
 
         @cache
@@ -318,7 +320,7 @@ def _mlp_shapes(shape: LlamaShape) -> Shapes:
 
 
 def _experts_shapes(width: int, experts: Experts) -> Shapes:
-    """Each kind of matrix of all experts is one parameter; its rows are what ranks share.
+    """Return the shapes of the experts: each kind of matrix of all experts is one parameter, sharded by rows.
 
     With more ranks than experts that takes a `shard_placement_fn` in torch, which otherwise shards whole experts.
     """
@@ -353,14 +355,13 @@ def llama_root_shapes(shape: LlamaShape) -> Shapes:
 def llama_head_bytes(
     shape: LlamaShape, tokens: int, value_bytes: int, *, loss_chunks: int = 1, is_frozen: bool = False
 ) -> HeadBytes:
-    """Count the head: the last norm keeps input and output; the loss keeps fp32 log-probabilities, per word and token.
+    """Count the head: the last norm keeps input and output; the loss keeps fp32 log-probabilities of all tokens.
 
-    When backward goes through the loss their gradient and that of the logits are there too, in fp32; when it enters the
-    head, only that of the logits is, in the head's precision. In chunks no log-probabilities are kept. A chunk's are
-    computed in forward, and again in backward. Backward has the gradient of the norm's output beside them, and that of
-    the head's weight twice: the sum so far, and the chunk's. A frozen head has none. That of a tied head waits until
-    backward has come to the embedding. Logits that go through a tanh are
-    kept behind it.
+    While backward goes through the loss, their gradient and that of the logits exist too, in fp32; when it enters the
+    head, only that of the logits does, in the head's precision. With chunks, no log-probabilities are kept: a chunk's
+    are computed in forward, and again in backward. Backward also has the gradient of the norm's output, and that of the
+    head's weight twice: the sum so far, and the chunk's. A frozen head has none. That of a tied head waits until
+    backward reaches the embedding. Logits that go through a tanh are kept after it.
     """
     words = -(-tokens // loss_chunks) * shape.vocabulary
     hidden = tokens * value_bytes * shape.width
@@ -402,7 +403,7 @@ def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict
 
 
 def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
-    """4 s q per token for attention over s tokens (a causal mask may halve that), by block."""
+    """Count 4 s q per token for attention over s tokens (a causal mask may halve that), by block."""
     q_width = shape.q_width
     if shape.latent:  # two operations for each number of a key, and of a value
         latent = shape.latent
@@ -427,14 +428,14 @@ def _idle_in_a_block(width: int, experts: Experts) -> int:
 
 
 def _idle_params(shape: LlamaShape) -> int:
-    """Return the parameters that a token does not go through: of the experts that it does not go to, in all blocks."""
+    """Return the number of parameters that a token doesn't use: those of other experts, in all blocks."""
     experts, num_routed = shape.experts, sum(shape.is_routed(block) for block in range(shape.depth))
     biases = (experts.number - experts.chosen) * (2 * experts.width + shape.width) if experts.biases else 0
     return num_routed * (_idle_in_a_block(shape.width, experts) + biases)
 
 
 def _backward_of_adapters(shape: LlamaShape, tokens: int, lora_rank: int) -> float:
-    """Return what backward takes of a forward: twice for adapters and attention, once for frozen weights."""
+    """Return backward's operations as a multiple of forward's: 2 for adapters and attention, 1 for frozen weights."""
     forward = sum(llama_unit_flops(shape, tokens, lora_rank).values())
     plain = sum(llama_unit_flops(shape, tokens).values())
     return 1 + (forward - plain + sum(llama_attention_flops(shape, tokens).values())) / forward

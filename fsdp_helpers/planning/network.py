@@ -2,7 +2,7 @@
 
 A ring of ranks passes through every node, and every rank has a link out of its node. NCCL runs as many rings as there
 are links, so a collective over full nodes leaves a node over all its links at once, and each rank's link carries its
-share. Within the node each ring passes from rank to rank over the fast links. The slower of the two decides.
+share. Within the node each ring passes from rank to rank over the fast links. The slower of the two sets the time.
 Sources: NCCL's own model of a ring, `src/graph/tuning.cc` (`ncclTopoTuneModel`), whose latency per step inside and
 between nodes is taken over; nccl-tests, `doc/PERFORMANCE.md`, on bus bandwidth.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 
-STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times round the ring
+STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times around the ring
 # A step of NCCL's ring, protocol "Simple", in its model: 3.4 µs over NVLink, 9.6 µs over the network; 8.4 µs to start.
 WITHIN_LATENCY_S, BETWEEN_LATENCY_S, START_S = 3.4e-6, 9.6e-6, 8.4e-6
 

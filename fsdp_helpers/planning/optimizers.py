@@ -1,9 +1,9 @@
 """Bytes that optimizers hold between steps, and have in flight within one. No torch.
 
-Bytes are for each trained value. Which temporaries a step has is read in torch 2.15, `torch/optim`: Adam in one fused
+Bytes are for each trained value. The temporaries of a step are those of torch 2.15, `torch/optim`: Adam in one fused
 kernel has none; its `foreach` form (torch's default on a GPU) computes all square roots before it uses the first; its
-loop has two tensors of the parameter that it is at. SGD changes parameters in place in any form. Adam with moments in 8
-bits keeps one fp32 scale for every 256 values: Dettmers et al. 2022, arXiv:2110.02861; it does not run here.
+loop has two tensors as large as the current parameter. SGD changes parameters in place in any form. Adam with moments
+in 8 bits keeps one fp32 scale for every 256 values: Dettmers et al. 2022, arXiv:2110.02861; we don't run it here.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Optimizer:
     in_8_bits: bool = False
 
     def state_terms(self, values: int, value_bytes: int) -> list[tuple[str, int, int]]:
-        """Return (name, values, bytes of a value) of what is kept for `values` trained ones."""
+        """Return (name, values, bytes of a value) of each kind of state for `values` trained values."""
         if not self.moments:
             return []
         if not self.in_8_bits:

@@ -11,19 +11,20 @@ from fsdp_helpers.planning.state import FP32_BYTES
 
 
 def accelerate_bytes(profile: StepProfile, precision: str = "fp32") -> int:
-    """`accelerate estimate-memory`, its peak for training with Adam, on one device: sharding is not among its settings.
+    """Return the peak that `accelerate estimate-memory` gives for training with Adam on one device; it has no sharding.
 
-    In fp32 four times the model: parameters, gradients, two moments. In bf16 its largest number is that of the moments,
-    twice the fp32 model. Source: `estimate_training_usage`, accelerate/commands/estimate.py.
+    In fp32, that's four times the model: parameters, gradients, two moments. In bf16, its largest number is that of the
+    moments, twice the fp32 model. Source: `estimate_training_usage`, accelerate/commands/estimate.py.
     """
     return (4 if precision == "fp32" else 2) * FP32_BYTES * profile.num_params
 
 
 def deepspeed_zero3_bytes(profile: StepProfile, world_size: int) -> int:
-    """`estimate_zero3_model_states_mem_needs_all_live` without offload, for one device.
+    """Return the result of `estimate_zero3_model_states_mem_needs_all_live` without offload, for one device.
 
-    4 bytes for each parameter of the largest layer, and 18 for each of all, divided by the devices: those of mixed
-    precision, whatever the run's. Source: `estimate_zero3_model_states_mem_needs`, deepspeed/runtime/zero/stage3.py.
+    It's 4 bytes for each parameter of the largest layer, plus 18 for each parameter of the model divided by the number
+    of devices: those of mixed precision, whatever the run's. Source: `estimate_zero3_model_states_mem_needs`,
+    deepspeed/runtime/zero/stage3.py.
     """
     return 4 * largest_layer_params(profile) + 18 * profile.num_params // world_size
 

@@ -1,7 +1,7 @@
 """Bytes one rank holds between two steps, exactly: its own shards, without padding. No torch.
 
 Shards have different sizes: FSDP2 splits 10 rows over 4 ranks into 3, 3, 3 and 1, and FSDP1 splits its flat tensor into
-equal shards, even in the middle of a parameter. On average, a rank holds what `planning.state` says.
+equal shards, even in the middle of a parameter. `planning.state` gives the average.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,7 +29,7 @@ def own_state(
 ) -> StateBytes:
     """Return what `rank` holds: all parameters or its shards, and gradients and moments of the trained ones.
 
-    `precision` is by default that of `config`, which doesn't know all that can be planned.
+    `precision` defaults to that of `config`, which doesn't have all that can be planned.
     """
     sizes = PRECISIONS[precision or config.precision]
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
@@ -88,7 +88,7 @@ def values_between(
     *,
     value_bytes: int = FP32_BYTES,
 ) -> int:
-    """Return how many values of these parameters lie between two places of FSDP1's flat tensor.
+    """Return how many values of these parameters are between two places of FSDP1's flat tensor.
 
     `value_bytes` is the size of a value in the precision of the computation, in which parameters are aligned.
     """

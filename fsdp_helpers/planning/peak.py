@@ -35,7 +35,7 @@ class Step:
 
     peak: Peak
     collectives: tuple[CollectiveCount, ...]
-    tasks: tuple[Task, ...] = ()  # arithmetic and collectives, in the order in which they are asked for
+    tasks: tuple[Task, ...] = ()  # arithmetic and collectives, in the order in which they're issued
 
     @property
     def sent_bytes(self) -> int:
@@ -64,13 +64,12 @@ def walk_step(
     """Walk through a steady step of `config`, on the rank with the largest shards.
 
     `profile` is of the images of one micro-batch; `units` names the FSDP units below the root; without any, the model
-    is one unit.
-    With `backend` "gloo" a collective needs a copy of its full tensor while it lasts, with "fake" and "nccl" none; the
-    first two are those of a CPU, which also copies where a GPU need not. `replicas` are the groups that "hybrid" keeps
-    whole copies in, two unless said otherwise. With `has_host` there is a host beside the device, and what is offloaded
-    is not on the device; a rank on the CPU has none. `optimizer` is one of `planning.optimizers`; `precision`, one of
-    `planning.state.PRECISIONS`, is that of `config` unless it is given.
-    Raises ValueError for a unit that is not a module of the model.
+    is one unit. With `backend` "gloo", a running collective needs a copy of its full tensor; with "fake" and "nccl", it
+    doesn't. The first two run on a CPU, which also makes copies that a GPU doesn't need. `replicas` is the number of
+    groups with a full copy each under "hybrid", two by default. With `has_host`, the device has a host for offloaded
+    state; a rank on the CPU has none. `optimizer` is one of `planning.optimizers`; `precision`, one of
+    `planning.state.PRECISIONS`, defaults to that of `config`. Raises ValueError for a unit that isn't a module of the
+    model.
     """
     ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
@@ -90,7 +89,7 @@ def walk_step(
         is_last, before = part == parts - 1, len(ledger.tasks)
         rank.begin_part(reduces=is_last or config.reduces_every_part, is_last=is_last)
         _walk(profile.flat_moments if config.is_sharded and config.api == "fsdp1" else profile.moments, rank, ledger)
-        if part == parts - 2:  # all parts between the first and the last go alike
+        if part == parts - 2:  # all parts between the first and the last are the same
             ledger.repeat(ledger.tasks[before:], config.micro_batches - parts)
     ledger.when = "the optimizer's step"
     rank.update()
@@ -98,14 +97,14 @@ def walk_step(
 
 
 def _when(moment: Moment) -> str:
-    """Say in words what happens; behind the root's forward comes the loss."""
+    """Describe the event in words; the loss follows the root's forward."""
     if moment.event == "leave_forward" and moment.name == ROOT:
         return "the loss"
     return WHEN[moment.event].format(moment.name or "the root")
 
 
 def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
-    """Refuse FSDP1 if frozen parameters share a unit with trained ones, and the profile was not measured with that."""
+    """Refuse FSDP1 if frozen parameters share a unit with trained ones, unless the profile was measured that way."""
     mixed = frozen_beside_trained(profile, units)
     if mixed != profile.thawed:
         raise ValueError(
@@ -116,7 +115,7 @@ def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
 
 
 def _walk(moments: Sequence[Moment], rank: WholeModel | FlatParameters | FullyShard, ledger: Ledger) -> None:
-    """One forward and one backward."""
+    """Walk through one forward and one backward."""
     for moment in moments:
         ledger.when = _when(moment)
         ledger.set_activations(moment.activation_bytes)

@@ -84,16 +84,16 @@ class Settings:
         self.config()
 
     def config(self) -> TrainConfig:
-        """Return what the walk is about: precision and optimizer are given to it beside this."""
+        """Return the walk's configuration; it gets precision and optimizer separately."""
         names = ("strategy", "api", "sharding", "activation_checkpointing", "micro_batches", "sync_micro_batches")
         own = {name: getattr(self, name) for name in names}
         return TrainConfig(**own, global_batch_size=self.micro_batches * MOST_RANKS)
 
     @property
     def measured_precision(self) -> str:
-        """Return the precision of activations: a whole model in mixed precision runs under autocast.
+        """Return the precision of activations: an unsharded model in mixed precision runs under autocast.
 
-        fp16 takes the bytes of bf16.
+        fp16 takes as many bytes as bf16.
         """
         precision = "bf16" if self.precision == "fp16" else self.precision
         return "autocast" if precision == "bf16" and not is_sharded(self.strategy) else precision
@@ -102,7 +102,7 @@ class Settings:
         """Raise ValueError if `world_size` ranks cannot run these settings."""
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
-                f"strategy 'local' trains in one process, world_size is {world_size}; use 'ddp', or 1 rank"
+                f"strategy 'local' trains in one process, but world_size is {world_size}; use 'ddp', or 1 rank"
             )
         if self.sharding == "hybrid" and (world_size % self.replicas or world_size // self.replicas < 2):
             raise ValueError(
@@ -125,7 +125,7 @@ class Plan:
     peak: Peak  # on the rank with the largest shards
     state: StateBytes  # of rank 0, without padding
     collectives: tuple[CollectiveCount, ...]
-    step_flops: int | None  # of one rank, with what is recomputed
+    step_flops: int | None  # of one rank, including recomputation
     model_flops: int | None = None  # without
     time: StepTime | None = None
     checkpoint_bytes: int = 0
@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """The shortest and the longest step; `time.estimate_s` lies between them. None where launches decide."""
+        """Return the shortest and the longest step; `time.estimate_s` is between them. None if launches dominate."""
         return (self.time.shortest_s, self.time.longest_s) if self.time and not self.time.launches_decide else None
 
     @property
@@ -193,7 +193,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: of the data sheet's rate, what the model itself needs, nothing recomputed."""
+        """Return the model FLOPs utilization: the model's own operations, without recomputing, over the peak rate."""
         if self.time is None or self.cluster.peak_flops_per_s is None:
             return None
         return self.model_flops / self.time.estimate_s / self.cluster.peak_flops_per_s
@@ -279,9 +279,9 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
 def step_flops(subject: Subject, settings: Settings) -> int | None:
     """Count the operations of one rank's step, recomputation included.
 
-    Backward takes two products for each of forward, or one where a weight is frozen; recomputing takes forward once
-    more, of all but a little. In chunks, the head's forward is computed twice.
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    Backward takes two products for each of forward, or one if a weight is frozen; recomputing repeats nearly all of
+    forward. In chunks, the head's forward is computed twice. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix
+    B.
     """
     forward = _forward_flops(subject, settings)
     if forward is None:
@@ -327,7 +327,7 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
 
 
 def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> dict[str, float]:
-    """Return a forward's operations by module, as many as would take their time at the rate of matrix products."""
+    """Return a forward's operations by module, weighted so that all take the time of matrix products."""
     found: dict[str, float] = dict(subject.unit_flops_of(settings.batch))
     if cluster.is_typical:
         for unit, flops in subject.attention_flops(settings.batch).items():
@@ -338,7 +338,7 @@ def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> di
 
 
 def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
-    """Return the time of an update, which is bound by memory: it reads everything, and writes all but the gradients."""
+    """Return the time of an update, which is bound by memory: it reads everything and writes all but the gradients."""
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes

@@ -18,8 +18,8 @@ class Moment:
     keeps for backward, and temporaries of an operation.
     """
 
-    event: str  # enter_forward, leave_forward, enter_backward, leave_backward, or gradient: one is finished. What is
-    # recomputed enters and leaves forward again, within backward
+    event: str  # enter_forward, leave_forward, enter_backward, leave_backward, or gradient: one is finished. Recomputed
+    # modules enter and leave forward again, within backward
     name: str  # of the module or, for "gradient", of the parameter
     activation_bytes: int  # at the event
     highest_bytes: int  # the most until the next event
@@ -33,13 +33,13 @@ class StepProfile:
     moments: tuple[Moment, ...]
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
     tied: dict[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `shapes`
-    buffer_bytes: int = 0  # tables and statistics, which no strategy shards
+    buffer_bytes: int = 0  # buffers, which no strategy shards
     thawed: frozenset[str] = frozenset()  # frozen parameters that share a unit with a trained one ...
     thawed_moments: tuple[Moment, ...] = ()  # ... and the same step, in which these get gradients too
 
     @property
     def flat_moments(self) -> tuple[Moment, ...]:
-        """The step where the parameters of a unit are one tensor, which needs a gradient or needs none."""
+        """Return the step in which a unit's parameters are one tensor, which either needs a gradient or doesn't."""
         return self.thawed_moments or self.moments
 
     @property

@@ -1,4 +1,4 @@
-"""Published training runs, and the plan of each. No torch."""
+"""Published training runs, each with its plan. No torch."""
 
 from dataclasses import dataclass
 

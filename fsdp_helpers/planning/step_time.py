@@ -1,9 +1,9 @@
 """The seconds of a step: arithmetic and collectives in queues, then the optimizer. No torch.
 
-What a rank does in a step, and in which order, is known from the walk (`planning.peak`). Here each thing gets its
-seconds, and the queues of `planning.streams` say what hides behind what. A step is one estimate with a range. If the
-device is named, the range is how far published runs of such devices lie apart; otherwise it goes from everything hidden
-to nothing hidden at rates that are as far below those stated.
+The walk (`planning.peak`) lists a rank's tasks in order. Here each task gets its seconds, and the queues of
+`planning.streams` show which tasks overlap. The result is an estimate with a range. If the device is named, the range
+is the spread of published runs on such devices; otherwise it reaches from full overlap to no overlap at rates that are
+as much lower than those stated.
 """
 
 from collections import Counter, defaultdict
@@ -32,7 +32,7 @@ class StepTime:
     shortest_s: float
     longest_s: float
     spans: tuple[Span, ...]
-    launches_decide: bool = False  # units take so little that a GPU waits for the next kernel
+    launches_decide: bool = False  # units are so short that a GPU waits for the next kernel
 
     @property
     def exposed_s(self) -> float:
@@ -58,7 +58,7 @@ def time_step(
 ) -> StepTime:
     """Return the seconds of a step of `parts` micro-batches, each with `unit_flops` in forward, by module.
 
-    `backward_factor` is what backward takes of that, with what it recomputes.
+    `backward_factor` is backward's multiple of that, recomputation included.
     """
     seconds = _Seconds(step.tasks, unit_flops, speed, backward_factor, parts)
     spans = run_tasks(step.tasks, seconds)
@@ -85,7 +85,7 @@ def _longest_forward_s(spans: Sequence[Span]) -> float:
 
 
 class _Seconds:
-    """The seconds of each task. A unit's operations are divided among the times that it is computed."""
+    """The seconds of each task. A unit's operations are divided over its computations."""
 
     def __init__(
         self, tasks: Sequence[Task], unit_flops: Mapping[str, float], speed: Speed, backward_factor: float, parts: int

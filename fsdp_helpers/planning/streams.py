@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 ARITHMETIC, COMMUNICATION, COPIES = "arithmetic", "communication", "between copies"
 BACKWARD_FACTOR = 2  # two products for each one of forward
-AT_START, AT_END = "start", "end"  # of the arithmetic before: when a collective is asked for
+AT_START, AT_END = "start", "end"  # of the arithmetic before it: when a collective is issued
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One unit's time on one stream: what is done, from when to when."""
+    """One unit's time on one stream: the task, its start and its end."""
 
     queue: str
     what: str  # "all_gather", "reduce_scatter", "all_reduce", "forward" or "backward"
@@ -75,7 +75,7 @@ def length_s(spans: Iterable[Span]) -> float:
 
 
 def busy_s(spans: Iterable[Span], *queues: str) -> float:
-    """Return for how long these queues are busy, one after the other."""
+    """Return the sum of these queues' busy seconds."""
     return sum(span.end_s - span.start_s for span in spans if span.queue in queues)
 
 

@@ -17,11 +17,11 @@ ALIGNED_BYTES = 16  # where FSDP1 begins each parameter of a flat tensor: every 
 
 
 def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: bool = False) -> int:
-    """Bytes that one rank sends for one collective over `num_ranks` ranks, rounded to whole bytes.
+    """Return the bytes that one rank sends for one collective over `num_ranks` ranks, rounded to whole bytes.
 
-    `full_bytes` is the size of the full tensor, padding included: what an all-gather puts out, what a reduce-scatter
-    takes in. `is_root` is true on the rank that a broadcast or a scatter comes from, or a gather or a reduce goes to.
-    Raises ValueError for an operation that is not among these.
+    `full_bytes` is the size of the full tensor, padding included: an all-gather's output, or a reduce-scatter's input.
+    `is_root` is true on the rank that a broadcast or a scatter comes from, or a gather or a reduce goes to. Raises
+    ValueError for an unknown operation.
     """
     parts_sent = {  # a part is full_bytes / num_ranks
         "all_reduce": 2 * (num_ranks - 1),
@@ -37,24 +37,24 @@ def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: 
         "barrier": 0,
     }
     if op not in parts_sent:
-        raise ValueError(f"no formula says what {op!r} sends; choose one of {', '.join(parts_sent)}")
+        raise ValueError(f"there is no formula for the bytes that {op!r} sends; choose one of {', '.join(parts_sent)}")
     return round(parts_sent[op] * full_bytes / num_ranks) if num_ranks > 1 else 0
 
 
 def step_sent_bytes(
     strategy: str, unit_params: Sequence[int], num_ranks: int, *, micro_batches: int = 1, kept_whole: bool = False
 ) -> int:
-    """Bytes that one rank sends in a step, in fp32; gradients are reduced once, after the last micro-batch.
+    """Return the bytes that one rank sends in a step, in fp32; gradients are reduced once, after the last micro-batch.
 
     `unit_params` are the parameters of each unit, the root first, padding included (see `padded_params`). Without
     units, the root is the full model.
 
     DDP all-reduces 4 P bytes. FSDP reduce-scatters each unit, all-gathers the root once, since it stays unsharded from
-    forward to backward, and every other unit twice, once for each. With P parameters in all that is (3 - root / P) / 2
-    times what DDP sends: as much with one unit, less than half as much again with many. Every further micro-batch
-    gathers again, unless units are `kept_whole` from the first forward to the last backward: then each is gathered once
-    in a step. Source: S. Rajbhandari et al. 2020, arXiv:1910.02054, section 7: 2 P for data parallelism, 3 P with all
-    sharded.
+    forward to backward, and every other unit twice, once for each. With P parameters in all, that's (3 - root / P) / 2
+    times as much as DDP sends: the same with one unit, and up to 1.5 times as much with many. Every further micro-batch
+    all-gathers again, unless units are `kept_whole` from the first forward to the last backward: then each is
+    all-gathered once in a step. Source: S. Rajbhandari et al. 2020, arXiv:1910.02054, section 7: 2 P for data
+    parallelism, 3 P with all sharded.
     """
     root, total = unit_params[0], sum(unit_params)
     reduced = FP32_BYTES * total
@@ -74,12 +74,12 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     The longest is at rates that are TYPICAL_RANGE below those stated, as far as published runs lie from theirs.
 
     `communication_s` is the time in which the link carries what a rank sends: sent bytes over bytes per second. Where
-    it is more than four times `arithmetic_s`, the network dominates: even a step that hides nothing takes less than
-    25 % longer. How much is hidden depends on when the bytes are ready. DDP sends a bucket once backward has come to
-    the last of its gradients, and forward and the optimizer always wait. Headers come on top: with TCP over Ethernet 66
-    of the 1,514 bytes of a packet, and what is acknowledged and sent again. ShallowNet under DDP, most of whose bytes
-    are one layer's, hides nothing, and took 1.00 to 1.25 times both (`notebooks/reference/bandwidth.json`).
-    Source: S. Li et al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
+    it is more than four times `arithmetic_s`, the network dominates: even a step that hides nothing takes less than 25%
+    longer. How much is hidden depends on when the bytes are ready. DDP sends a bucket once backward has computed the
+    last of its gradients, and forward and the optimizer always wait. Headers come on top: with TCP over Ethernet 66 of
+    the 1,514 bytes of a packet, plus acknowledgments and retransmissions. ShallowNet under DDP, most of whose bytes are
+    one layer's, hides nothing, and took 1.00 to 1.25 times both (`notebooks/reference/bandwidth.json`). Source: S. Li
+    et al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
     """
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 

@@ -1,8 +1,8 @@
 """The memory of a transformer's blocks, and of a stack of them, in a step, from arithmetic alone: no torch import.
 
-Vision transformers and Llama-like models have fused attention, which writes no scores and keeps a logarithm for each
-token and head, and no dropout. Norms and attention keep their statistics in fp32. The method is that of Korthikanti et
-al. 2022, arXiv:2205.05198, 4.1.
+Vision transformers and Llama-like models have fused attention, which writes no scores and keeps one logarithm per token
+and head, and no dropout. Norms and attention keep their statistics in fp32. The method is that of Korthikanti et al.
+2022, arXiv:2205.05198, 4.1.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ from fsdp_helpers.planning.state import FP32_BYTES
 class BlockBytes:
     """One block's bytes in a step, for one micro-batch of one rank."""
 
-    kept_bytes: int  # what autograd keeps from forward to backward, the block's input included
+    kept_bytes: int  # kept by autograd from forward to backward, the block's input included
     input_bytes: int  # of those, the input: all that activation checkpointing keeps
-    products_bytes: int  # the outputs of its matrix products: what selective checkpointing keeps besides
-    working_bytes: int  # the most that backward has in flight within the block, on top of what is kept
+    products_bytes: int  # the outputs of its matrix products, which selective checkpointing also keeps
+    working_bytes: int  # the most that backward has in flight within the block, on top of those
     leaving_bytes: int = 0  # kept and in flight at the block's first product, when all later gradients are there
 
     def waiting_bytes(self, activation_checkpointing: str) -> int:
@@ -36,7 +36,7 @@ def transformer_block_bytes(
 ) -> BlockBytes:
     """Count an fp32 `nn.TransformerEncoderLayer` (norm first, ReLU, hidden layer 4 x width) on the CPU.
 
-    The count of Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, redone for this layer: fp32 instead of
+    This is the count of Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, adapted to this layer: fp32 instead of
     16-bit values, a second dropout in the hidden layer, masks of 4 bytes instead of 1, attention written out (with
     dropout) or fused (without). In values a token, h the width, a heads, s tokens:
 
@@ -60,8 +60,8 @@ def transformer_block_bytes(
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
     """Return the bytes in flight at the highest point of such a block's backward, where it enters the hidden layer.
 
-    In values a token: the gradient that came in, h; the same behind the last mask, h, when that mask, h, is freed; and
-    the hidden layer's, 4 h. Beside them the gradient of the second weight, 4 h x h.
+    In values a token: the incoming gradient, h; the same after the last mask, h, when that mask, h, is freed; and the
+    hidden layer's, 4 h. On top of them, the gradient of the second weight, 4 h x h.
     """
     return value_bytes * (images * tokens * 5 * width + 4 * width * width)
 
@@ -73,9 +73,9 @@ def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, 
     - hidden layer: the norm's input h and output h; GELU's input m and output m
     - in fp32: mean and standard deviation of two norms, 4; attention's logarithms, a
 
-    Backward is highest behind the hidden layer: the gradient that came in, h, that of GELU's output, m, and that of the
-    second weight, m x h. Or at its end, at q, k and v: all weights' gradients, beside the norm's input and output, 2 h,
-    its statistics, 2, the gradients of q, k and v, 3 h, of what they come from, h, and of the way around, h.
+    Backward peaks at the hidden layer: the incoming gradient, h, that of GELU's output, m, and that of the second
+    weight, m x h. Or it peaks at its end, at q, k and v: all weights' gradients, plus the norm's input and output, 2 h,
+    its statistics, 2, the gradients of q, k and v, 3 h, of their input, h, and of the residual connection, h.
     """
     return BlockBytes(
         kept_bytes=tokens * (value_bytes * (8 * width + 2 * mlp_width) + FP32_BYTES * (num_heads + 4)),
@@ -102,10 +102,10 @@ def llama_block_bytes(
     - hidden layer: the norm's input h and output h; the gate before and after SiLU, the other half, their product, 4 m
     - in fp32: one statistic of each of two norms, 2; attention's logarithms, a
 
-    Backward is highest behind SiLU: the gradient that came in, h, those of the two halves, 2 m, and that of the last
-    weight, m x h. Or at its end, at the queries: all weights' gradients, beside the norm's input and output, 2 h, its
-    statistic, 1, the queries' gradient, q, those of what queries, keys and values come from, 2 h, and of the way
-    around, h.
+    Backward peaks at SiLU: the incoming gradient, h, those of the two halves, 2 m, and that of the last weight, m x h.
+    Or it peaks at its end, at the queries: all weights' gradients, plus the norm's input and output, 2 h, its
+    statistic, 1, the queries' gradient, q, those of the input of queries, keys and values, 2 h, and of the residual
+    connection, h.
     """
     q_width = q_width or width
     values = 4 * width + 2 * q_width + 2 * kv_width + 4 * mlp_width
@@ -119,18 +119,18 @@ def llama_block_bytes(
 
 
 def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int) -> BlockBytes:
-    """Count one block of a Llama or any of its relatives: what `llama_block_bytes` says, and what is special to it.
+    """Count one block of a Llama or any of its relatives: `llama_block_bytes` plus the parts special to it.
 
-    Without a gate the block is `vit_block_bytes`. Values per token, besides:
+    Without a gate the block is `vit_block_bytes`. Further values per token:
 
     - a norm of each head's queries and keys: its input, q + k, and one statistic per head
-    - norms behind attention and the hidden layer: their inputs, h each, and a statistic each
-    - latent attention: the latent vectors before and behind their norms, and the heads' keys before they are joined
+    - norms after attention and the hidden layer: their inputs, h each, and a statistic each
+    - latent attention: the latent vectors before and after their norms, and the heads' keys before they're joined
     - experts: the hidden layers of those that a token goes to count as one; the tokens laid out by expert and what the
       experts say, c x h each for c chosen ones; the router's logits and probabilities in fp32
 
-    Experts are computed one kernel for all (a grouped product), so the gradient of all their last weights is there at
-    once. Routing is taken to be even.
+    One kernel computes all experts (a grouped product), so the gradient of all their last weights exists at once. We
+    assume even routing.
     """
     if not shape.gated:
         sizes = {"tokens": tokens, "width": shape.width, "mlp_width": shape.mlp_width, "num_heads": shape.num_heads}
@@ -140,7 +140,7 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     q_width, kv_width, values, statistics = shape.q_width, shape.kv_width, 0, 0
     if shape.latent:
         latent = shape.latent
-        # queries and keys are wider than values and what attention says; on average:
+        # queries and keys are wider than values and attention's output; on average:
         q_width = kv_width = shape.num_heads * (latent.content_width + latent.rotary_width + latent.value_width) // 2
         values += 2 * (latent.kv_rank + (latent.query_rank or 0)) + latent.rotary_width
         values += shape.num_heads * latent.content_width
@@ -167,9 +167,9 @@ class HeadBytes:
     """The layers after the blocks: the last norm, the head, the loss."""
 
     kept_bytes: int = 0  # from forward to backward
-    forward_bytes: int = 0  # in flight in the head's forward, on top of what is kept
-    working_bytes: int = 0  # in flight when backward goes through the loss, on top of what is kept
-    entering_bytes: int | None = None  # what is there when backward enters the head; what is kept, if left out
+    forward_bytes: int = 0  # in flight in the head's forward, on top of the kept bytes
+    working_bytes: int = 0  # in flight when backward goes through the loss, on top of the kept bytes
+    entering_bytes: int | None = None  # present when backward enters the head; the kept bytes, if left out
     inside_bytes: int = 0  # in flight in the head's backward, on top of that
     parameters: tuple[str, ...] = ()  # whose gradients are finished before backward enters a block
     waiting_bytes: int = 0  # of a tied head's gradient, until backward has come to the embedding
@@ -207,12 +207,12 @@ def layers_profile(
     tied: dict[str, str] | None = None,
     frozen: Collection[str] = (),
 ) -> StepProfile:
-    """Return one step of a model of blocks, for one rank's images or tokens; without a `head`, the rest is small.
+    """Return one step of a model of blocks, for one rank's images or tokens; without a `head`, other layers are small.
 
-    Backward walks from the last block to the first. At each it holds what the earlier blocks keep and all of this one,
-    because the rest has been recomputed. Gradients are finished one after the other; a wide block with few
-    tokens peaks with the last of them. The modules `outer_units`, if there are two, are in front of the blocks and
-    behind them. Parameters in `frozen` get no gradient.
+    Backward walks from the last block to the first. At each, it holds the kept bytes of the earlier blocks and all of
+    this one, whose rest has been recomputed. Gradients are finished one after the other; a wide block with few tokens
+    peaks with the last of them. The modules `outer_units`, if there are two, come before and after the blocks.
+    Parameters in `frozen` get no gradient.
     """
     head = head or HeadBytes()
     waiting = [layer.bytes.waiting_bytes(activation_checkpointing) for layer in layers.values()]

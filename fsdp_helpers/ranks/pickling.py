@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 ADVICE = (
-    "Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), or what it takes to "
-    "make it on the other side, such as the path of a file."
+    "Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), or whatever the rank "
+    "needs to make it itself, such as the path of a file."
 )
 OR_A_CELL = " (a .py file, or a cell that begins with '%%writefile my_worker.py')"
 

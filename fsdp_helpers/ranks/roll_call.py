@@ -87,8 +87,8 @@ def _describe(silent: list[int], timeout_s: float | None) -> str:
     """Describe the silent ranks; `timeout_s` is None if the connection broke before anyone could wait that long."""
     who = list_ranks(silent)
     if timeout_s is None:
-        return f"{who} did not answer any more: gone, or cut off; see its own last lines, and its machine"
+        return f"{who} did not answer any more: it's gone or cut off; check its last output and its machine"
     return (
-        f"{who} did not answer within {timeout_s:g} s: stopped, stuck, gone, or cut off; see its own last lines, "
-        "and its machine. A step that takes longer needs a larger --timeout"
+        f"{who} did not answer within {timeout_s:g} s: it's stopped, stuck, gone or cut off; check its last output and "
+        "its machine. If a step can take longer, set a larger --timeout"
     )

@@ -57,14 +57,16 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     ignores counts with this rank's gradient, so average that over the ranks first.
     """
     own = []
-    squares = {}  # the groups that share a gradient -> the squares of what this rank keeps of such gradients
+    squares = {}  # the groups that share a gradient -> the squares of this rank's shards of such gradients
     for parameter in model.parameters():
         groups, device = ranks_that_share(model, parameter)
         squares.setdefault(groups, torch.zeros((), dtype=torch.float64, device=device))
         if parameter.grad is not None:
             own.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
             norm = torch.linalg.vector_norm(own[-1], dtype=torch.float64)
-            squares[groups] += norm.square().to(device)  # offloaded gradients lie on the host, ranks meet elsewhere
+            squares[groups] += norm.square().to(
+                device
+            )  # offloaded gradients are on the host, but the collective needs the device
     for groups, kept in squares.items():
         for group in groups:
             dist.all_reduce(kept, group=group)

@@ -31,10 +31,10 @@ from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, holders_of_ties, plain_name, size_policy
 
 SHARDING_STRATEGIES = {
-    "full": ShardingStrategy.FULL_SHARD,  # ZeRO-3: parameters freed after forward
-    "grad-op": ShardingStrategy.SHARD_GRAD_OP,  # parameters kept from forward to the end of backward
+    "full": ShardingStrategy.FULL_SHARD,  # ZeRO-3: parameters are resharded after forward
+    "grad-op": ShardingStrategy.SHARD_GRAD_OP,  # parameters stay unsharded from forward to the end of backward
     "hybrid": ShardingStrategy.HYBRID_SHARD,  # shards within a group of ranks, copies across groups
-    "none": ShardingStrategy.NO_SHARD,  # whole copies, as DDP
+    "none": ShardingStrategy.NO_SHARD,  # full copies, like DDP
 }
 BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
@@ -64,7 +64,7 @@ def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainCo
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Like auto-wrap, but keep each shard, its gradient and its optimizer state in host memory when they aren't in use."""
+    """Shard as auto-wrap does, but keep each shard, its gradient and optimizer state in host memory while unused."""
     return shard_with_api(
         model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True
     )
@@ -117,9 +117,9 @@ def shard_fsdp1(
     # Gathered and computed in bfloat16; kept, reduced and updated in fp32, where a small gradient still changes a sum.
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with warnings.catch_warnings():
-        # With one rank there is nothing to shard; FSDP1 says so and goes on as NO_SHARD, which is what we want.
+        # With one rank there is nothing to shard; FSDP1 warns and continues with NO_SHARD, which is what we want.
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-        # If you ask for sharding "none" here, you want to see it beside the others, deprecated or not.
+        # If you ask for sharding "none" here, you want to compare it with the others, deprecated or not.
         warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
         return FullyShardedDataParallel(
             model,

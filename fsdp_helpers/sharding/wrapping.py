@@ -1,9 +1,9 @@
 """Wrapping policies: which modules become FSDP units, the same for both APIs.
 
-A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. Asked with
-`recurse=True` it says whether to look at the children; with `recurse=False`, whether `module` becomes a unit, where
-`nonwrapped_numel` counts the parameters in it that aren't in a unit further down. torch's `CustomPolicy`, which calls a
-function with each module, is a policy, too. At the end: names of parameters without what wrapping adds to them.
+A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. With `recurse=True`, it
+says whether to look at the children; with `recurse=False`, whether `module` becomes a unit. `nonwrapped_numel` counts
+the parameters in it that aren't in a unit further down. torch's `CustomPolicy`, which calls a function with each
+module, is a policy, too. At the end: names of parameters without what wrapping adds to them.
 """
 
 from collections import defaultdict
@@ -88,8 +88,8 @@ def _yes_or_no(policy: CustomPolicy, module: nn.Module) -> bool:
     answer = policy._lambda_fn(module)
     if answer and answer is not True:
         raise ValueError(
-            f"the policy answers {answer!r} for a {type(module).__name__}: only FSDP1 has settings per unit; return "
-            f"True or False"
+            f"the policy returned {answer!r} for a {type(module).__name__}, but only FSDP1 has settings per unit; "
+            "return True or False"
         )
     return bool(answer)
 

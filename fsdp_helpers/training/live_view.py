@@ -31,7 +31,7 @@ class LiveView:
 
     def __init__(self) -> None:
         self._lines, self._curve = InPlace(), InPlace()
-        self._title, self._first_done = "", 0  # steps of an earlier run, where this one is resumed
+        self._title, self._first_done = "", 0  # steps of the earlier run, if this one is resumed
         self._reports: dict[int, Report] = {}  # the last one of each rank
         self._memory: dict[int, tuple[int, int]] = {}  # by rank: bytes held between steps, and the peak
         self._losses: dict[int, float] = {}  # rank 0's, by step
@@ -110,10 +110,10 @@ class LiveView:
 def run_picture(
     steps: Sequence[int], losses: Sequence[float], memory: Mapping[int, tuple[int, int]], title: str
 ) -> tuple[str, dict[str, int]]:
-    """Return a PNG in base64, and the width and height in which it is to be shown.
+    """Return a PNG in base64, and the width and height at which to show it.
 
-    It shows the loss so far, smoothed, over a pale line of each step's loss, and next to it, once they are known, the
-    bytes that each rank holds between two steps (solid) and at the peak of one (pale).
+    It shows the loss so far, smoothed, over a pale line of each step's loss. Next to it, once known, are the bytes that
+    each rank holds between two steps (solid) and at a step's peak (pale).
     """
     with rc_context({**TEXT_STYLE, "axes.spines.top": False, "axes.spines.right": False}):
         fig = Figure(figsize=(8, 2.2), dpi=PIXELS_PER_INCH, layout="constrained")

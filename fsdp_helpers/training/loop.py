@@ -22,8 +22,8 @@ def train_one_epoch(
 ) -> Tensor:
     """Train on every batch once; return this rank's loss of each step, shape (num_steps,).
 
-    `after_step(loss, batch_bytes)` is called after each step; reading the loss there makes a GPU wait.
-    `step_settings` are those of `train_step`.
+    `after_step(loss, batch_bytes)` is called after each step; reading the loss there makes a GPU wait. `step_settings`
+    are the arguments of `train_step`.
     """
     model.train()
     losses = []
@@ -72,7 +72,7 @@ def add_up_gradients(
     sync_micro_batches: bool = False,
     reshard_after_backward: bool = True,
 ) -> Tensor:
-    """Run forward and backward of each micro-batch in turn; return the mean loss over all images.
+    """Run forward and backward on each micro-batch in turn; return the mean loss over all images.
 
     Ranks reduce the sum of the gradients once, after the last part, or after each part with `sync_micro_batches`. They
     reshard after every part or, with `reshard_after_backward=False` (FSDP2), only after the last.

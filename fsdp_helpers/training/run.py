@@ -113,7 +113,7 @@ def train_each(
 
 
 def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`. One model is gone before the next begins, so its bytes are those of a `train`."""
+    """Train each of `configs`. Each model is freed before the next is built, so bytes are those of a `train`."""
     records = []
     for config in configs:
         records.append(train_worker(rank, world_size, config))

@@ -48,7 +48,7 @@ class StepWatch:
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, between_steps: Callable[[], None] = lambda: None
     ) -> None:
-        """Observe these two from now on; `between_steps` is called after every step, and its time does not count."""
+        """Observe this model and optimizer; `between_steps` is called after every step, and its time isn't counted."""
         self._model, self._optimizer, self._between_steps = model, optimizer, between_steps
         if self._num_steps == 0:  # a resumed run with nothing left to train
             self._memory.stop()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_helpers.checkpointing.hugging_face import save_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset, evaluation_batches, load_data, rank_batches
@@ -67,7 +67,7 @@ def run_training(
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model under its strategy, and an optimizer built from the parameters that it then has."""
+    """Return the model with its strategy applied, and an optimizer for the parameters it has after that."""
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
     model = APPLY_STRATEGY[config.strategy](model, rank_device(), config)
@@ -86,9 +86,9 @@ class EpochPart(NamedTuple):
 
 
 def epochs_to_train(config: TrainConfig, steps_per_epoch: int, steps_done: int) -> list[EpochPart]:
-    """Return what is left to train after `steps_done` steps, epoch by epoch.
+    """Return the parts of epochs that are left to train after `steps_done` steps.
 
-    A run with nothing left is still in the epoch of its last step: one part without steps, which is evaluated.
+    If nothing is left, that's one part without steps, in the epoch of the last step, so that it's evaluated.
     """
     last_step = max(steps_done, min(config.epochs * steps_per_epoch, config.max_steps or math.inf))
     first_epoch = min(steps_done, last_step - 1) // steps_per_epoch
@@ -214,7 +214,7 @@ def run_record(
     step_losses: list[float],
     watch: StepWatch,
 ) -> RunRecord:
-    """Collect what every rank saw; return the same record on all of them."""
+    """Collect every rank's measurements; return the same record on all of them."""
     ranks = gather_over_ranks(watch.rank_record(rank))
     traces = gather_over_ranks(watch.trace)
     return RunRecord(

@@ -1,6 +1,6 @@
 """Save every few steps, so that a run killed at any moment continues from its newest checkpoint.
 
-`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` takes 3 steps; with 2 and 6, two ranks go on to step 6.
+`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` takes 3 steps; with 2 and 6, two ranks continue to step 6.
 Restarts, with `--max-restarts 3`, need the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
@@ -25,7 +25,7 @@ WIDTH = 64
 CLASSES = 10
 BATCH = 24  # sequences per step, over all ranks: it divides by 2, 3 and 6
 LENGTH = 16  # tokens per sequence
-SAVE_EVERY = 5  # steps: a kill loses no more of them
+SAVE_EVERY = 5  # steps from save to save: a kill loses at most these
 
 
 def build_model() -> nn.Sequential:
@@ -70,7 +70,7 @@ def take(lock: FileLock, folder: Path) -> None:
     try:
         lock.acquire(timeout=2)
     except Timeout:
-        sys.exit(f"another run is writing to {folder}; wait for its end, or choose another folder")
+        sys.exit(f"another run is writing to {folder}; wait until it ends, or choose another folder")
 
 
 def state_to_keep(model: nn.Module, adam: Adam, schedule: CosineAnnealingLR, step: int) -> dict:
@@ -84,8 +84,8 @@ def save_checkpoint(folder: Path, state: dict) -> None:
     unfinished = folder / "unfinished"
     if rank == 0:
         if unfinished.exists():
-            shutil.rmtree(unfinished)  # of a killed run: what stays in it would become a part of this save
-    dist.barrier()  # every rank makes the folder anew, but not while rank 0 removes it
+            shutil.rmtree(unfinished)  # of a killed run: whatever is in it would become part of this save
+    dist.barrier()  # every rank may create the folder, once rank 0 has removed the old one
     save(state, checkpoint_id=unfinished)  # returns when all ranks have written
     if rank == 0:
         older = list(folder.glob("[0-9]*"))
@@ -105,7 +105,7 @@ def load_newest(folder: Path, model: nn.Module, adam: Adam, schedule: CosineAnne
     saved = FileSystemReader(newest).read_metadata().state_dict_metadata
     for name in list(moments):
         if f"adam.state.{name}.step" not in saved:
-            del moments[name]  # it had had no gradient yet: Adam starts with its first one
+            del moments[name]  # it had no gradient yet: Adam starts with its first one
     load(state, checkpoint_id=newest)  # fails if anything else is missing
     options = state_dict.StateDictOptions(strict=False)  # not every parameter has moments
     state_dict.set_state_dict(

@@ -1,13 +1,12 @@
 """Fine-tune a Llama from a Hugging Face folder with FSDP2: each rank reads its rows, the loss counts tokens.
 
-Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, on GPUs or, if there are too
-few, on the CPU. FOLDER has config.json and safetensors files (and tokenizer.json, for which `pip install
-tokenizers`; without one, tokens are bytes). TEXT is a text file, with blank lines between its documents; the
-first LONGEST tokens of each are read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the
-total: the same command with more STEPS goes on from the newest checkpoint, on any number of ranks that
-divides BATCH. The settings below may be edited between two starts, too, and hold from then on. For another
-model or text, take a new RUN. All parameters are trained. (finetune_hf.py does this for any model of
-`transformers`.)
+Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, on GPUs or, if there are too few, on the
+CPU. FOLDER has config.json and safetensors files (and tokenizer.json, for which `pip install tokenizers`; without one,
+tokens are bytes). TEXT is a text file, with blank lines between its documents; the first LONGEST tokens of each are
+read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the total: the same command with more STEPS
+continues from the newest checkpoint, on any number of ranks that divides BATCH. You may also edit the settings below
+between two starts; they apply from then on. For a different model or text, use a new RUN. All parameters are trained.
+(finetune_hf.py does this for any model of `transformers`.)
 """
 
 import ctypes
@@ -36,9 +35,9 @@ CHUNKS = 4  # the logits of a quarter of the tokens at a time
 LEARNING_RATE = 3e-4
 WARM_UP = 4  # steps in which the learning rate rises
 MAX_NORM = 1.0
-SAVE_EVERY = 4  # steps: a kill loses no more of them
+SAVE_EVERY = 4  # steps from save to save: a kill loses at most these
 KEEP = 2  # checkpoints
-IGNORED = -100  # a target that counts for nothing
+IGNORED = -100  # a target without a loss
 
 
 class Attention(nn.Module):
@@ -104,7 +103,7 @@ class Decoder(nn.Module):
         positions = torch.arange(numbers.shape[1], device=numbers.device)
         angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
         tokens = self.embed_tokens(numbers)
-        for layer in self.layers:  # only the input of each layer is kept; backward computes the rest again
+        for layer in self.layers:  # keeps only each layer's input; backward computes the rest again
             tokens = checkpoint(layer, tokens, angles.cos(), angles.sin(), use_reentrant=False)
         return self.norm(tokens)
 
@@ -131,19 +130,19 @@ class Llama(nn.Module):
 
 
 def read_config(folder: Path) -> dict:
-    """Return the model's config.json with what it leaves out; refuse what this model does not have."""
+    """Return the model's config.json with defaults filled in; refuse settings that this model doesn't support."""
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type", "default")} | rope  # older files say "type"
     if config["model_type"] != "llama" or rope["rope_type"] not in ("default", "llama3"):
-        sys.exit(f"{folder}: this file knows Llamas with plain positions or Llama 3.1's; change its model")
+        sys.exit(f"{folder}: this script supports only Llamas with plain positions or Llama 3.1's; change its model")
     head_width = config["hidden_size"] // config["num_attention_heads"]
     if (config.get("head_dim") or head_width) != head_width:
         sys.exit(f"{folder}: its head_dim is not {head_width}, the width over the heads; change the model")
     if not any(folder.glob("*.safetensors")):
         sys.exit(f"{folder}: no safetensors files")
     if config.get("attention_bias") or config.get("mlp_bias"):
-        sys.exit(f"{folder}: its layers have biases, which the model in this file does not have; add them")
+        sys.exit(f"{folder}: its layers have biases, which this script's model lacks; add them")
     config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
     config.setdefault("tie_word_embeddings", False)
     config["rope"] = {"rope_theta": config.get("rope_theta", 10_000.0)} | rope
@@ -156,7 +155,7 @@ def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Te
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(num_pairs, device=device) / num_pairs)
     if rope["rope_type"] == "default":
         return frequencies
-    # Llama 3.1: a pair that turns but a few times in the first, shorter context turns `factor` times slower.
+    # Llama 3.1: a pair that turns only a few times in the first, shorter context turns `factor` times more slowly.
     turns = frequencies * rope["original_max_position_embeddings"] / (2 * math.pi)
     kept = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
     kept = kept.clamp(0, 1)
@@ -164,7 +163,7 @@ def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Te
 
 
 def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
-    """Return the documents of the text as token numbers: of the folder's tokenizer, or bytes."""
+    """Return the documents of the text as token IDs: those of the folder's tokenizer, or bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
     if not documents:
         sys.exit(f"{text}: there is nothing to learn in it; documents are separated by blank lines")
@@ -181,9 +180,9 @@ def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
 
 
 def load_batch(documents: list[Tensor], step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together: numbers and targets, (BATCH, length). The step decides it.
+    """Return the batch of all ranks together at this step: token IDs and targets, (BATCH, length) each.
 
-    An epoch has each document once, in an order of its own.
+    Each epoch has every document once, in a new order.
     """
     rows = []
     for index in range(step * BATCH, (step + 1) * BATCH):
@@ -197,7 +196,7 @@ def load_batch(documents: list[Tensor], step: int) -> tuple[Tensor, Tensor]:
 
 
 def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's tensors by name; a tied head is in no file."""
+    """Return the model's tensors by name; a tied head isn't in any file."""
     tensors = get_model_state_dict(model)
     if model.lm_head.weight is model.model.embed_tokens.weight:
         del tensors["lm_head.weight"]
@@ -207,7 +206,7 @@ def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
 def start(config: dict, folder: Path, device: torch.device) -> Llama:
     """Return the sharded model; each rank has read its own rows, and no more.
 
-    The head is in the root: as a unit of its own it would be gathered again for every chunk of the loss.
+    The head is in the root: as its own unit, it would be all-gathered again for every chunk of the loss.
     """
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     # The shards stay fp32. In bf16, most updates would be too small to change a value.
@@ -241,7 +240,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None
     unfinished = path.with_name(f"unfinished-{path.name}")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run
-    dist.barrier()  # every rank makes the folder anew, but not while rank 0 removes it
+    dist.barrier()  # every rank may create the folder, once rank 0 has removed the old one
     parameters, moments = get_state_dict(model, optimizer)
     dcp.save({"model": parameters, "optimizer": moments}, checkpoint_id=unfinished)
     if dist.get_rank() == 0:
@@ -260,7 +259,7 @@ def remove(path: Path) -> None:
 
 
 def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -> int:
-    """Bring back the newest checkpoint and return its step; 0 if there is none."""
+    """Load the newest checkpoint and return its step; 0 if there is none."""
     newest = max(run.glob("step-*"), default=None)
     if newest is None:
         return 0
@@ -271,7 +270,7 @@ def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -
 
 
 def export(model: nn.Module, folder: Path, out: Path) -> None:
-    """Write the model as a Hugging Face folder: every rank its rows, which are then joined."""
+    """Write the model as a Hugging Face folder: every rank writes its rows, which are then joined."""
     unfinished = out.with_name(f"unfinished-{out.name}")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # torch would join a killed run's rows with these
@@ -314,7 +313,7 @@ def take(lock, run: Path, kind: int, patience_s: float = 0.0) -> None:
             return fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline_s:
-                sys.exit(f"another run is writing to {run}; wait for its end, or choose another folder")
+                sys.exit(f"another run is writing to {run}; wait until it ends, or choose another folder")
         time.sleep(0.1)
 
 

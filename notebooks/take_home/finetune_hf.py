@@ -2,16 +2,16 @@
 
 `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN` on GPUs or, if there are too few, on the CPU.
 
-MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model.
-(Without a tokenizer, a vocabulary of 256 means bytes.) DATA is a text, whose documents are separated by blank
-lines, or JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}, of
-which completions and the assistant's turns are learned. Texts longer than --length are split, conversations
-are cut. As many documents as fit share a row, unless the model's attention would mix them. RUN receives the
-checkpoints, log.jsonl and, in the end, the model (or the adapter) in its own folder.
+MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model. (Without
+a tokenizer, a vocabulary of 256 means bytes.) DATA is a text, whose documents are separated by blank lines, or JSON
+lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}, of which completions and the
+assistant's turns are learned. Texts longer than --length are split, and conversations are cut. As many documents as fit
+share a row, unless the model's attention would mix them. RUN receives the checkpoints, log.jsonl and, in the end, the
+model (or the adapter) in its own folder.
 
-The same command goes on from the newest checkpoint, on any number of ranks. Changed on the way, --lr, --warmup,
---steps, --epochs and whatever does not change the result are obeyed; --batch, --length, --seed, --held-out, the
-data and the kind of training are refused: take a new RUN for them.
+The same command continues from the newest checkpoint, on any number of ranks. Between two starts you may change --lr,
+--warmup, --steps, --epochs and whatever doesn't affect the result. The run refuses a different --batch, --length,
+--seed, --held-out, data or kind of training: use a new RUN for those.
 """
 
 import argparse
@@ -68,13 +68,13 @@ except ImportError:
 
 IGNORED = -100  # a target without a loss: padding, and the prompt
 CHUNK = 1024  # tokens whose logits exist at a time
-MAX_NORM = 1.0  # a longer gradient is shortened to this
+MAX_NORM = 1.0  # the largest gradient norm; longer gradients are scaled down to it
 SCALE = 2.0  # of an adapter's output
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DIGEST = "digest"
 TOKENS = "tokens.safetensors"
-# What a run may not change on the way, and what it may; the other settings change no result.
+# The settings that a resumed run may not change, and those that it may; the others don't affect the result.
 FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "packed", DIGEST)
 OBEYED = ("lr", "warmup", "steps", "decay")
 TOKENS_BY = ("config", "token", "vocab", "merges", "chat", "special", "added", "spiece")  # files that decide the tokens
@@ -82,7 +82,7 @@ WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5",
 
 
 def refuse(message: str, status: int = 2) -> None:
-    """End the run with one line, where all ranks find the same: rank 0 says it, and torchrun then ends the others."""
+    """End the run with one line, for a problem that all ranks find: rank 0 prints it; torchrun then ends the others."""
     if os.environ.get("RANK", "0") == "0":
         print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
     else:
@@ -101,7 +101,7 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("data", type=Path, help="a text, or JSON lines")
     add("--out", type=Path, required=True, metavar="RUN", help="the folder of this run")
     add("--epochs", type=float, default=1.0, help="how often each row is seen (1)")
-    add("--steps", type=int, help="of the optimizer, in place of --epochs")
+    add("--steps", type=int, help="steps of the optimizer, instead of --epochs")
     add("--batch", type=int, default=64, help="rows of --length tokens per step, over all ranks (64)")
     add("--micro-batch", type=int, default=1, help="rows that a rank computes at a time (1)")
     add("--length", type=int, help="tokens in a row (4096, or the model's context if that is shorter)")
@@ -110,8 +110,8 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--decay", type=float, default=0.0, help="weight decay of matrices; norms and biases have none (0)")
     add("--save-every", type=read_interval, default="500", metavar="N|Nm", help="steps, or minutes as in 20m (500)")
     add("--keep", type=int, default=2, help="checkpoints (2)")
-    add("--held-out", type=float, default=0.02, help="share of the documents that is kept for testing (0.02)")
-    add("--test-every", type=int, default=100, help="steps between two looks at the held-out loss (100)")
+    add("--held-out", type=float, default=0.02, help="share of the documents that is held out for testing (0.02)")
+    add("--test-every", type=int, default=100, help="steps between two measurements of the held-out loss (100)")
     add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
     add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks it)")
     add("--compile", action="store_true", help="torch.compile each layer")
@@ -140,7 +140,7 @@ def read_interval(text: str) -> tuple[int | None, float | None]:
 
 
 def check_resumed(arguments: argparse.Namespace) -> None:
-    """Compare with the settings of the run's checkpoints: what may change is said, what may not ends the run."""
+    """Compare the settings with those of the run's checkpoints: print allowed changes, and end the run at any other."""
     run = arguments.out
     path = run / "settings.json"
     settings = {name: getattr(arguments, name) for name in (*FIXED, *OBEYED)}
@@ -149,10 +149,10 @@ def check_resumed(arguments: argparse.Namespace) -> None:
         changed = {name: (before[name], value) for name, value in settings.items() if before.get(name) != value}
         for name in FIXED:
             if name == DIGEST and name in changed:
-                refuse(f"{run} was begun with a different model, tokenizer or data; take a new --out for these")
+                refuse(f"{run} was started with a different model, tokenizer or data; use a new --out for these")
             if name in changed:
                 old, new = changed[name]
-                refuse(f"{run} was begun with {name} {old}, not {new}; repeat {old}, or take a new --out")
+                refuse(f"{run} was started with {name} {old}, not {new}; repeat {old}, or use a new --out")
         for name in OBEYED:
             if name in changed:
                 old, new = changed[name]
@@ -162,7 +162,7 @@ def check_resumed(arguments: argparse.Namespace) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that has its name only when all of it is on the disk."""
+    """Write a file under a temporary name, and rename it once all of it is on disk."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     with unfinished.open("w") as file:
         file.write(text)
@@ -180,7 +180,7 @@ def say(text: str) -> None:
 
 
 class Bytes:
-    """The tokenizer of a model whose folder has none, and whose 256 tokens are bytes. A zero ends a document."""
+    """A tokenizer for a model that comes without one and has 256 tokens, the bytes. A zero ends a document."""
 
     bos_token_id = None
     eos_token_id = 0
@@ -238,9 +238,9 @@ def document_of(entry: dict, tokenizer) -> Document:
 
 
 def document_of_messages(messages: list[dict], tokenizer) -> Document:
-    """Cut a rendered conversation where the assistant's turns begin and end; these are learned.
+    """Split a rendered conversation where the assistant's turns begin and end; these are learned.
 
-    Some templates rewrite earlier turns (they drop their thoughts): those are not learned, and are counted.
+    Some templates rewrite earlier turns (to drop their reasoning): those aren't learned, only counted.
     """
     if not tokenizer.chat_template:
         raise ValueError('"messages" need a chat template, and the tokenizer has none; give "prompt" and "completion"')
@@ -263,7 +263,7 @@ def document_of_messages(messages: list[dict], tokenizer) -> Document:
 def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
     """Return a document's tokens, and which of them are learned.
 
-    Each segment is encoded alone: at use, too, the prompt is encoded before the answer is known.
+    Each segment is encoded alone, because at inference, too, the prompt is encoded before the answer is known.
     """
     if not any(text for text, is_learned in document.segments if is_learned):
         return [], []
@@ -283,7 +283,7 @@ def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
 
 
 def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> None:
-    """Write the documents' tokens to a file, unless it is there. Rank 0 calls this; everyone reads the file."""
+    """Write the documents' tokens to a file, unless it exists. Rank 0 calls this; every rank reads the file."""
     path = arguments.out / TOKENS
     if path.exists():
         with safe_open(path, "pt") as file:
@@ -334,7 +334,7 @@ def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[
 
 
 def digest_of(arguments: argparse.Namespace) -> str:
-    """Return what model, tokenizer and data are, in 16 letters. Weights are left out: they have many bytes."""
+    """Return a digest of model, tokenizer and data, 16 letters. It leaves out the weights, which have many bytes."""
     paths = [path for path in side_files(arguments.model) if path.name.startswith(TOKENS_BY)]
     found = hashlib.sha256(f"{arguments.length}".encode())
     for path in [*paths, arguments.data]:
@@ -361,7 +361,7 @@ def pack(sizes: list[int], length: int) -> list[list[int]]:
 
 
 class Rows:
-    """The documents in rows, from the file of tokens: some to learn from, some held out."""
+    """The documents in rows, from the file of tokens: some for training, some held out."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.file = safe_open(arguments.out / TOKENS, "pt")
@@ -379,7 +379,7 @@ class Rows:
         return [[documents[index] for index in row] for row in rows]
 
     def of_step(self, step: int, batch: int) -> list[list[int]]:
-        """Return the rows of a step, of all ranks together: each epoch has each row once, in an order of its own."""
+        """Return the rows of a step, for all ranks together; each epoch has every row once, in a new order."""
         rows = []
         for index in range(step * batch, (step + 1) * batch):
             epoch, place = divmod(index, len(self.learned))
@@ -413,7 +413,7 @@ class Rows:
     def micro_batches(self, rows: list[list[int]], size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
         """Yield this rank's part of the rows, `size` at a time, each as (rows, longest).
 
-        Every rank has the same number of them, since each is a collective: rows may be empty, without a loss.
+        Every rank has the same number of them, because each one runs collectives; a row may be empty, without a loss.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         own = rows[rank::world_size]
@@ -450,7 +450,7 @@ class TokenLoss(nn.Module):
         return total
 
     def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Use the model's own forward, with its decoder's part done: some models scale or cap their logits."""
+        """Use the model's own forward, with the decoder's output given: some models scale or cap their logits."""
         decoder = self.model.base_model
         decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:
@@ -478,9 +478,9 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FileTensor:
-    """A tensor as the model's files have it."""
+    """A tensor in the model's files."""
 
-    file: int  # its number, from 1 on
+    file: int  # the file's number, starting with 1
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -515,7 +515,7 @@ def build(config: transformers.PretrainedConfig, arguments: argparse.Namespace) 
 
 
 def match_files(model: nn.Module, folder: Path, files: dict[str, FileTensor]) -> dict[str, str]:
-    """Return for each name in the files the model's own. Tied weights have several names, and files have one of them."""
+    """Return the model's name for each name in the files, which have only one of a tied weight's names."""
     names_of = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]:
         names_of.setdefault(tensor, []).append(name)
@@ -563,9 +563,9 @@ def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]
 
 
 def shard(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device, arguments: argparse.Namespace) -> None:
-    """Make each layer a unit that is recomputed in backward, and the root of the rest: embedding and head.
+    """Make each layer a unit that is recomputed in backward; the rest, embedding and head, is the root.
 
-    A head that is a unit of its own would be gathered again for every chunk of the loss.
+    As its own unit, the head would be all-gathered again for every chunk of the loss.
     """
     settings = {
         "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
@@ -599,7 +599,7 @@ def load(loss: TokenLoss, folder: Path, names: dict[str, str], device: torch.dev
 
 
 def documents_are_apart(loss: TokenLoss, device: torch.device) -> bool:
-    """Return whether the second document of a row is computed as if the first were a different one."""
+    """Return whether the second document of a row gets the same outputs if the first one changes."""
     num_tokens = loss.model.config.get_text_config().vocab_size
     rows = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]], device=device) % num_tokens
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2, device=device)
@@ -619,8 +619,8 @@ def documents_are_apart(loss: TokenLoss, device: torch.device) -> bool:
 def add_adapters(model: nn.Module, units: dict[str, nn.Module], rank: int, dtype: torch.dtype) -> list[str]:
     """Freeze the model in `dtype`, and give each projection in its layers two thin fp32 matrices. Return their names.
 
-    Hu et al. 2021, arXiv:2106.09685. A projection's output grows by SCALE * B A input. The names of what was there
-    do not change, so its files still fit.
+    Hu et al. 2021, arXiv:2106.09685. A projection's output grows by SCALE * B A input. Existing tensors keep their
+    names, so the model's files still fit.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -640,7 +640,7 @@ def add_adapters(model: nn.Module, units: dict[str, nn.Module], rank: int, dtype
 
 
 def inputs_and_outputs(projection: nn.Module) -> tuple[int, int]:
-    """Return the widths of what goes in and comes out; GPT-2's Conv1D keeps its weight the other way round."""
+    """Return a projection's input and output widths; GPT-2's Conv1D stores its weight transposed."""
     first, second = projection.weight.shape
     return (second, first) if isinstance(projection, nn.Linear) else (first, second)
 
@@ -716,7 +716,7 @@ def give_name(unfinished: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder that has a name; half of it must not keep that name."""
+    """Remove a folder, under a different name, so that half of it never keeps its own."""
     nameless = path.with_name(f"unfinished-removal-of-{path.name}")
     shutil.rmtree(nameless, ignore_errors=True)
     path.rename(nameless)
@@ -730,7 +730,7 @@ class Checkpoints:
         self.run = arguments.out
         self.keep = arguments.keep
         self.every_steps, self.every_s = arguments.save_every
-        self.group = group  # of the background alone: its messages must not be taken for a step's
+        self.group = group  # for the background alone, so that its collectives can't get mixed up with a step's
         self.writing = None
         self.step = 0
         self.begun_s = time.monotonic()
@@ -747,7 +747,7 @@ class Checkpoints:
         unfinished = self.run / "unfinished"
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier(group=self.group)  # every rank makes the folder, but not while rank 0 removes it
+        dist.barrier(group=self.group)  # every rank may create the folder, once rank 0 has removed the old one
         self.step = step
         self.begun_s = time.monotonic()
         self.writing = dcp.async_save(state_of(loss, optimizer)[0], checkpoint_id=unfinished, process_group=self.group)
@@ -782,7 +782,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """Return what a checkpoint holds, tensors alone, and the optimizer's whole state dict. What is frozen stays out."""
+    """Return the tensors of a checkpoint, without frozen ones, and the optimizer's full state dict."""
     parameters = {name: one for name, one in loss.model.named_parameters() if one.requires_grad}
     moments = get_optimizer_state_dict(loss, optimizer)
     return {"model": parameters, "optimizer": moments["state"]}, moments
@@ -855,7 +855,7 @@ def take(lock: TextIO, run: Path, kind: int, patience_s: float = 0.0) -> None:
             return fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline_s:
-                refuse(f"another run is writing to {run}; wait for its end, or take a new --out")
+                refuse(f"another run is writing to {run}; wait until it ends, or use a new --out")
         time.sleep(0.1)
 
 
@@ -881,7 +881,7 @@ def learning_rate(step: int, arguments: argparse.Namespace) -> float:
 
 
 def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return AdamW over the trained shards; norms and biases, the vectors, do not decay."""
+    """Return AdamW over the trained shards; vectors (norms and biases) have no weight decay."""
     trained = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     groups = [
         {"params": [one for one in trained if one.dim() > 1], "weight_decay": arguments.decay},
@@ -893,7 +893,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
     """Add up the gradient of the mean over the batch's learned tokens, and return this rank's part of that mean.
 
-    Each micro-batch is reduced at once: gradients of full size would have to wait for the last one otherwise.
+    Each micro-batch is reduced at once; otherwise each rank would hold full gradients until the last one.
     """
     num_learned = rows.num_learned(batch)
     total = torch.zeros((), device=device)
@@ -906,12 +906,12 @@ def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, dev
 
 @torch.no_grad()
 def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) -> float:
-    """Return the mean over the learned tokens of the held-out documents."""
+    """Return the mean loss over the learned tokens of the held-out documents."""
     loss.eval()
     total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
     dist.all_reduce(total)
     loss.train()
-    loss.reshard()  # the root stays gathered after a forward
+    loss.reshard()  # the root stays unsharded after a forward
     return total.item() / rows.num_learned(rows.held_out)
 
 
@@ -964,7 +964,7 @@ def train(
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes so far: of tensors on a GPU, of the process on the CPU."""
+    """Return the peak bytes so far: of tensors on a GPU, of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -972,7 +972,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def write_note(note: dict, run: Path) -> None:
-    """Print a step, and add it to log.jsonl. Steps that are taken again, after a kill, are written again."""
+    """Print a step, and add it to log.jsonl. Steps that are repeated after a kill are written again."""
     if dist.get_rank() == 0:
         with (run / "log.jsonl").open("a") as file:
             file.write(json.dumps(note) + "\n")
@@ -981,7 +981,7 @@ def write_note(note: dict, run: Path) -> None:
 
 
 def describe(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device) -> None:
-    """Say what is about to run."""
+    """Print what is about to run."""
     own = [(one.to_local(), one.requires_grad) for one in loss.parameters()]
     own_bytes = sum(shard.nbytes + trained * 3 * shard.nbytes for shard, trained in own)
     num_all = sum(one.numel() for one in loss.parameters())
@@ -999,7 +999,7 @@ def describe(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device)
 def main(device: torch.device, arguments: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     if not arguments.data.is_file():
-        refuse(f"{arguments.data} is no file; give a text, or JSON lines")
+        refuse(f"{arguments.data} is not a file; give a text, or JSON lines")
     if arguments.offload and device.type == "cpu":
         refuse("--offload moves shards to the host, where CPU ranks have them anyway")
     config = read_config(arguments.model)
@@ -1024,7 +1024,7 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
     arguments.digest = digest_of(arguments)
     if dist.get_rank() == 0:
         tokenize_once(arguments, tokenizer, text_config.vocab_size)
-    dist.barrier(group=background)  # many tokens take longer than the other group's patience
+    dist.barrier(group=background)  # tokenizing may take longer than the other group's timeout
 
     loss = TokenLoss(model)
     shard(loss, units, device, arguments)
@@ -1043,10 +1043,10 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
     if first >= arguments.steps:
         say(f"{first} steps are done already, of {arguments.steps}")
     elif first:
-        say(f"going on after step {first}")
+        say(f"continuing after step {first}")
     checkpoints = Checkpoints(arguments, background)
     if not train(loss, optimizer, rows, checkpoints, arguments, device, first):
-        say(f"ended by a signal; the same command goes on from {newest_checkpoint(arguments.out)}")
+        say(f"ended by a signal; the same command continues from {newest_checkpoint(arguments.out)}")
     elif adapted:
         export_adapters(model, adapted, arguments)
         say(f"the adapter is in {arguments.out / 'adapter'}")
@@ -1064,7 +1064,7 @@ if __name__ == "__main__":
         main(chosen, chosen_arguments)
     except UnicodeDecodeError as error:
         sys.exit(f"finetune_hf.py: {chosen_arguments.data} is not UTF-8: {error}")
-    except (OSError, SafetensorError) as error:  # of this rank alone, so it says it itself
+    except (OSError, SafetensorError) as error:  # only this rank has the error, so it prints it
         place = getattr(error, "filename", None) or chosen_arguments.out
         cause = getattr(error, "strerror", None) or error
         sys.exit(f"finetune_hf.py: {cause} ({place}); what was saved is kept")

@@ -1,7 +1,7 @@
-"""From DDP to FSDP2 in mid-training: read a DDP script's checkpoint, Adam and schedule included, and go on.
+"""From DDP to FSDP2 in mid-training: read a DDP script's checkpoint, Adam and schedule included, and continue.
 
 `torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves them;
-`torchrun --nproc-per-node 2 from_ddp.py FILE` takes the rest under FSDP2, on any number of ranks.
+`torchrun --nproc-per-node 2 from_ddp.py FILE` takes the remaining steps under FSDP2, on any number of ranks.
 """
 
 import os
@@ -95,7 +95,7 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
 def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: LambdaLR) -> int:
     """Read the file on rank 0 and send each rank its shards. Return the number of steps done.
 
-    `schedule` has to be there before: it gives each rank's groups the `initial_lr` that the load then fills.
+    `schedule` has to exist already: it gives each rank's groups the `initial_lr` that loading then fills.
     """
     weights = {}
     moments = {}
@@ -103,7 +103,7 @@ def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: Lambd
     if dist.get_rank() == 0:
         weights, moments, rest[0] = read_ddp_checkpoint(path)
     dist.broadcast_object_list(rest)
-    # Two calls: `set_state_dict` would skip the model on the ranks that have nothing to give, and hang.
+    # Two calls: `set_state_dict` would skip the model on the ranks that have nothing to send, and hang.
     options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, weights, options=options)
     options.strict = False  # parameters that have had no gradient yet have no moments

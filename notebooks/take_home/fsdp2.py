@@ -53,8 +53,8 @@ def main(device: torch.device) -> None:
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
     for layer in model[:-1]:
-        fully_shard(layer, mesh=mesh)  # a unit: gathered for its forward and its backward, freed in between
-    fully_shard(model, mesh=mesh)  # the root: all that no unit has taken
+        fully_shard(layer, mesh=mesh)  # a unit: unsharded for its forward and its backward, resharded in between
+    fully_shard(model, mesh=mesh)  # the root: every parameter that no unit has
     # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
     # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)

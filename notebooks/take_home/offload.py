@@ -53,7 +53,7 @@ def main(device: torch.device) -> None:
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
     on_gpu = device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=on_gpu)  # pinned: copied faster; it needs an accelerator
-    model = build_model()  # `fully_shard` moves a unit to the device, cuts it there and copies the shard back
+    model = build_model()  # `fully_shard` moves a unit to the device, shards it there and copies the shard back
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)

@@ -79,7 +79,7 @@ def main(device: torch.device, file: str | None = None) -> None:
     with torch.device("meta"):
         model = ViT()  # shapes without bytes
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)  # shards of shapes
+        fully_shard(block, mesh=mesh)  # shards, still without bytes
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)  # room for this rank's shards; buffers of your own need their values here
     values = first_values(file) if rank == 0 else {}

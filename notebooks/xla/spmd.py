@@ -1,4 +1,4 @@
-"""FSDPv2: one program for all devices, and the compiler cuts it (SPMD). No threads, no work-arounds.
+"""FSDPv2: one program for all devices, which the compiler partitions (SPMD). No threads, no workarounds.
 
 PYTHONPATH=../.. PYTHON spmd.py FOLDER
 """
@@ -24,12 +24,12 @@ from fsdp_helpers.teaching.lessons import xla_inputs
 
 
 def wrap(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:
-    """The same policy as elsewhere; a parameter is cut along its longest dimension."""
+    """Wrap with the same policy as elsewhere; a parameter is sharded along its longest dimension."""
     return FSDPv2(model, mesh=mesh, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=10_000))
 
 
 def train(model: FSDPv2, batches: list, mesh: spmd.Mesh) -> list[float]:
-    """The loss of each step, over the global batch: this process sees it whole, and so does its loss."""
+    """Return the loss of each step over the global batch, which this process sees in full."""
     optimizer = xla_inputs.start_optimizer(model)
     losses = []
     for images, labels in batches:

@@ -1,6 +1,6 @@
 """XlaFullyShardedDataParallel on a CPU, one replica per device, all of them threads of one process.
 
-PYTHONPATH=../.. PYTHON train.py FOLDER    (replicas.py says what the folder holds)
+PYTHONPATH=../.. PYTHON train.py FOLDER    (replicas.py describes the folder)
 """
 
 import json
@@ -31,12 +31,13 @@ POLICIES = {
 
 
 def wrap(model: nn.Module, run: dict, settings: dict) -> FSDP:
-    """Units by hand ("nested"), by a policy, or none but the root; checkpointing goes inside a unit."""
+    """Wrap units by hand ("nested"), by a policy, or only the root; checkpointing goes inside a unit."""
     sharded = partial(
         FSDP,
         flatten_parameters=run["flatten"],
         reshard_after_forward=run["reshard"],
-        pin_layout_in_collective_ops=settings.get("without") == "layout",  # pinned, every replica's graph is another
+        pin_layout_in_collective_ops=settings.get("without")
+        == "layout",  # if pinned, each replica has a different graph
     )
     inside = checkpoint_module if run["checkpoint"] else (lambda module: module)
     if run["cut"] in POLICIES:
@@ -53,12 +54,12 @@ def wrap(model: nn.Module, run: dict, settings: dict) -> FSDP:
 
 
 def my_part(batch: tuple[Tensor, Tensor], rank: int, world_size: int) -> list[Tensor]:
-    """A replica's images and labels of a global batch, on its device."""
+    """Return this replica's images and labels of a global batch, on its device."""
     return [part.chunk(world_size)[rank].to(torch_xla.device()) for part in batch]
 
 
 def train(model: FSDP, batches: list, optimizer: torch.optim.Optimizer, run: dict, lock) -> list[float]:
-    """The loss of each step over this replica's part of the batch."""
+    """Return the loss of each step over this replica's part of the batch."""
     losses = []
     for batch in batches:
         images, labels = my_part(batch, xr.global_ordinal(), xr.world_size())
@@ -67,7 +68,7 @@ def train(model: FSDP, batches: list, optimizer: torch.optim.Optimizer, run: dic
             optimizer.zero_grad()
             loss.backward()
             if run.get("xm_step"):
-                xm.optimizer_step(optimizer, pin_layout=False)  # wrong here: it averages gradients once more
+                xm.optimizer_step(optimizer, pin_layout=False)  # wrong here: it would average gradients again
             else:
                 optimizer.step()  # the gradients are this replica's shards, reduced already
             torch_xla.sync()
@@ -76,7 +77,7 @@ def train(model: FSDP, batches: list, optimizer: torch.optim.Optimizer, run: dic
 
 
 def save(path: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """One file per replica: its shards, its optimizer's, and what the shards are shards of."""
+    """Write one file per replica: its shards, its optimizer's state, and the metadata of the full tensors."""
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -92,7 +93,7 @@ def resume(path: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
 
 
 def one_run(folder: Path, settings: dict, run: dict) -> dict:
-    """Wrap, train, and say what came of it: losses, parameters on this replica, and what the compiled step does."""
+    """Wrap, train, and return losses, the parameters on this replica, and the operations of the compiled step."""
     rank, world_size, lock = xr.global_ordinal(), xr.world_size(), replicas.one_at_a_time(settings)
     with lock:
         model = wrap(replicas.start_model(folder, run["model"]), run, settings)
@@ -115,17 +116,17 @@ def one_run(folder: Path, settings: dict, run: dict) -> dict:
 
 
 def replica(rank: int, folder: Path, settings: dict) -> None:
-    """What each replica does: all runs, one after the other."""
+    """Run everything that a replica runs, one run after the other."""
     results = {}
     for run in settings["runs"]:
         results[run["name"]] = one_run(folder, settings, run)
-        replicas.MEETING.wait(replicas.MEETING_S)  # nobody compiles the next run before all have read this one's graph
+        replicas.MEETING.wait(replicas.MEETING_S)  # all have to read this run's graph before the next is compiled
     (folder / f"replica-{rank}.json").write_text(json.dumps(results))
 
 
 def main(folder: Path, settings: dict) -> None:
     replicas.prepare_cpu(folder, settings)
-    # Forks a process, which has the imports and the meeting already, and in it starts a thread per replica.
+    # Forks a process, which already has the imports and the rendezvous, and starts a thread per replica in it.
     torch_xla.launch(replica, args=(folder, settings), start_method="fork")
     files = [folder / f"replica-{rank}.json" for rank in range(settings["replicas"])]
     replicas.write_result(folder, [json.loads(file.read_text()) for file in files])

@@ -1,4 +1,4 @@
-"""What torchrun makes of XLA on a CPU: each process trains by itself, and nothing says so.
+"""XLA on a CPU under torchrun: each process trains by itself, without a warning.
 
 PYTHONPATH=../.. PYTHON -m torch.distributed.run --nproc-per-node 2 two_processes.py FOLDER
 """
@@ -18,7 +18,7 @@ from fsdp_helpers.teaching.lessons import xla_inputs
 
 
 def main(folder: Path, settings: dict) -> None:
-    """The set-up that every torchrun script has, and then the training of train.py on this process's part."""
+    """Set up as every torchrun script does, then train as train.py does on this process's part."""
     os.environ.update(PJRT_DEVICE="CPU", XLA_ENABLE_PARAM_ALIASING="0")
     dist.init_process_group("xla", init_method="xla://")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

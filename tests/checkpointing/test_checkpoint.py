@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR,
 from fsdp_helpers import load, save
 from fsdp_helpers.checkpointing import checkpoint
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, read_checkpoint
-from fsdp_helpers.checkpointing.index import read_index
-from fsdp_helpers.checkpointing.state import random_state
+from fsdp_helpers.checkpointing.shard_index import read_index
+from fsdp_helpers.checkpointing.training_state import random_state
 from fsdp_helpers.ranks.launch import launch
 
 OPTIMIZERS = {
@@ -381,7 +381,7 @@ def test_the_background_needs_a_group_of_its_own(saved_by_three):
 
 def test_a_shard_is_refused_as_an_extra(saved_by_three):
     assert all(
-        "whole tensors, no other objects (it contains a DTensor)" in one["a shard as extra"]
+        "full tensors, but no other objects (it contains a DTensor)" in one["a shard as extra"]
         for one in saved_by_three[1]
     )
 

@@ -20,7 +20,7 @@ from workers_for_tests import train_all
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.consolidate import SAFETENSORS_TYPES, consolidate
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, commit
-from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launch import launch

@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(spoil, message, tmp_path):
 def test_the_way_out_is_the_checkpoint_before(tmp_path):
     for step in (5, 10, 15, 20):
         (save(tmp_path, step) / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match="or delete step-00000015 to go on from step-00000010$"):
+    with pytest.raises(CheckpointError, match="or delete step-00000015 to continue from step-00000010$"):
         read_checkpoint(tmp_path / checkpoint_name(15))
     with pytest.raises(CheckpointError, match="or delete step-00000005 to start again$"):
         read_checkpoint(tmp_path / checkpoint_name(5))

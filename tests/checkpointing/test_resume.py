@@ -22,8 +22,8 @@ from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
 from workers_for_tests import train_all
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
-from fsdp_helpers.checkpointing.index import read_index
 from fsdp_helpers.checkpointing.resume import find_start
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
@@ -511,7 +511,7 @@ def garble(path: Path) -> None:
 DAMAGES = {
     "missing shards": (
         lambda path: (path / "__1_0.distcp").unlink(),
-        "__1_0.distcp is missing. Put it back, or delete step-00000004 to go on from step-00000002",
+        "__1_0.distcp is missing. Put it back, or delete step-00000004 to continue from step-00000002",
     ),
     "truncated shards": (lambda path: truncate(path / "__1_0.distcp"), "__1_0.distcp is damaged"),
     "missing index": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
@@ -544,7 +544,7 @@ def test_the_way_out_of_a_damaged_checkpoint_is_one(run_folder, no_mnist, undist
     (run_folder / checkpoint_name(4) / ".metadata").unlink()
     assert resume(run_folder, no_mnist, "--resume") == 2
     (line,) = complaints(capfd)
-    assert "delete step-00000004 to go on from step-00000002" in line
+    assert "delete step-00000004 to continue from step-00000002" in line
     shutil.rmtree(run_folder / checkpoint_name(4))
     assert resume(run_folder, no_mnist, "--resume", "--json", tmp_path / "run.json") == 0
     assert json.loads((tmp_path / "run.json").read_text())["step_losses"] == list(undisturbed[2:])
@@ -561,14 +561,14 @@ def test_the_way_out_of_a_damaged_checkpoint_is_one(run_folder, no_mnist, undist
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"model": "vit"}, "was saved with model 'simple', this run has 'vit'"),
-        ({"seed": 1}, "was saved with seed 0, this run has 1"),
-        ({"global_batch_size": 4}, "was saved with global_batch_size 8, this run has 4"),
-        ({"learning_rate": 0.5}, "was saved with learning_rate 0.001, this run has 0.5"),
-        ({"train_images": 42}, "was saved with train_images 43, this run has 42"),
-        ({"micro_batches": 2}, "was saved with micro_batches 1, this run has 2"),
-        ({"clip_norm": 0.5}, "was saved with clip_norm None, this run has 0.5"),
-        ({"precision": "bf16"}, "was saved with precision 'fp32', this run has 'bf16'"),
+        ({"model": "vit"}, "was saved with model 'simple', but this run has 'vit'"),
+        ({"seed": 1}, "was saved with seed 0, but this run has 1"),
+        ({"global_batch_size": 4}, "was saved with global_batch_size 8, but this run has 4"),
+        ({"learning_rate": 0.5}, "was saved with learning_rate 0.001, but this run has 0.5"),
+        ({"train_images": 42}, "was saved with train_images 43, but this run has 42"),
+        ({"micro_batches": 2}, "was saved with micro_batches 1, but this run has 2"),
+        ({"clip_norm": 0.5}, "was saved with clip_norm None, but this run has 0.5"),
+        ({"precision": "bf16"}, "was saved with precision 'fp32', but this run has 'bf16'"),
     ],
 )
 def test_the_checkpoint_of_another_run_is_refused(settings, message, saved_run, no_mnist, no_rank, capfd):
@@ -585,7 +585,9 @@ def test_other_data_are_refused(saved_run, no_mnist, no_rank, monkeypatch, capfd
     monkeypatch.setattr("fsdp_helpers.training.run.prepare_run_data", lambda config: "mnist")
     assert resume(saved_run, no_mnist, "--resume") == 2
     (line,) = complaints(capfd)
-    assert "was saved with data_source 'digits', this run has 'mnist'" in line and "another --checkpoint-dir" in line
+    assert (
+        "was saved with data_source 'digits', but this run has 'mnist'" in line and "another --checkpoint-dir" in line
+    )
     assert listing(saved_run) == before
 
 
@@ -671,5 +673,5 @@ def test_a_setting_that_is_newer_than_a_checkpoint_counts_as_its_default(tmp_pat
     config = TrainConfig(**settings, checkpoint_dir=str(tmp_path), resume=True)
     _, checkpoint = find_start(config, "digits")
     assert checkpoint.step == 4
-    with pytest.raises(CheckpointError, match="was saved with micro_batches 1, this run has 2"):
+    with pytest.raises(CheckpointError, match="was saved with micro_batches 1, but this run has 2"):
         find_start(replace(config, micro_batches=2), "digits")

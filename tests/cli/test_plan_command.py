@@ -53,7 +53,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     ]
     written = json.loads(path.read_text())
     assert written["verdict"] in lines and written["verdict"].startswith("It fits: the peak of ")
-    assert any(line.startswith("Fastest of what was tried: ") for line in lines) and written["fastest"]["fits"]
+    assert any(line.startswith("Fastest of the plans we tried: ") for line in lines) and written["fastest"]["fits"]
     # P = 10.08e9: shards 4 P / 128 = 315 MB without padding, and twice that
     assert written["state"]["parameter_bytes"] == pytest.approx(4 * 10_077_917_160 / 128, rel=0.02)
     assert written["peak"]["optimizer"] == 2 * written["peak"]["parameters"]
@@ -111,7 +111,7 @@ def test_where_units_take_less_than_a_millisecond_there_is_no_range(capsys, tmp_
 
 def test_hours_say_what_they_leave_out(capsys):
     plain = said(capsys, *LLAMA_70B, *RECOMPUTED, "--total", "1e12")
-    assert "without saving, restarts, evaluation" in plain and "--storage-gb-s, what a node writes" in plain
+    assert "without saving, restarts, evaluation" in plain and "give --storage-gb-s, a node's write rate" in plain
     honest = said(capsys, *LLAMA_70B, *RECOMPUTED, *"--total 1e12 --goodput 0.5 --storage-gb-s 2".split())
     hours = [float(text.split(" GPU-hours")[0].split()[-1].replace(",", "")) for text in (plain, honest)]
     assert hours[1] == pytest.approx(2 * hours[0], rel=1e-4) and "of which 50% is training" in honest
@@ -200,7 +200,7 @@ def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
     assert list(plan_lines(plan))[-5:] == [
         "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
         "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimizer not counted.",
-        "An update takes as long as memory needs to read the state, and --device says how fast that is.",
+        "An update is bound by the time to read the state from memory; name a --device to include it.",
         "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic; with none, and rates 25% below.",
         "3 images/s over all ranks (3 to 4), 2 per rank, 2.96e+05 a day.",
     ]
@@ -268,14 +268,14 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"global_batch": "0"}, "global_batch is 0"),
         ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
         ({"lora_rank": "8"}, "--lora-rank belongs to language models"),
-        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "planned with FSDP2"),
+        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "planned only with FSDP2"),
         ({"lora_rank": "0", "model": "llama-8b"}, "lora_rank is 0"),
         ({"device": "v100", "precision": "pure-bf16"}, "has no arithmetic in bf16; use --precision fp16"),
         ({"activation_checkpointing": "some"}, "--activation-checkpointing: invalid choice"),
         ({"replicas": "0"}, "replicas is 0"),
         ({"loss_chunks": "4"}, "--loss-chunks belongs to language models"),
         ({"strategy": "ddp", "sharding": "grad-op"}, "sharding and backward_prefetch belong to FSDP"),
-        ({"tokens": "100", "model": "llama-8b"}, "is not made of whole sequences"),
+        ({"tokens": "100", "model": "llama-8b"}, "isn't a multiple of the sequence length"),
         ({"context": "0", "model": "llama-8b"}, "context is 0"),
         ({"world_size": "-8"}, "world_size is -8"),
         ({"precision": "fp8"}, "--precision: invalid choice: 'fp8'"),
@@ -360,7 +360,7 @@ def test_published_sizes_by_file(changes, num_params, tmp_path):
         ("nonsense", "is not JSON"),
         ("{}", "has no model_type"),
         (json.dumps(THREE_B | {"model_type": "bert"}), "model_type 'bert' is not one of llama, mistral"),
-        (json.dumps({"model_type": "llama"}), "no whole number hidden_size, num_hidden_layers"),
+        (json.dumps({"model_type": "llama"}), "no whole number for hidden_size, num_hidden_layers"),
     ],
 )
 def test_files_that_are_no_such_model(text, message, tmp_path, capsys):
@@ -379,7 +379,7 @@ def test_files_that_are_no_such_model(text, message, tmp_path, capsys):
         ([*SHAPE, "--kv-heads", "7"], "7 kv-heads do not divide 24 heads"),
         ([*SHAPE, "--heads", "25"], "25 heads do not divide a width of 3072"),
         ([*SHAPE, "--classes", "10"], "--classes belongs to --vit"),
-        ([*SHAPE, "--tokens", "4096"], "a batch of 4,096 tokens is not made of whole sequences of 8,192"),
+        ([*SHAPE, "--tokens", "4096"], "a batch of 4,096 tokens isn't a multiple of the sequence length, 8,192"),
         ([*SHAPE, "--context", "0"], "context is 0"),
         ("--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --patch-size 15".split(), "patches of 15 pixels do not"),
         (

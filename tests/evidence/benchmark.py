@@ -35,7 +35,7 @@ from torchvision import datasets, transforms
 from fsdp_helpers import Ranks
 from fsdp_helpers.checkpointing.checkpoint import save
 from fsdp_helpers.checkpointing.consolidate import consolidate
-from fsdp_helpers.checkpointing.state import save_full
+from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import find_data_dir, load_data, prepare_data, rank_batches
 from fsdp_helpers.measuring.memory import trace_memory
@@ -291,7 +291,7 @@ def steady_step_seconds(strategy: str, api: str, steps: int, batch_size: int) ->
         model="deep",
         strategy=strategy,
         api=api,
-        epochs=steps,  # as many as it takes: one epoch may have a single step
+        epochs=steps,  # as many as needed: one epoch may have a single step
         max_steps=steps,
         global_batch_size=batch_size,
         test_images=1,

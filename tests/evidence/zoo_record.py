@@ -15,7 +15,7 @@ import torch
 from zoo import ZOO, measure_zoo
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.errors import ErrorRow, Run, error_row, read_errors
+from fsdp_helpers.measuring.prediction_errors import ErrorRow, Run, error_row, read_errors
 from fsdp_helpers.measuring.step_profile import measure_step
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.ranks.launch import launch

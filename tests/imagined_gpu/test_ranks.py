@@ -7,7 +7,7 @@ import pytest
 from leftovers import PROJECT
 
 from fsdp_helpers.checkpointing.folder import checkpoint_name, find_steps
-from fsdp_helpers.checkpointing.index import read_index
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import APIS
 
 SMALL = "model='simple', global_batch_size=24, max_steps=3, train_images=240, test_images=24, dropout=False"
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 """
 LESSONS = """
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.teaching.lessons.one_step import trace_step
+from fsdp_helpers.teaching.lessons.traced_step import trace_step
 
 if __name__ == "__main__":
     config = TrainConfig(max_steps=2, global_batch_size=8, train_images=16, test_images=8)

@@ -11,7 +11,7 @@ from fsdp_helpers.measuring.unit_trace import UnitHooks, read_unit_trace, unit_t
 from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.records import Collective, StepTrace
-from fsdp_helpers.teaching.lessons.one_step import KEPT_RUN, KEPT_SHAPE, KEPT_TRACE, trace_step
+from fsdp_helpers.teaching.lessons.traced_step import KEPT_RUN, KEPT_SHAPE, KEPT_TRACE, trace_step
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 P = 1_199_882  # ShallowNet

@@ -217,7 +217,7 @@ def test_logits_of_transformers(shape):
 @pytest.mark.parametrize(
     "flags, complaint",
     [
-        (["--text", "some.txt"], "text belongs to model 'llama', model is 'shallow'"),
+        (["--text", "some.txt"], "text belongs to model 'llama', but model is 'shallow'"),
         (["--model", "llama", "--text", "not-there.txt"], "the text not-there.txt cannot be read"),
         (["--model", "llama", "--text", "short.txt"], "5 bytes, which isn't enough for 10 sequences of 128"),
         (["--model", "llama", "--export", "there"], "there already exists"),

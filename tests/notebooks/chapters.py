@@ -24,7 +24,7 @@ FILE = re.compile(r"%%writefile\s+(?:-a\s+)?(\S+\.py)\s*$")
 LINE_MAGIC = re.compile(r"^\s*[%!].*$", re.MULTILINE)
 COLORS = re.compile(r"\x1b\[[\d;]*m")
 LAUNCHERS = ("launch", "mp.spawn", "start_processes")
-WRAPPERS = ("traced",)  # rank functions that run another one, their first argument
+WRAPPERS = ("each", "traced")  # rank functions that run another one, their first argument
 
 Changes = Mapping[str, tuple[str, str]]  # for a cell's id, a line of it (or a part of one), and what is there instead
 
@@ -189,6 +189,13 @@ class Chapter:
             assert source.count(before) == 1, f"{before!r} is in {cell_id} {source.count(before)} times, not once"
             source = source.replace(before, after)
         return source
+
+    def shrink(self, cell_id: str, *changes: tuple[str, str]) -> None:
+        """Let a cell be smaller in all runs to come: each `before` in its text is `after` from now on."""
+        cell = self.cells[cell_id]
+        for before, after in changes:
+            assert before in cell.source, f"{before!r} isn't in {cell_id}"
+            cell.source = cell.source.replace(before, after)
 
     def run(self, cell_id: str, changes: Changes | None = None) -> str:
         """Run one cell, and return what it shows as text. Raises CellError if it fails."""

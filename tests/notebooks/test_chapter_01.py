@@ -10,6 +10,8 @@ ZERO_GRAD, BACKWARD, STEP = "    optimizer.zero_grad()\n", "    loss.backward()\
 @pytest.fixture(scope="module")
 def chapter(tmp_path_factory):
     with Chapter("01", tmp_path_factory.mktemp("01") / "notebooks") as chapter:
+        chapter.shrink("cell-02", ("TRAIN_IMAGES = 5_120", "TRAIN_IMAGES = 768"))
+        chapter.shrink("cell-11", ("global_batch_size=256", "global_batch_size=128"))  # six steps
         chapter.run_all(["cell-02", "cell-03", "set-up-device", "cell-06"])
         yield chapter
 
@@ -50,12 +52,13 @@ def test_adam_keeps_two_moments_and_sgd_none(chapter):
 
 
 def test_the_batch_sets_the_peak(chapter):
+    losses(chapter)
     chapter.run("profiled")
     peak = chapter.value("max(curve)")
     chapter.run(
         "profiled",
-        {"profiled": ("F.cross_entropy(model(images), labels)", "F.cross_entropy(model(images[:64]), labels[:64])")},
+        {"profiled": ("F.cross_entropy(model(images), labels)", "F.cross_entropy(model(images[:32]), labels[:32])")},
     )
-    assert chapter.value("max(curve)") < 0.5 * peak and chapter.value("curve[-1]") < 16.0016 * P
+    assert chapter.value("max(curve)") < 0.7 * peak and chapter.value("curve[-1]") < 16.0016 * P
     with pytest.raises(CellError):
         chapter.run("profiled", {"profiled": ("profile(profile_memory=True)", "profile()")})  # no memory is seen

@@ -11,9 +11,11 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def chapter(tmp_path_factory):
-    """The chapter with all its cells run once; `first` has what they showed."""
+    """The chapter with all its cells run once, on a quarter of the images; `first` has what they showed."""
     with Chapter("07", tmp_path_factory.mktemp("chapter") / "07") as chapter:
         chapter.run_all(chapter.set_up_cells())
+        chapter.shrink("second-step", ("randn(64,", "randn(16,"), ("arange(64)", "arange(16)"))
+        chapter.shrink("masters", ("range(10)", "range(2)"))
         chapter.first = {cell_id: chapter.run(cell_id) for cell_id in CELLS}
         yield chapter
 
@@ -36,7 +38,7 @@ def test_without_the_wrapper_the_activations_stay(chapter):
     assert peak_bytes(chapter, "selective_step") > checkpointed
     chapter.run("checkpointed", {"checkpointed": ("fully_shard(checkpoint_wrapper(block)", "fully_shard(block")})
     assert peak_bytes(chapter, "checkpointed_step") == pytest.approx(plain, rel=1e-3)
-    assert plain > 1.5 * checkpointed
+    assert plain > 1.2 * checkpointed
 
 
 def test_reduced_in_bf16_half_as_many_bytes_are_sent(chapter):
@@ -53,7 +55,6 @@ def test_reduced_in_bf16_half_as_many_bytes_are_sent(chapter):
     without = rank_0(chapter, "in_bf16")["bf16, reduced in bf16"]
     assert (without["all_gather"], without["reduce_scatter"]) == (fp32["all_gather"], fp32["reduce_scatter"])
     assert fp32["all_gather"] == 2 * in_fp32["all_gather"]
-    chapter.run("bf16")
 
 
 @pytest.mark.parametrize(
@@ -82,17 +83,19 @@ def test_a_gradient_that_is_not_that_of_the_batch(chapter, line, instead):
 def test_every_part_gathers_again(chapter):
     counts = [row[:2] for row in rank_0(chapter, "by_parts").values()]
     assert counts == [(17, 9), (34, 9), (34, 18), (68, 9), (9, 9)]
-    chapter.run(
-        "by-parts",
-        {"by-parts": ("fully_shard(block, mesh=mesh, reshard_after_forward=False)", "fully_shard(block, mesh=mesh)")},
-    )
+    changes = {
+        "by-parts": ("fully_shard(block, mesh=mesh, reshard_after_forward=False)", "fully_shard(block, mesh=mesh)"),
+        "in-parts": (
+            "        model.set_requires_gradient_sync(is_last or reduce_each)  # the last backward reduces the sum\n",
+            "",
+        ),
+    }
+    chapter.run_all(["in-parts", "by-parts"], changes)
     kept = rank_0(chapter, "by_parts")["4 parts, units kept unsharded"]
     assert kept[0] == 8 * 4 + 9, "forward reshards each block, so backward gathers it again"
-    line = "        model.set_requires_gradient_sync(is_last or reduce_each)  # the last backward reduces the sum\n"
-    chapter.run_all(["in-parts", "by-parts"], {"in-parts": (line, "")})
     reductions = [row[1] for row in rank_0(chapter, "by_parts").values()]
     assert reductions == [9, 18, 18, 36, 36], "every part's backward reduces"
-    chapter.run_all(["in-parts", "by-parts"])
+    chapter.run("in-parts")
 
 
 def test_the_norm_is_that_of_all_shards(chapter):

@@ -7,6 +7,10 @@ from chapters import Chapter
 @pytest.fixture(scope="module")
 def chapter(tmp_path_factory):
     with Chapter("13", tmp_path_factory.mktemp("chapter")) as chapter:
+        chapter.shrink("logits", ("32_000", "2_000"))
+        chapter.shrink("step-peaks", ("32_000", "2_000"))
+        chapter.shrink("adapters-train", ("range(12):\n    optimizer", "range(4):\n    optimizer"))
+        chapter.shrink("masters", ("range(10)", "range(2)"))
         chapter.run_all(chapter.set_up_cells())
         cells = [
             "start-imports",

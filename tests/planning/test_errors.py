@@ -7,8 +7,16 @@ from statistics import median
 import pytest
 from imagined import imagines_ddp
 
-from fsdp_helpers.measuring import errors
-from fsdp_helpers.measuring.errors import RUNS, THRESHOLDS, ErrorRow, Run, measure_errors, read_errors, write_errors
+from fsdp_helpers.measuring import prediction_errors
+from fsdp_helpers.measuring.prediction_errors import (
+    RUNS,
+    THRESHOLDS,
+    ErrorRow,
+    Run,
+    measure_errors,
+    read_errors,
+    write_errors,
+)
 
 RECORD = Path(__file__).resolve().parents[2] / "notebooks" / "reference" / "planning-errors.json"
 
@@ -52,7 +60,7 @@ def test_only_what_the_table_lacks_is_measured(kept, tmp_path, monkeypatch):
         asked.extend(runs)
         return [kept[run] for run in runs]
 
-    monkeypatch.setattr(errors, "measure_errors", measured)
+    monkeypatch.setattr(prediction_errors, "measure_errors", measured)
     assert write_errors(path) == read_errors(path) == list(kept.values())
     assert set(asked) == missing
 

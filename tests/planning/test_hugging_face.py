@@ -133,7 +133,7 @@ WRONG = [
     ({"model_type": "bert"}, "own_plan.plan_model plans any model"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be 1 or more"),
     ({"vocab_size": "many"}, "no whole number vocab_size"),
-    ({"hidden_size": True}, "no whole number hidden_size"),
+    ({"hidden_size": True}, "no whole number for hidden_size"),
     ({"num_attention_heads": 25}, "num_attention_heads 25 doesn't divide hidden_size 3072"),
     ({"num_key_value_heads": 7}, "num_key_value_heads 7 doesn't divide num_attention_heads 24"),
     ({"num_key_value_heads": 0}, "num_key_value_heads 0 doesn't divide"),

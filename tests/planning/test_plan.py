@@ -158,7 +158,7 @@ def test_what_costs_least_comes_first():
     plan = make_plan(SUBJECT, SHARDED, cluster(memory=30_000))
     said = verdict(plan, SUBJECT)
     assert said.startswith("It does not fit: the peak of 31.1 kB and 0 B outside the count are 1.09 kB more than")
-    assert "the largest part is activations with 20.0 kB; first gather and compute in bf16" in said
+    assert "the largest part is activations with 20.0 kB; first all-gather and compute in bf16" in said
     assert said.endswith("(peak 17.3 kB), and it fits.")
 
 
@@ -201,8 +201,8 @@ def test_nothing_helps():
     "settings, first",
     [
         ({"strategy": "ddp"}, "shard it, a unit for each block"),
-        ({"strategy": "fsdp"}, "cut it at the blocks"),
-        ({"sharding": "grad-op"}, "gather and compute in bf16"),
+        ({"strategy": "fsdp"}, "make each block a unit"),
+        ({"sharding": "grad-op"}, "all-gather and compute in bf16"),
         ({"sharding": "grad-op", "precision": "bf16"}, "shard everything over all ranks"),
         ({"precision": "bf16"}, "recompute each block"),
         ({"precision": "bf16", "activation_checkpointing": "units"}, "halve a rank's batch to 2 image"),
@@ -223,7 +223,7 @@ def test_nothing_is_offered_that_is_there_already_or_cannot_be():
 
     recompute, halve = "recompute each block in backward", "halve a rank's batch to 10 image(s)"
     eight_bits = "keep Adam's moments in 8 bits"
-    everything = ["gather and compute in bf16", recompute, halve, eight_bits, "take 4,096 ranks"]
+    everything = ["all-gather and compute in bf16", recompute, halve, eight_bits, "take 4,096 ranks"]
     everything.append("keep shards in host memory")
     assert offered(SHARDED, 2048) == everything
     offloads = replace(SHARDED, strategy="fsdp-offload", precision="bf16")
@@ -276,7 +276,7 @@ def test_bytes_and_rates_are_numbers(name, value):
 
 
 def test_ranks_that_do_not_go_with_the_settings():
-    with pytest.raises(ValueError, match="strategy 'local' trains in one process, world_size is 8"):
+    with pytest.raises(ValueError, match="strategy 'local' trains in one process, but world_size is 8"):
         make_plan(SUBJECT, Settings(batch=1, strategy="local"), cluster())
     with pytest.raises(ValueError, match="use a multiple of 3, 6 or more"):
         make_plan(SUBJECT, Settings(batch=1, sharding="hybrid", replicas=3), cluster())

@@ -5,7 +5,7 @@ import json
 import pytest
 from zoo_record import ALL, COMMAND, REAL_RANKS, RECORD, RUNS, measure_cases
 
-from fsdp_helpers.measuring.errors import ErrorRow, read_errors
+from fsdp_helpers.measuring.prediction_errors import ErrorRow, read_errors
 
 FAST = [
     ("U-Net", "auto-wrap"),

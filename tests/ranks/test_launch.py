@@ -215,7 +215,7 @@ def test_times_that_cannot_be(timeout_s, nothing_starts):
 def test_more_ranks_than_cuda_devices():
     found = torch.cuda.device_count()
     wanted = found + 1
-    with pytest.raises(ValueError, match=f"{wanted} ranks need {wanted} CUDA devices, this machine has {found}"):
+    with pytest.raises(ValueError, match=f"{wanted} ranks need {wanted} CUDA devices, but this machine has {found}"):
         launch(workers.return_rank, world_size=wanted, device="cuda")
 
 

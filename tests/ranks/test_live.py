@@ -201,7 +201,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
         Ranks(2, device=device).close()
         assert started.pop() == expected
     monkeypatch.setattr("fsdp_helpers.gpus.find_gpus", lambda wanted: Gpus(1))
-    with pytest.raises(ValueError, match="2 ranks need 2 CUDA devices, this machine has 1"):
+    with pytest.raises(ValueError, match="2 ranks need 2 CUDA devices, but this machine has 1"):
         Ranks(2, device="cuda")
     assert started == []
 

@@ -9,7 +9,7 @@ from runs import Runs, mostly_long
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.measuring.rank_of_n import fake_group
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
@@ -23,15 +23,9 @@ from fsdp_helpers.training.worker import train_worker
 P_SHALLOW, P_DEEP = 1_199_882, 94_104_234
 P_ROOT = 18_816 + 1_290  # at threshold 20,000 the convolutions and the last layer stay with the root, in both models
 
-SHARDED = [
-    ("fsdp", "fsdp1"),
-    ("fsdp", "fsdp2"),
-    ("fsdp-auto-wrap", "fsdp1"),
-    ("fsdp-auto-wrap", "fsdp2"),
-    ("fsdp-offload", "fsdp2"),
-]
+PAIRS = [(strategy, api) for strategy in STRATEGIES if is_sharded(strategy) for api in APIS]
+SHARDED = [pair for pair in PAIRS if pair != ("fsdp-offload", "fsdp1")]  # which needs a GPU
 ONE_UNIT, AUTO_WRAP = SHARDED[:2], SHARDED[2:4]
-APIS = ["fsdp1", "fsdp2"]
 # Two ranks with 32 images each: enough that activations count. The others are here for their losses.
 BATCH_SIZES = {1: 64, 2: 64, 3: 24, 4: 24}
 # Enough for a steady step. Two and three ranks train 8 steps for their losses; a second run would be no quicker.

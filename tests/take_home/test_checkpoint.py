@@ -219,7 +219,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
 
 
 def test_a_second_writer_is_refused(tmp_path):
-    refused = pytest.raises(SystemExit, match=r"another run is writing to .*; wait for its end, or choose")
+    refused = pytest.raises(SystemExit, match=r"another run is writing to .*; wait until it ends, or choose")
     with FileLock(tmp_path / ".lock"), refused:
         SCRIPT.take(FileLock(tmp_path / ".lock"), tmp_path)
     SCRIPT.take(FileLock(tmp_path / ".lock"), tmp_path)  # as soon as the first has ended

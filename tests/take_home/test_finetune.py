@@ -23,7 +23,7 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchrun_jobs import one_agent, torchrun_job, wait_for_output
 
-from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.models.llama import IGNORED, Llama
 from fsdp_helpers.models.shapes import LlamaShape, RopeScaling, config_of_llama, llama_from_config
 from fsdp_helpers.ranks.launch import launch
@@ -277,8 +277,8 @@ CONFIG = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "r
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gemma"}, "knows Llamas with plain positions"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "knows Llamas with plain positions"),
+        ({"model_type": "gemma"}, "supports only Llamas with plain positions"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "supports only Llamas with plain positions"),
         ({"head_dim": 8}, "head_dim"),
         ({"attention_bias": True}, "biases"),
         ({}, "no safetensors files"),

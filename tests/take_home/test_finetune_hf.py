@@ -258,7 +258,7 @@ def test_a_run_that_was_asked_to_end_goes_on(home, on_two, on_three):
     """Bitwise on as many ranks, up to rounding on one more."""
     right = losses(home / "llama-2")
     assert "ended by a signal" in on_two["stopped"][0].printed and on_two["stopped"][0].saves == [4, STOP]
-    assert "going on after step 5" in on_two["again on 2"][0].printed
+    assert "continuing after step 5" in on_two["again on 2"][0].printed
     assert losses(home / "again-on-2")[: len(right)] == right
     assert losses(home / "again-on-3") == pytest.approx(right, abs=1e-5)
     one, other = (load_file(next((home / name / "model").glob("*.safetensors"))) for name in ("llama-2", "again-on-3"))
@@ -638,7 +638,7 @@ def test_the_saved_run_of_13(tmp_path):
     ],
 )
 def test_a_full_disk_elsewhere(moment, expected, home, tmp_path):
-    """And when there is room again, the same command goes on."""
+    """And when there is room again, the same command continues."""
     words = [home / "llama", home / "text.txt", "--out", tmp_path / "run", *SETTINGS]
     with hf_job(tmp_path, words, 2, **killed_at.variables(tmp_path, moment)) as job:
         assert job.wait() != 0

@@ -212,7 +212,7 @@ def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
     """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
     status, output = lose_a_machine(tmp_path, holds_store=True)
     assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
-    assert re.search(r"SilentRanks: rank \d did not answer .*; see its own last lines, and its machine", output), output
+    assert re.search(r"SilentRanks: rank \d did not answer .*; check its last output and its machine", output), output
 
 
 # ---------------------------------------------------------------- an environment that cannot be
@@ -235,7 +235,7 @@ DDP = ["--strategy", "ddp"]
         (WHOLE | {"LOCAL_WORLD_SIZE": "3"}, DDP, "LOCAL_WORLD_SIZE is 3, above the WORLD_SIZE of 2"),
         (WHOLE | {"WORLD_SIZE": "3"}, DDP, "global_batch_size 256 isn't divisible by world_size 3"),
         (WHOLE, [*DDP, "--world-size", 4], "--world-size 4, but torchrun started 2 ranks; leave it out"),
-        (WHOLE, [], "strategy 'local' trains in one process, world_size is 2"),
+        (WHOLE, [], "strategy 'local' trains in one process, but world_size is 2"),
         (WHOLE, [*DDP, "--timeout", "0"], "timeout is 0.0; it must be a number of seconds above 0"),
         (
             WHOLE | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"},

@@ -113,7 +113,7 @@ def test_a_stuck_collective_is_explained():
         "arrived on time.\n"
     )
     advice = xla.explain(said)
-    assert "1 replica(s) came to it within 10 s" in advice
+    assert "1 replica(s) reached it within 10 s" in advice
     assert all(measure in advice for measure in ("lock", "PARAM_ALIASING", "pin_layout")) and "run it again" in advice
 
 

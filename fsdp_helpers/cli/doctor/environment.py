@@ -14,7 +14,7 @@ from fsdp_helpers.cli.doctor.rows import Outcome, Unfit, note
 OLDEST_PYTHON = (3, 11)
 LOCK = Path(__file__).resolve().parents[3] / "requirements.lock"
 OURS = "fsdp-helpers"
-LOADED = ("torch", "torchvision")  # compiled parts that have to fit each other
+LOADED = ("torch", "torchvision")  # their compiled parts have to match
 KERNEL = "python3"
 JUPYTER = ("jupyterlab", "ipykernel")
 WITH_NOTEBOOKS = "`pip install '.[notebooks]'`"
@@ -63,11 +63,11 @@ def why_unmet(name: str, requirement: Any) -> str:
         return f"{name} needs {requirement.name}, which is not installed"
     if requirement.specifier.contains(found, prereleases=True):
         return ""
-    return f"{name} needs {requirement.name}{requirement.specifier}, and {found} is installed"
+    return f"{name} needs {requirement.name}{requirement.specifier}, but {found} is installed"
 
 
 def versions_as_locked() -> Outcome:
-    """Count the packages whose versions are not the ones that the tests run with; that is allowed."""
+    """Count the packages whose versions differ from the tested ones, which is allowed."""
     if not LOCK.is_file():
         raise Unfit("there's no requirements.lock next to the package, so there's nothing to compare with")
     locked = locked_versions(LOCK.read_text())
@@ -100,7 +100,7 @@ def version_or_none(name: str) -> str | None:
 
 
 def differs(installed: str | None, locked: str) -> bool:
-    """Compare versions, ignoring local parts such as +cpu; missing packages are the business of `versions_fit`."""
+    """Compare versions, ignoring local parts such as +cpu; `versions_fit` reports missing packages."""
     return installed is not None and installed.partition("+")[0] != locked.partition("+")[0]
 
 

@@ -14,7 +14,7 @@ from fsdp_helpers.quantities import format_bytes
 LIMIT_S = 120.0
 SAME, SAME_IN_BF16 = 1e-5, 0.05  # of a loss, relative
 LITTLE_FREE = 0.5  # of a GPU's memory
-# Asked in a process of its own: a question to CUDA leaves a context of hundreds of MB behind.
+# Asked in a child process, because a call to CUDA leaves a context of hundreds of MB behind.
 ASK = {
     "versions": "print(torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), "
     "'.'.join(map(str, torch.cuda.nccl.version())))",
@@ -79,7 +79,7 @@ def product() -> Outcome:
 
 def links() -> Outcome:
     if (found := count()) < 2:
-        raise Unfit("needs 2 GPUs, this machine has 1")
+        raise Unfit("needs 2 GPUs, but this machine has 1")
     pairs, all_pairs = int(ask("links")[0]), found * (found - 1)
     said = f"{pairs} of {all_pairs} pairs reach each other's memory"
     return (

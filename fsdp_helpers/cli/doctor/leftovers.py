@@ -28,7 +28,7 @@ class Orphan:
 
 
 def processes_of_earlier_runs() -> Outcome:
-    """List what may be left over. It's only ever a note, since only the owner knows whether a process is still needed."""
+    """List processes that may be left over: only a note, since only their owner knows whether they're needed."""
     left = list(orphans())
     if not left:
         return Outcome(True, "no process of an earlier run")

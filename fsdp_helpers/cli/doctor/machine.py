@@ -34,7 +34,7 @@ def memory() -> Outcome:
     free = psutil.virtual_memory().available
     found = f"{format_bytes(free)} free"
     if free < LEAST_MEMORY_BYTES:
-        return Outcome(False, f"{found}, two ranks need {format_bytes(LEAST_MEMORY_BYTES)}; close other programs")
+        return Outcome(False, f"{found}, but two ranks need {format_bytes(LEAST_MEMORY_BYTES)}; close other programs")
     if free < LARGEST_CHAPTER_BYTES:
         return note(f"{found}, enough for all but 04, which needs {format_bytes(LARGEST_CHAPTER_BYTES)}")
     return Outcome(True, found)
@@ -47,7 +47,7 @@ def shared_memory() -> Outcome:
     room = shutil.disk_usage(SHARED_MEMORY)
     found = f"{format_bytes(room.free)} of {format_bytes(room.total)} free in {SHARED_MEMORY}"
     if room.free < LEAST_SHARED_BYTES:
-        remedy = f"remove what dead programs left there (ls -l {SHARED_MEMORY})"
+        remedy = f"remove files that dead programs left there (ls -l {SHARED_MEMORY})"
         return Outcome(False, f"{found}, too little for a batch of a data loader; {remedy}, or {LARGER_SHARED}")
     if room.total <= DOCKERS_SHARED_BYTES:
         return note(f"{found}, Docker's default; data loaders with workers and NCCL may run out: {LARGER_SHARED}")
@@ -69,7 +69,7 @@ def open_files() -> Outcome:
             "no shell may raise it: `nofile` in /etc/security/limits.conf, or a container with --ulimit nofile=4096"
         )
     if limit < LEAST_FILES:
-        return Outcome(False, f"at most {limit}, and two ranks need {LEAST_FILES}; {remedy}")
+        return Outcome(False, f"at most {limit}, but two ranks need {LEAST_FILES}; {remedy}")
     if limit < ENOUGH_FILES:
         return note(f"at most {limit}; data loaders with workers may run out (Too many open files): {remedy}")
     return Outcome(True, f"at most {limit}")

@@ -96,7 +96,7 @@ def proxies_leave_this_machine_alone() -> Outcome:
     if spared == "*" or {"localhost", "127.0.0.1"} <= set(spared.replace(" ", "").split(",")):
         return Outcome(True, f"{', '.join(found)}; not used for localhost")
     return note(
-        f"{', '.join(found)} is set: `export no_proxy=localhost,127.0.0.1`, or requests to this machine leave it"
+        f"{', '.join(found)} is set: `export no_proxy=localhost,127.0.0.1`, or requests to this machine go through it"
     )
 
 
@@ -112,7 +112,7 @@ def host_name_is_this_machine() -> Outcome:
     except OSError as error:
         return Outcome(False, f"{name} doesn't resolve ({error.strerror}); {remedy}")
     if not is_own_address(address):
-        return Outcome(False, f"{name} resolves to {address}, which is not this machine; {remedy}")
+        return Outcome(False, f"{name} resolves to {address}, which isn't this machine; {remedy}")
     return Outcome(True, f"{name} is {address}")
 
 

@@ -28,7 +28,7 @@ LOOKS = (
 
 
 def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
-    """Run every check in turn, and pass each row to `on_row` as soon as it's there."""
+    """Run every check in turn, and pass each row to `on_row` as soon as it's known."""
     rows = []
     for look in looks:
         rows.append(look_at(look))

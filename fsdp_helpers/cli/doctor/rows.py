@@ -32,7 +32,7 @@ def note(measured: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Look:
-    """One line of the report: `run` checks something, and says what it found and, if that's wrong, what to do."""
+    """One line of the report: `run` checks something, and returns the finding and, if it's wrong, the fix."""
 
     title: str
     run: Callable[[], Outcome]
@@ -48,7 +48,7 @@ class Row:
 
 
 def look_at(look: Look) -> Row:
-    """Return the row of one check; if it raises an error, that's what's wrong."""
+    """Return the row of one check; if it raises an error, the row says so."""
     try:
         outcome = look.run()
         result, measured = outcome.result, outcome.measured

@@ -1,1 +1,1 @@
-"""JupyterLab as this series wants it: settings, copies to work in, and runs whose outputs are kept."""
+"""JupyterLab for this series: its settings, copies to work in, and runs whose outputs are saved."""

@@ -1,7 +1,7 @@
 """The notebooks on paper: `make handouts`, as HTML and, if Chromium is on the search path, as PDF.
 
-python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints stand on a page of their own
-python -m fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
+python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints are on separate pages python -m
+fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
 """
 
 import argparse
@@ -23,6 +23,8 @@ FOLDED = re.compile(r"<details><summary>(?P<title>[^<]*)</summary>(?P<text>.*?)<
 PAPER = pages.STYLES / "paper.css"
 HEADING = re.compile(r"^#{2,3} (.+)$", re.MULTILINE)
 GLOSSARY = FOLDER / "GLOSSARY.md"
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+PRINT_S = 120  # for one page, on a busy machine
 
 
 def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collection[str] = ()) -> str:
@@ -66,6 +68,21 @@ def write_handouts(notebooks: list[Path], folder: Path, *, solutions: bool) -> I
     yield written
 
 
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, CHROMIUM)), None)
+
+
+def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
+    """Print a local page to a PDF, as its own style sheet says. Raises RuntimeError if Chromium fails."""
+    with tempfile.TemporaryDirectory(prefix="fsdp_helpers-print-") as profile:
+        command = [chromium, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
+        command += ["--no-sandbox"] * (hasattr(os, "getuid") and os.getuid() == 0)  # Chromium wants it of root
+        command += [f"--print-to-pdf={pdf.resolve()}", page.resolve().as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PRINT_S)
+    if done.returncode or not pdf.exists():
+        raise RuntimeError(f"{chromium} did not print {page}: {done.stderr.strip()}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
@@ -85,25 +102,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-# ---------------------------------------------------------------- PDF
-
-
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-PRINT_S = 120  # for one page, on a busy machine
-
-
-def find_chromium() -> str | None:
-    return next(filter(None, map(shutil.which, NAMES)), None)
-
-
-def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
-    """Print a local page to a PDF, as its own style sheet says. Raises RuntimeError if Chromium fails."""
-    with tempfile.TemporaryDirectory(prefix="fsdp_helpers-print-") as profile:
-        command = [chromium, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
-        command += ["--no-sandbox"] * (hasattr(os, "getuid") and os.getuid() == 0)  # Chromium wants it of root
-        command += [f"--print-to-pdf={pdf.resolve()}", page.resolve().as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PRINT_S)
-    if done.returncode or not pdf.exists():
-        raise RuntimeError(f"{chromium} did not print {page}: {done.stderr.strip()}")

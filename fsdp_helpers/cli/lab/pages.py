@@ -33,7 +33,7 @@ PAGE = """<!doctype html>
 
 
 def page(title: str, body: str, *styles: Path) -> str:
-    """Return a whole page; the styles are CSS files, and the colors of code come before them."""
+    """Return a complete page; the styles are CSS files, and the colors of code come before them."""
     sheets = [code_colors(), *(path.read_text() for path in styles)]
     return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
 
@@ -45,7 +45,7 @@ def notebook_body(notebook: nbformat.NotebookNode) -> str:
 
 
 def embed_pictures(body: str, folder: Path) -> str:
-    """Put the pictures that a page takes from files of `folder` into the page."""
+    """Embed the pictures that a page takes from files in `folder`."""
 
     def embedded(found: re.Match) -> str:
         path = folder / found["file"]
@@ -87,7 +87,7 @@ def code_colors() -> str:
 def link_to_pages(body: str, names: Collection[str], folders: Collection[str] = ()) -> str:
     """Let links to notebooks and Markdown files lead to their pages, which are `names`.
 
-    Files of the `folders`, which lie beside the pages, are linked as they are, and other files are not linked.
+    Files in `folders`, which are next to the pages, stay linked; links to other files are removed.
     """
 
     def linked(found: re.Match) -> str:

@@ -1,4 +1,4 @@
-"""Execute notebooks from top to bottom and keep their outputs, one after another: `make run NOTEBOOKS="03 09"`.
+"""Execute notebooks one after another, from top to bottom, and save their outputs: `make run NOTEBOOKS="03 09"`.
 
 The file is written only if the run reaches the end.
 """

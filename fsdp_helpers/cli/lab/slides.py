@@ -1,8 +1,9 @@
 """The notebooks as slides to project: `make slides`, one file per chapter with reveal.js and all pictures inside.
 
-A chapter's slides are its title and the cells whose metadata say so, in Jupyter's convention:
-`"slideshow": {"slide_type": "slide"}` (JupyterLab: the right side bar, Slide Type). A cell that draws a figure or prints a
-table shows that; any other code cell shows its code and what it printed. What doesn't fit one slide goes on on the next.
+A chapter's slides are its title and the cells whose metadata say so, in Jupyter's convention: `"slideshow":
+{"slide_type": "slide"}` (JupyterLab: the right side bar, Slide Type). A cell that draws a figure or a table shows just
+that; any other code cell shows its code and its printed output. Content that doesn't fit on one slide continues on the
+next.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from fsdp_helpers.cli.lab.run_notebooks import chosen
 
 REVEAL = Path(__file__).resolve().parent / "reveal"
 CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels, of a slide of 1,280 x 720 below its heading
-MIN_CODE_PX, MAX_CODE_PX = 18, 24  # what can be read from the last row
+MIN_CODE_PX, MAX_CODE_PX = 18, 24  # readable from the last row
 LINE, CHARACTER = 1.25, 0.61  # height of a line and width of a character, in heights of the type
-ROW_PX, ROW_CHARACTERS = 38, 78  # a table's row of one line, and what fits into it
+ROW_PX, ROW_CHARACTERS = 38, 78  # a table's row of one line, and the characters that fit into it
 START = "Reveal.initialize({width: 1280, height: 720, margin: 0, center: false, hash: true, slideNumber: 'c/t', transition: 'none'});"
 CLOCKED = re.compile(r"^.* ranks? on \w+: ended after .*$\n?", re.MULTILINE)
 Body = tuple[str, str]  # a kind, which the style sheet knows, and HTML
@@ -101,7 +102,7 @@ def of_table(table: str, title: str = "") -> Iterator[Body]:
 
 
 def of_listing(code: str, lexer: PythonLexer | DiffLexer, printed: str = "") -> Iterator[Body]:
-    """Yield code, and what it printed, in the largest type that fits one slide; in several if the type gets too small."""
+    """Yield code and its printed output in the largest type that fits one slide, or several if that gets too small."""
     texts = [text for text in (code.strip("\n"), printed) if text]
     lines = "\n\n".join(texts).splitlines()
     size_px = min(CODE_WIDTH / (CHARACTER * max(map(len, lines))), CODE_HEIGHT / (LINE * len(lines)), MAX_CODE_PX)

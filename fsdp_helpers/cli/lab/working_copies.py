@@ -1,7 +1,7 @@
 """Copies of the notebooks to work in: running a copy and solving its exercises changes no file of the project.
 
-python -m fsdp_helpers.cli.lab.working_copies work              # copies what is not there yet
-python -m fsdp_helpers.cli.lab.working_copies work --reset 3    # takes 03 anew; what was there stays beside it
+python -m fsdp_helpers.cli.lab.working_copies work              # copies missing files python -m
+fsdp_helpers.cli.lab.working_copies work --reset 3    # copies 03 again; the old copy stays next to it
 """
 
 import argparse
@@ -13,12 +13,12 @@ IF_IT_IS_OPEN = (
     "if it is open in JupyterLab: File, Reload Notebook from Disk; if JupyterLab says that it has changed on disk, choose "
     "Revert"
 )
-# What working in the originals may have left.
+# Left behind by work in the originals.
 LEFT_OUT = shutil.ignore_patterns("my_*", "job.sbatch", ".*", "__pycache__")
 
 
 def copy_missing(work: Path) -> list[Path]:
-    """Copy the notebooks, and the files that they read, into `work`; return the files that were not there yet."""
+    """Copy the notebooks, and the files that they read, into `work`; return the new files."""
     copied = []
 
     def copy(original: str, to: str) -> None:

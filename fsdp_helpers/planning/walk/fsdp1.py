@@ -3,8 +3,8 @@
 The order is that of torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `torch/distributed/fsdp`.
 
 A module computes with views of the flat tensor, new ones in each forward. Autograd joins the gradients of those views
-when the last of them is there, adds up what several uses gave, and then calls FSDP1, which reduces. A flat tensor with
-one trained parameter needs a gradient, so its frozen ones get one too (`StepProfile.flat_moments`).
+once all of them exist, adds up those of several uses, and then calls FSDP1, which reduces them. A flat tensor with one
+trained parameter needs a gradient, so its frozen ones get one too (`StepProfile.flat_moments`).
 """
 
 from collections import Counter
@@ -20,7 +20,8 @@ FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the ot
 class FlatParameters:
     """A unit's parameters are views of one flat tensor.
 
-    On one rank (or with `sharding` "none") it isn't sharded: it's always there, and gathering is casting it, if at all.
+    On one rank (or with `sharding` "none") it isn't sharded: it's always there, and unsharding only casts it, if at
+    all.
     """
 
     def __init__(self, shards: Shards, config: TrainConfig, profile: StepProfile) -> None:
@@ -32,7 +33,7 @@ class FlatParameters:
         self._forwards: list[Unit] = []  # in the order in which they ended, a unit once for each use
         self._places: dict[str, int] = {}  # of units in that order
         self._entered = {moment.name for moment in profile.flat_moments if moment.event == "enter_backward"}
-        self._awaited: set[str] = set()  # units that will be gathered for a backward which has not begun
+        self._awaited: set[str] = set()  # units that will be all-gathered for a backward that hasn't begun
         self._in_backward: set[str] = set()
         self._gradients = Counter(
             shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
@@ -86,7 +87,7 @@ class FlatParameters:
             self._leave(unit)
 
     def leave_backward(self, name: str) -> None:
-        """Free what is frozen; join the gradients of a use that is not the last. The last gradient does the rest."""
+        """Free frozen parameters; join the gradients of a use that isn't the last. The last gradient does the rest."""
         unit = self.units[name]
         if not unit.is_trained:
             self._in_backward.discard(name)
@@ -125,7 +126,7 @@ class FlatParameters:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Free what was unsharded for a backward that didn't come, and frozen parameters that left no trace."""
+        """Free units that were unsharded for a backward that didn't come, and unused frozen parameters."""
         for unit in self.units.values():
             self._shards.free_gathered(unit)
         self._forwards.clear()
@@ -163,7 +164,7 @@ class FlatParameters:
         self._shards.free_flat_gradient(FLAT, unit)
 
     def _all_reduce(self, unit: Unit) -> None:
-        """Keep the full gradient; one in bf16 is cast, and later parts are added to what that gave."""
+        """Keep the full gradient; one in bf16 is cast, and later parts are added to the result."""
         sizes = self._shards.sizes
         if sizes.gathered < sizes.reduced:
             if not self._shards.has_shard(unit):

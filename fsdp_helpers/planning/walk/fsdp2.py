@@ -101,7 +101,7 @@ class FullyShard:
             self._shards.free_gathered(unit)
         if not self._reduces:
             for parameter in self._shards.waiting(unit):
-                # what waits for the next part waits in the precision of the reduction
+                # gradients that wait for the next part do so in the precision of the reduction
                 self._shards.take_gradient(parameter, self._shards.sizes.reduced)
             return
         self._free_sent()
@@ -112,14 +112,14 @@ class FullyShard:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Leave the root last, with any unit whose input needs no gradient; then free what is left over."""
+        """Leave the root last, with any unit whose input needs no gradient; then free all leftovers."""
         for name in self.units:
             if name not in self._done:
                 self.leave_backward(name)
         self._free_sent()
         self._free_copied()
         for unit in self.units.values():
-            self._shards.free_buffer(GATHER, unit)  # gathered for a backward that did not come
+            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward that didn't come
         self._order.clear()
         self._uses.clear()
         self._done.clear()

@@ -1,4 +1,4 @@
-"""A rank's memory as a sum of named terms during a step, and the order of what the step does. No torch."""
+"""A rank's memory as a sum of named terms during a step, and the step's tasks in order. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest point of a step on one rank: when it comes, and its terms."""
+    """The highest point of a step on one rank: its time and its terms."""
 
     when: str
     terms: tuple[Term, ...]
@@ -55,14 +55,14 @@ class Ledger:
     """A rank's bytes now, the highest sum so far, and the collectives so far."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, str, str], Term] = {}  # owner, kind, name -> what is there
+        self._held: dict[tuple[str, str, str], Term] = {}  # owner, kind, name -> the term
         self._activation_bytes = 0
         self._bytes = 0  # of the terms held, without activations
         self.when = ""
         self._peak_when, self._peak_bytes = "", -1
         self._peak_terms: tuple[Term, ...] = ()
         self._collectives: dict[str, CollectiveCount] = {}
-        self.tasks: list[Task] = []  # arithmetic and collectives, in the order in which they are asked for
+        self.tasks: list[Task] = []  # arithmetic and collectives, in the order in which they're issued
 
     def hold(self, owner: str, term: Term) -> None:
         """Add `term` for `owner`, a parameter or a unit; it replaces the owner's earlier term of that kind and name."""
@@ -92,7 +92,7 @@ class Ledger:
             self._peak_when, self._peak_terms = self.when, (*self._held.values(), activations)
 
     def repeat(self, tasks: Sequence[Task], times: int) -> None:
-        """Repeat `tasks`, the newest ones: a part of a step that does the same as the one before."""
+        """Repeat `tasks`, the newest ones: the next part of a step does the same again."""
         counted = dict(self._collectives)
         self.tasks += [*tasks] * times
         for task in tasks:
@@ -127,7 +127,7 @@ class Ledger:
     ) -> None:
         """Add a collective over a number of ranks, unless it's empty or within a single rank.
 
-        It's issued when the preceding arithmetic begins, or with `late` when that's done.
+        It's issued when the preceding arithmetic begins or, with `late`, when that's done.
         """
         if full_bytes == 0 or ranks == 1:
             return

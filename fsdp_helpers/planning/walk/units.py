@@ -1,4 +1,4 @@
-"""The units of a sharded model, and what a rank holds of each: always the shards, and the rest for a while.
+"""The units of a sharded model, and a rank's bytes of each: its shards always, the rest temporarily.
 
 No torch import.
 """
@@ -26,7 +26,7 @@ class Unit:
     name: str  # of its module
     parameters: tuple[str, ...]
     values: int  # FSDP1: of its flat tensor, in which every parameter begins at an aligned place
-    padded: int  # with what fills it up until the ranks divide it
+    padded: int  # padded so that the ranks divide it
     is_trained: bool  # any of it
 
     @property
@@ -37,10 +37,10 @@ class Unit:
 def cut(
     profile: StepProfile, names: Sequence[str], api: str, ranks: int, *, value_bytes: int = FP32_BYTES
 ) -> dict[str, Unit]:
-    """Return the units of those names and the root, the root first; a parameter is in the innermost unit around it.
+    """Return the named units, after the root; a parameter is in the innermost unit around it.
 
-    A unit may be empty if units within it took everything. Raises ValueError for a name under which the model has no
-    parameters, for tied parameters in two units, and for a parameter without dimensions, all of which torch refuses.
+    A unit may be empty if units within it took everything. Raises ValueError for a unit without parameters, for tied
+    parameters in two units, and for a parameter without dimensions, all of which torch refuses.
     """
     wanted = dict.fromkeys(name for name in names if name != ROOT)
     found: dict[str, list[str]] = {name: [] for name in (ROOT, *wanted)}
@@ -72,7 +72,7 @@ def _innermost(parameter: str, units: Collection[str]) -> str:
 
 
 def _around(name: str) -> Iterator[str]:
-    """Yield the names of the modules around a parameter, innermost first."""
+    """Yield the names of the modules that contain a parameter, innermost first."""
     while name := name.rpartition(".")[0]:
         yield name
 
@@ -100,7 +100,7 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
 
 
 class Shards:
-    """A ledger by units: gathered parameters, whole gradients, buffers and shards, each by its own word.
+    """A ledger by units: unsharded parameters, full gradients, buffers and shards.
 
     `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads` the shards lie in host
     memory, and each is on the device only while it is sent or added up.
@@ -138,7 +138,7 @@ class Shards:
                 ledger.hold(ROOT, Term(kind="optimizer", name=f"shards of {name}", **state))
 
     def _trained_padded(self) -> int:
-        """Values of all shards that are trained: FSDP1 keeps those of a parameter, FSDP2 those of its rows."""
+        """Return the values of all trained shards: FSDP1 keeps those of a parameter, FSDP2 those of its rows."""
         if len(self._trained) == len(self._shapes):
             return sum(unit.padded for unit in self.units.values())
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
@@ -186,10 +186,10 @@ class Shards:
         return padded_params("fsdp2", [self._shapes[name] for name in self.waiting(unit)], self.ranks)
 
     def lay_out(self, unit: Unit) -> None:
-        """FSDP2 lays gradients out with one operation, `_chunk_cat`; on a CPU it makes copies of its own.
+        """Lay gradients out as FSDP2 does, with one operation, `_chunk_cat`, which makes copies of its own on a CPU.
 
-        Gradients whose rows the ranks don't divide are filled up in copies, all at once. Those of another precision than
-        that of the reduction are laid out one after the other, each through one more copy. A GPU's kernel needs neither.
+        Gradients whose rows the ranks don't divide are padded in copies, all at once. Those whose precision differs
+        from the reduction's are laid out one after the other, each through one more copy. A GPU's kernel needs neither.
         """
         if self._backend == GPU_BACKEND:
             return
@@ -201,7 +201,7 @@ class Shards:
         self.free_buffer(LAID_OUT, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield the shape of each parameter with a gradient, and the same with the rows that the ranks divide."""
+        """Yield the shape of each parameter with a gradient, and the same with padded rows."""
         for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
@@ -258,13 +258,13 @@ class Shards:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
     def has_shard(self, unit: Unit) -> bool:
-        """Return True if a reduced gradient is there."""
+        """Return True if there is a reduced gradient."""
         return self._ledger.holds(unit.name, "gradients", "shards")
 
     def take_shard(self, unit: Unit, values: int) -> None:
         """Hold the shard of a reduced gradient; if there is one already, add the new one to it and free that.
 
-        It is in the precision of the reduction at first, and then in that of the parameters.
+        It's first in the precision of the reduction, then in that of the parameters.
         """
         name = "new shard" if self.has_shard(unit) else "shards"
         size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}

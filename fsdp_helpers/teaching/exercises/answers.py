@@ -1,4 +1,4 @@
-"""What happens to a reader's answer: it's requested, called, refused in one line, or counted as solved."""
+"""A reader's answer: requested, called, refused in one line, or counted as solved."""
 
 import functools
 import random

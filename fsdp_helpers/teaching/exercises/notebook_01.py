@@ -44,7 +44,7 @@ def check_largest_batch(record: RunRecord | None) -> str:
     verdict = judge_run(record, LARGEST_BATCH)
     batch_size = record.config.global_batch_size
     expect(batch_size & (batch_size - 1) == 0, f"{batch_size} is below the limit, but not a power of two")
-    # What is held does not grow with the batch; what comes on top of it doubles with it.
+    # The held bytes don't grow with the batch; everything on top of them doubles with it.
     rank = record.ranks[0]
     with_twice_the_batch = 2 * rank.peak_bytes - rank.held_bytes
     expect(

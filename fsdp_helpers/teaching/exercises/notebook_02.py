@@ -19,7 +19,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 from fsdp_helpers.teaching.exercises.small_net import NET_PARAMS, build_net, train_averaging
 
 NET_BYTES = 4 * NET_PARAMS
-BUCKET_SIZES = (41_000, 1_000_000)  # the largest gradient fits into either, all of them fit into the second
+BUCKET_SIZES = (41_000, 1_000_000)  # the largest gradient fits into either; all of them fit into the second
 
 
 @exercise("02")
@@ -51,7 +51,7 @@ def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RAN
         answer = run_on_ranks(average_by_reader, module, world_size)[0]
         for bucket_bytes, (losses, right, seen) in answer.items():
             says = f"on {world_size} ranks, with buckets of {format_bytes(bucket_bytes)}, "
-            # Two buckets that follow one another are more than one bucket together, else they would have been one.
+            # Two consecutive buckets together exceed the size of one; otherwise they would be one.
             most = 2 * NET_BYTES // bucket_bytes + 1
             expect(len(seen) > 0, f"{says}there was no collective; gradients that aren't sent aren't averaged")
             expect_same_losses(losses, right, f"{says}the losses aren't those of DDP", "wrong-summed-loss")

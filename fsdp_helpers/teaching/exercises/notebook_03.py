@@ -58,7 +58,7 @@ def check_lower_peak(record: RunRecord | None) -> str:
 
 @exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 03: `Unit`: `shard`, `unshard`, `reduce_gradients`, `reshard`; trains as one process and holds 16 P/N."""
+    """Notebook 03: `Unit`: `shard`, `unshard`, `reduce_gradients`, `reshard`; trains like one process, with 16 P/N."""
     read_module(module, "Unit")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(train_readers_unit, module, world_size)):
@@ -146,7 +146,7 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
 
 
 def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:
-    """Return the bytes of NumPy's arrays, whoever made them, and of the Python objects that lines of the module made.
+    """Return the bytes of NumPy's arrays, whoever made them, and of Python objects that the module's lines created.
 
     torch's tensors aren't included, since torch has its own memory trace; nor are small objects, such as tensors'
     Python objects.

@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: a threshold, the units of a transformer, and blocks that come and go."""
+"""Exercises of notebook 04: a threshold, the units of a transformer, and blocks whose parameters come and go."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
     )
     expect(
         found.num_collectives <= CUT_COLLECTIVES,
-        f"{says}{found.num_collectives} collectives per step, the target is at most {CUT_COLLECTIVES}",
+        f"{says}{found.num_collectives} collectives per step; the target is at most {CUT_COLLECTIVES}",
         "slow-many-units",
     )
     expect(
@@ -182,7 +182,7 @@ class TrainedHooks:
     right: list[float]  # those of one process
     num_gathers: int  # in the last step
     left: dict[str, int]  # bytes that blocks have when none of them computes, by moment
-    most_whole: int  # blocks that are whole while one of them computes
+    most_whole: int  # blocks that are unsharded while one of them computes
 
 
 @exercise("04")
@@ -202,7 +202,7 @@ def _expect_hooks(found: TrainedHooks, says: str) -> None:
         found.num_gathers == GATHERS,
         f"{says}{found.num_gathers} gathers in a step, not {GATHERS}: each block needs one in forward, one in backward",
     )
-    expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are whole at a time while one computes")
+    expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are unsharded at once while one computes")
     expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
 
 
@@ -218,7 +218,7 @@ class Block(nn.Module):
 
 
 class Widen(nn.Module):
-    """Repeat the columns, without a parameter: what comes out needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
+    """Repeat the columns, without a parameter: the output needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.repeat(1, -(-HOOKED_WIDTH // WIDTH))[:, :HOOKED_WIDTH]

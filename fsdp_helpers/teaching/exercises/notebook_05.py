@@ -29,7 +29,8 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
         on_device, on_host = given
         says = f"{format_count(num_params)} parameters over {world_size} rank(s), your function says "
         expect(
-            abs(on_device) < 1, f"{says}{on_device:,.0f} bytes on the device; what of a unit is there between steps?"
+            abs(on_device) < 1,
+            f"{says}{on_device:,.0f} bytes on the device; which of a unit's bytes are there between steps?",
         )
         expect(
             abs(on_host - 16 * num_params / world_size) < 1,
@@ -44,7 +45,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
     """Notebook 05: the fewest images per rank whose arithmetic takes at least as long as the copies of a step.
 
     Called with parameters, those of them in the root, ranks, seconds of arithmetic per image, and bytes per second of
-    the link in either direction; both directions at once, and beside the arithmetic.
+    the link in either direction; both directions run at once, and in parallel with the arithmetic.
     """
     for num_params, root_params, world_size, image_s, bytes_per_s in _links():
         given = call(images_to_hide, num_params, root_params, world_size, image_s, bytes_per_s)
@@ -88,12 +89,12 @@ def check_plan(module: str = "my_plan") -> str:
         fitting = [count for count in range(case["num_blocks"] + 1) if _fits(count, **case)]
         says = f"for {', '.join(f'{name}={value:,}' for name, value in case.items())} your function says {given}; "
         if given is None:
-            expect(not fitting, f"{says}some number of blocks does fit both memories")
+            expect(not fitting, f"{says}there is a number of blocks that fits both memories")
             continue
         expect(0 <= given <= case["num_blocks"], f"{says}the model has only {case['num_blocks']} blocks")
         expect(given in fitting, f"{says}{_what_is_too_small(given, case)}")
         expect(given == fitting[0], f"{says}it fits with fewer blocks on the host, too")
-    return "Right: the fewest blocks wherever some number fits, and None if none does."
+    return "Right: the fewest blocks if any number fits, and None if none does."
 
 
 def _plan_cases() -> list[dict[str, int]]:

@@ -39,13 +39,13 @@ from fsdp_helpers.teaching.exercises.small_net import (
     shard_net,
 )
 
-FLAT = 1e-4  # the time lost barely changes near the best interval: 1 % beside it costs half of this
+FLAT = 1e-4  # the time lost barely changes near the best interval: being off by 1% costs half of this
 LOOP_STEPS = 17
 SAVED_EVERY = 2
 KILLED_AFTER = 14  # steps, during the save that follows; beyond 9, as names that are not padded sort wrongly then
 IN_SAVE, IN_STEP = 77, 78  # exit statuses
-NEWEST_WHOLE = {IN_SAVE: KILLED_AFTER - SAVED_EVERY, IN_STEP: KILLED_AFTER}  # steps in the checkpoint to go on from
-BACKGROUND_S = 0.4  # for a save that goes on beside the steps
+NEWEST_WHOLE = {IN_SAVE: KILLED_AFTER - SAVED_EVERY, IN_STEP: KILLED_AFTER}  # steps in the checkpoint to continue from
+BACKGROUND_S = 0.4  # for a save that runs alongside the steps
 
 
 @exercise("06")
@@ -67,7 +67,7 @@ def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]]
     """Notebook 06: which old ranks' files a new rank opens, for a tensor sharded along its first dimension."""
     draw = DRAW.randint
     fresh = [(draw(1, 200), draw(1, 9), draw(1, 9)) for _ in range(4 * FRESH_CASES)]
-    # with as many ranks as before; with rows for three of four ranks only; with ranges that meet and do not overlap;
+    # on the same number of ranks; with rows for only three of four ranks; with ranges that meet and do not overlap;
     # with places beyond the last row that two ranks would share
     edges = (12, 4, 4), (5, 4, 4), (3, 2, 4), (12, 4, 3), (12, 4, 1), (128, 4, 3), (10, 4, 2)
     for num_rows, saved, loading in (*edges, *fresh):
@@ -114,9 +114,10 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
         expect(
             saving + lost_work <= (1 + FLAT) * least,
             f"a save of {save_s:.1f} s, a failure every {between_failures_s:,.0f} s: your function says {given:,.1f} s,"
-            f" where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; a different one costs less",
+            f"where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; a different interval costs "
+            "less",
         )
-    return "Right: the root of 2 x save time x time between failures."
+    return "Right: the square root of 2 x save time x time between failures."
 
 
 @exercise("06")
@@ -139,12 +140,12 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
     for step, loss in losses.items():
         expect(
             abs(loss - right[step]) < TOLERANCE,
-            f"{says}has a loss of {loss:.5f} in step {step + 1}, an uninterrupted run a different one; was all that it"
-            " loads written by the same save, and what does a step depend on besides the parameters?",
+            f"{says}has a loss of {loss:.5f} in step {step + 1}, an uninterrupted run a different one; did one save "
+            "write everything it loads, and what does a step depend on besides the parameters?",
             "save-plain-optimizer-state",
             "save-schedule-lost",
         )
-    return f"Right: killed on {killed_on} ranks, resumed on {resumed_on}, and the losses of an uninterrupted run."
+    return f"Right: killed on {killed_on} ranks, resumed on {resumed_on}, with the losses of an uninterrupted run."
 
 
 def _run_until_killed(module: str, world_size: int, folder: str) -> int:

@@ -37,7 +37,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 )
 from fsdp_helpers.teaching.exercises.small_net import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
 
-START_EXTRA_BYTES = 120_000  # the largest tensor has 36,864, and travels as a whole; the model has 907,000
+START_EXTRA_BYTES = 120_000  # the largest tensor has 36,864, and is sent in one piece; the model has 907,000
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
 VOCABULARY = 16
 TIED = "head.weight"  # no file has it: it is embed.weight
@@ -153,8 +153,8 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.extra_bytes <= START_EXTRA_BYTES,
-        f"{says}{format_bytes(found.extra_bytes)} were needed besides what stays, enough for several layers at "
-        "once; is the full model there for a moment?",
+        f"{says}{format_bytes(found.extra_bytes)} were needed on top of what stays, enough for several layers at once; "
+        "is the full model in memory for a moment?",
     )
     expect(
         found.is_tied,
@@ -181,7 +181,7 @@ def _expect_short_file_refused(module: str, world_size: int) -> None:
     except RankError:
         return
     raise NotYet(
-        f"from weights without {LACKING} your model starts, too, with garbage in its place; {TIED} alone may be missing"
+        f"from weights without {LACKING} your model also starts, with garbage in its place; only {TIED} may be missing"
     )
 
 

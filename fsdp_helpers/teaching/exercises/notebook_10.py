@@ -243,7 +243,8 @@ def check_job_script(path: str) -> str:
     _check_torchruns(second, FEWER)
     expect(
         first.endpoint.rpartition(":")[2] != second.endpoint.rpartition(":")[2],
-        f"two jobs meet at {first.endpoint}: on a shared node they would meet each other; derive the port from the job",
+        f"two jobs meet at {first.endpoint}: on a shared node, they would join each other; derive the port from the "
+        "job",
         "crash-port-in-use",
     )
     return (

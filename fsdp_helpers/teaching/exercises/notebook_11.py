@@ -29,7 +29,7 @@ class Case:
     seen: Seen
 
     def __repr__(self) -> str:
-        return "a case"  # its fault is what the reader looks for
+        return "a case"  # the reader looks for its fault
 
 
 @dataclass(frozen=True)

@@ -324,8 +324,8 @@ def whole_gradient(model: nn.Module) -> Tensor:
 def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
     """Freeze the model, and add to some of its layers the product of two thin matrices, which are not drawn yet.
 
-    The names of what was there do not change, so its files still fit. An adapter that is there already, under other
-    names, is frozen and counts.
+    Existing tensors keep their names, so the model's files still fit. An adapter that exists already, under different
+    names, is frozen and belongs to the model.
     """
     model.requires_grad_(False)
     for name, layer in model.named_modules():

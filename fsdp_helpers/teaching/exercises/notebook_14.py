@@ -107,7 +107,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     )
     expect(
         len(found.held_out) == expected,
-        f"{says}the data held out were looked at {len(found.held_out)} times; {expected} are expected, on every rank",
+        f"{says}the held-out data were evaluated {len(found.held_out)} times; {expected} are expected, on every rank",
         "hang-uneven-batches",
     )
     expect_same_losses(
@@ -231,7 +231,7 @@ def step_losses(losses: list[float]) -> list[float]:
 
 
 def problem_in_file(path: Path, right: MovedModel) -> str:
-    """Return why one process can't use the file as the weights of the baseline, or "" if it can."""
+    """Return the reason why one process can't use the file as the weights of the baseline, or "" if it can."""
     if not path.exists():
         return "no file was written to `path`"
     weights = torch.load(path, weights_only=True)

@@ -50,7 +50,7 @@ def _imported(source: str) -> set[str]:
 
 
 def import_own(module: str, name: str) -> Any:
-    """Import, in a rank, what the reader's module calls `name`."""
+    """Import `name` from the reader's module, in a rank."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -92,7 +92,7 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
         ours = (words for torchs, words in IN_OUR_WORDS.items() if torchs in error.summary)
         summary = next(ours, shorten(error.summary, LONGEST))
         if ABORTED in summary:
-            summary += "; the ranks' collectives do not match: is there a forward or a gather that some skip?"
+            summary += "; the ranks' collectives do not match: do some skip a forward or a gather?"
         raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}", *cards_of(error.summary)) from None
 
 

@@ -19,7 +19,7 @@ BATCH, WIDTH, CLASSES = 24, 10, 5  # a batch over all ranks divides by 2 and 3, 
 STEPS = 4
 HIDDEN = 101
 NET_PARAMS = (WIDTH + 1) * HIDDEN + (HIDDEN + 1) * HIDDEN + (HIDDEN + 1) * CLASSES  # 11,923: neither 2 nor 3 divides it
-NET_UNITS = 3  # as `shard_net` cuts it, the root included
+NET_UNITS = 3  # as `shard_net` shards it, the root included
 BLOCKS, BLOCK_WIDTH, TOKENS = 8, 48, 4
 
 

@@ -191,9 +191,7 @@ BRANCHES = (
     Failure(
         name="wrong-unused-parameters",
         title="Ranks use different heads, and their gradients are mixed up",
-        why="FSDP2 reduces the gradients that a unit has, one after another in one buffer. Rank 0 has one for head 0, rank 1 "
-        "one for head 1; they fill the same places, and are added. DDP's `find_unused_parameters=True` was there for this; "
-        "no error is raised.",
+        why="FSDP2 reduces the gradients that a unit has, one after another in one buffer. Rank 0 has one for head 0 and rank 1 has one for head 1; both go into the same place in the buffer, and are added up. In DDP, `find_unused_parameters=True` handles this. No error is raised.",
         tell="The gradient of one head contains the other's. Compare with one process, or with DDP.",
         fix="`model.set_reduce_scatter_unused_params(True)` (PyTorch 2.13 or later): parameters without a gradient send zeros.",
         broken=reduce_what_was_used,
@@ -204,11 +202,9 @@ BRANCHES = (
     Failure(
         name="wrong-unused-units",
         title="Each rank runs a different unit: experts, heads, LayerDrop",
-        why="A unit gathers when it is called. Rank 0 calls one unit and rank 1 a different one, and their gathers are "
-        "matched: each gets halves of two layers. With different shapes gloo aborts, and NCCL hangs.",
+        why="A unit all-gathers when it's called. Rank 0 calls one unit and rank 1 a different one, and their all-gathers are matched: each gets halves of two layers. With different shapes, gloo aborts and NCCL hangs.",
         tell="Trace the forward of each rank: the units, or their number, differ.",
-        fix="Call every unit on every rank, in the same order, with a weight of 0 where its output isn't wanted; or keep what "
-        "only some ranks use in the root unit, with `set_reduce_scatter_unused_params(True)`.",
+        fix="Call every unit on every rank, in the same order, with a weight of 0 where its output isn't wanted; or keep the layers that only some ranks use in the root unit, with `set_reduce_scatter_unused_params(True)`.",
         broken=run_one_head_per_rank,
         fixed=run_both_heads,
         right=gradients_alone,
@@ -228,10 +224,9 @@ BRANCHES = (
     Failure(
         name="memory-after-oom",
         title="Out of memory once, and every later step takes more memory and trains wrongly",
-        why="An exception in the middle of backward leaves the units as they were, unsharded. If you catch it and take the next "
-        "batch, they stay so: each rank holds full parameters and full gradients, and reduces nothing. No error is raised.",
+        why="An exception in the middle of backward leaves the units unsharded. If you catch it and take the next batch, they stay that way: each rank holds full parameters and full gradients, and reduces nothing. No error is raised.",
         tell="Memory between two steps is higher than before the failure; `type(next(model.parameters()))` isn't DTensor.",
-        fix="After catching the exception call `model.reset_iter_state()` on the root, on every rank, then `zero_grad()`.",
+        fix="After catching the exception, call `model.reset_iter_state()` on the root, on every rank, then `zero_grad()`.",
         broken=step_after_the_failure,
         fixed=reset_after_the_failure,
         right=step_alone,

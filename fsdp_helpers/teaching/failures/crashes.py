@@ -154,8 +154,7 @@ CRASHES = (
     Failure(
         name="crash-skipped-step",
         title="One rank skips a batch, and a process is aborted",
-        why="Rank 1 skips a step whose loss is NaN. Its next gather meets the gradient reduction of rank 0, and gloo receives more "
-        "bytes than it expects. It ends the process from C++; NCCL would wait instead, or mix up the data.",
+        why="Rank 1 skips a step whose loss is NaN. Its next all-gather is matched with rank 0's gradient reduction, and gloo receives more bytes than it expects, so it aborts the process from C++. NCCL would hang instead, or mix up the data.",
         tell="*Received data size doesn't match expected size*, the last line on standard error: two ranks are in "
         "different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` says which.",
         fix="Decide together: reduce the flag over all ranks, and skip everywhere or nowhere.",
@@ -167,7 +166,7 @@ CRASHES = (
     Failure(
         name="crash-mixed-tensor-dtensor",
         title="got mixed torch.Tensor and DTensor",
-        why="The unit's hooks gather its parameters when the unit itself is called. Calling `model.forward` or a layer inside "
+        why="The unit's hooks unshard its parameters when the unit itself is called. Calling `model.forward` or a layer inside "
         "the unit bypasses them and finds shards, which are DTensors.",
         tell="The traceback has no line of the unit's `__call__` above the failing layer.",
         fix="Call the unit. If you need an inner part by itself, make it a unit; for a method such as `generate`, use "
@@ -180,8 +179,7 @@ CRASHES = (
     Failure(
         name="crash-tied-weights",
         title="Parameter is shared with a parameter already managed by another FSDP group",
-        why="The head of a language model often uses the embedding's weight. One tensor cannot belong to two units. FSDP1 "
-        "fails later, with a shape that does not fit; FSDP2 of PyTorch 2.11 says nothing.",
+        why="The head of a language model often uses the embedding's weight. One tensor can't belong to two units. FSDP1 fails later, with a shape that doesn't fit; FSDP2 of PyTorch 2.11 raises no error.",
         tell="`model.head.weight is model.embedding.weight` is true before sharding.",
         fix="Put both into one unit: `fully_shard([model.embedding, model.head])`, or leave both to the root.",
         broken=tied_in_two_units,
@@ -193,8 +191,7 @@ CRASHES = (
     Failure(
         name="crash-frozen-flat",
         title="Must flatten tensors with uniform requires_grad",
-        why="FSDP1 flattens all parameters of a unit into one, which either needs gradients or does not. A frozen layer and a "
-        "trained one cannot share a flat parameter.",
+        why="FSDP1 flattens all parameters of a unit into one, which either needs gradients or doesn't. A frozen layer and a trained one can't share a flat parameter.",
         tell="The error comes while the model is wrapped, before the first step. FSDP2 has no such limit.",
         fix="Pass `use_orig_params=True`, give frozen layers their own units, or move to FSDP2.",
         broken=freeze_in_a_flat_unit,
@@ -205,7 +202,7 @@ CRASHES = (
     Failure(
         name="crash-encoder-fast-path",
         title="Training works, evaluation fails inside nn.TransformerEncoderLayer",
-        why="In evaluation PyTorch's encoder layer takes a fast path, which reads the weights of its inner layers instead of "
+        why="In evaluation, PyTorch's encoder layer takes a fast path, which reads the weights of its inner layers instead of "
         "calling them. If those are FSDP1 units, their weights are empty or flat at that moment.",
         tell="Only `eval()` with `no_grad` fails, and the traceback ends in the encoder layer, not in a Linear.",
         fix="Make the whole encoder layer the unit.",

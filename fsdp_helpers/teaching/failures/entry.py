@@ -19,11 +19,11 @@ RankFunction = Callable[[int, int], Numbers]
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure with its name, which begins with the symptom and is its anchor on the page.
+    """A failure. Its name begins with the symptom and is its anchor on the page.
 
     `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers without any
-    rank, or is None for a failure that is not run here. A broken run ends in an error that says `says`, or gives
-    numbers that are not the right ones. A fixed run gives the right ones, up to a relative `tolerance`.
+    rank, or is None for a failure that is not run here. A broken run ends in an error that matches `says`, or gives
+    wrong numbers. A fixed run gives the right ones, up to a relative `tolerance`.
     """
 
     name: str

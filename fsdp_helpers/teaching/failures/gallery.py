@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-from fsdp_helpers.measuring.divergence import log_collectives, read_log
+from fsdp_helpers.measuring.differing_collectives import log_collectives, read_log
 from fsdp_helpers.ranks.errors import RankError, RankTimeout
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import Collective
@@ -32,7 +32,7 @@ from fsdp_helpers.teaching.failures.wrong_data import WRONG_DATA
 from fsdp_helpers.teaching.failures.wrong_start import WRONG_START
 
 NUM_RANKS = 2
-LIMIT_S = 240.0  # nothing here takes so long, not even on a machine that is busy with other things
+LIMIT_S = 240.0  # nothing here takes that long, even on a busy machine
 RUN = (
     *HANGS,
     *CRASHES_AT_THE_ENDS,
@@ -111,7 +111,7 @@ def run_fixed(failure: Failure) -> Seen:
 
 
 def shows_symptom(failure: Failure, seen: Seen) -> bool:
-    """Return whether a broken run looks as its entry says: the error, or wrong numbers."""
+    """Return True if a broken run shows its entry's symptom: the error, or wrong numbers."""
     if failure.says:
         return re.search(failure.says, f"{seen.error}\n{seen.last_words}") is not None
     right = failure.right()

@@ -129,7 +129,7 @@ STEPS_DONE = 2
 
 
 def saved_by_ddp() -> dict:
-    """Return the full state of an optimizer whose schedule has taken it from 0.01 to a third of that."""
+    """Return the full state of an optimizer whose schedule has reduced the rate from 0.01 to a third."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = falling(optimizer)
@@ -223,8 +223,7 @@ LOADING = (
     Failure(
         name="save-one-ranks-shards",
         title="The saved file is too small, and doesn't load: size mismatch",
-        why="A sharded model's tensors are this rank's shards. A file that rank 0 writes from them has a part of each tensor; "
-        "FSDP1's flat ones and ZeRO-3's are empty outside of a gather (`torch.Size([0])`).",
+        why="A sharded model's tensors are this rank's shards. A file that rank 0 writes from them has only its shard of each tensor; FSDP1's flat ones and ZeRO-3's are empty unless unsharded (`torch.Size([0])`).",
         tell="The file has 1/N of the model's bytes, or a few hundred kB. The message says *copying a param with shape*, and "
         "the first dimension is a part of the right one, or 0.",
         fix="`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on every rank, then "
@@ -237,8 +236,7 @@ LOADING = (
     Failure(
         name="memory-every-rank-loads",
         title="The host runs out of memory while the model is loaded",
-        why="Each rank reads the whole model before it keeps its shard: eight ranks on a machine need eight models of host "
-        "memory. Linux ends a process for it, without a message of its own.",
+        why="Each rank reads the full model before it keeps its shard, so eight ranks on a machine need host memory for eight models. Linux kills a process for it, without a message of its own.",
         tell="torchrun reports exit code -9, and `dmesg` names a process that ran out of memory. It happens before the first step.",
         fix="Read on rank 0 and `set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, "
         "broadcast_from_rank0=True))`, with the model on the meta device elsewhere; or load shards with `dcp.load`.",
@@ -249,8 +247,7 @@ LOADING = (
     Failure(
         name="save-not-loaded",
         title="Loading succeeds, and the model is untrained",
-        why="With `strict=False` names that don't match are passed over. `torch.compile` puts `_orig_mod.` in front of them, DDP "
-        "`module.`: then all of them are, and no error is raised.",
+        why="With `strict=False`, names that don't match are skipped. `torch.compile` puts `_orig_mod.` in front of every name, and DDP `module.`; then all of them are skipped, and no error is raised.",
         tell="Print what loading returns: every key is missing, and every key is unexpected. The first loss is that of a new model.",
         fix="`strict=True` (the default), and `name.removeprefix('_orig_mod.')` or a save with `get_model_state_dict(model)`.",
         broken=load_what_fits,
@@ -260,8 +257,7 @@ LOADING = (
     Failure(
         name="save-not-set",
         title="dcp.load read the checkpoint, and the model did not change",
-        why="`dcp.load` fills the dictionary that it gets. A sharded state dict shares its memory with the model; a full one, or "
-        "one on the CPU, is a copy, and stays one.",
+        why="`dcp.load` fills the dictionary that it gets. A sharded state dict shares its memory with the model; a full one, or one on the CPU, is a copy, and loading doesn't change the model.",
         tell="A parameter's norm is the same before and after loading.",
         fix="`set_model_state_dict(model, state, ...)` after `dcp.load(state, ...)`, and `set_optimizer_state_dict` too.",
         broken=fill_a_copy,
@@ -271,7 +267,7 @@ LOADING = (
     Failure(
         name="crash-meta-tensor",
         title="Cannot copy out of meta tensor; no data!",
-        why="A model built on the meta device has shapes and no values, so there is nothing to move. Used as it is, it fails with "
+        why="A model built on the meta device has shapes but no values, so there is nothing to move. Used as it is, it fails with "
         "*is not on the expected device meta*, and a sharded one with *should be materialized from meta device*.",
         tell="`[name for name, p in model.named_parameters() if p.is_meta]` isn't empty.",
         fix="`model.to_empty(device=...)` after `fully_shard`, then load or initialize: parameters, and buffers too.",
@@ -283,8 +279,7 @@ LOADING = (
     Failure(
         name="wrong-schedule-per-rank",
         title="Each rank steps with a different learning rate",
-        why="A schedule starts from the optimizer's `initial_lr`. `broadcast_from_rank0` delivers it to rank 0 alone; the "
-        "other ranks take the learning rate of the moment for it. No error is raised.",
+        why="A schedule starts from the optimizer's `initial_lr`. `broadcast_from_rank0` delivers it only to rank 0; the other ranks use the current learning rate instead. No error is raised.",
         tell="Log the learning rate of every rank, not only rank 0's.",
         fix="Optimizer, schedule, load, in this order: `schedule = LambdaLR(optimizer, ...)` before `set_optimizer_state_dict`.",
         broken=schedule_after_the_load,

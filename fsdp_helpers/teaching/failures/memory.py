@@ -121,8 +121,7 @@ MEMORY = (
     Failure(
         name="memory-root-only",
         title="fully_shard saves nothing at the peak",
-        why="`fully_shard(model)` makes one unit of the whole model. It is gathered at the first layer, so during forward and "
-        "backward every rank holds all parameters.",
+        why="`fully_shard(model)` makes the full model one unit. It's all-gathered at the first layer, so during forward and backward every rank holds all parameters.",
         tell="One all-gather per forward. Count them with `CommDebugMode`, or with the trace of this series.",
         fix="`for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`.",
         broken=shard_the_root_alone,
@@ -132,8 +131,7 @@ MEMORY = (
     Failure(
         name="memory-default-threshold",
         title="auto_wrap_policy is set, and there is one unit",
-        why="FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million parameters. A "
-        "smaller model is not cut at all, and nothing says so.",
+        why="FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million parameters. In a smaller model it makes none, without a warning.",
         tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
         fix="Pass a `min_num_params` that suits your model or, better, name the class of your blocks with `ModuleWrapPolicy`.",
         broken=wrap_by_default_size,
@@ -143,10 +141,9 @@ MEMORY = (
     Failure(
         name="memory-accumulation",
         title="Accumulating gradients takes more memory than a large batch",
-        why="`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until "
-        "the last micro-batch every rank keeps the whole gradient instead of its shard.",
-        tell="After the first micro-batch memory grows by 4 bytes per parameter of the whole model.",
-        fix="Reduce after each micro-batch: no `model.set_requires_gradient_sync(False)`. Hold back only when the full gradient fits.",
+        why="`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until the last micro-batch, every rank keeps full gradients instead of shards.",
+        tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
+        fix="Reduce after each micro-batch: no `model.set_requires_gradient_sync(False)`. Hold the reduction back only if full gradients fit.",
         broken=hold_back_reduction,
         fixed=reduce_each_micro_batch,
         right=half_of_the_gradients,
@@ -154,8 +151,7 @@ MEMORY = (
     Failure(
         name="memory-full-state-dict",
         title="Training fits, saving does not",
-        why="`full_state_dict=True` without `cpu_offload=True` gives every rank the whole model at once, and it stays on "
-        "the GPU.",
+        why="`full_state_dict=True` without `cpu_offload=True` gives every rank the full model at once, and it stays on the GPU.",
         tell="It runs out of memory in the line that saves, on all ranks together.",
         fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
         broken=full_state_everywhere,

@@ -35,7 +35,7 @@ END_OF_ERROR = (
     "For example",
     "frame #",
 )
-# What differs from run to run or from machine to machine, and its stand-in.
+# Text that differs from run to run or from machine to machine, and its replacement.
 VARYING = (
     (r"\b\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d", "TIME"),
     (r"\[([EW])\d{4} [\d:.]+ ", r"[\1 "),

@@ -1,4 +1,4 @@
-"""It saves, but doesn't resume: the resumed run is a different one."""
+"""It saves, but doesn't resume correctly: the resumed run differs."""
 
 import io
 import shutil
@@ -291,11 +291,10 @@ SAVING = (
     Failure(
         name="save-missing-key",
         title="Missing key in checkpoint state_dict",
-        why="`dcp.load` needs every entry of the dictionary that it is to fill. The checkpoint has it under a different name (by "
-        "number, with a prefix, nested differently), or doesn't have it: Adam has no moments for a parameter that has had no "
+        why="`dcp.load` needs every entry of the dictionary that it fills. The checkpoint has the entry under a different name (by number, with a prefix, nested differently), or doesn't have it: Adam has no moments for a parameter that has had no "
         "gradient yet, such as a late head, and a new optimizer asks for them.",
-        tell="`sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)` lists the names that there are.",
-        fix="Save and load the same `get_state_dict(model, optimizer)`, and take from the dictionary what the index doesn't have.",
+        tell="`sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)` lists the names in the checkpoint.",
+        fix="Save and load the same `get_state_dict(model, optimizer)`, and remove entries that the index doesn't have from the dictionary.",
         broken=ask_for_all_moments,
         fixed=ask_for_saved_moments,
         right=three_layers,
@@ -304,9 +303,9 @@ SAVING = (
     Failure(
         name="save-schedule-lost",
         title="After resuming, the learning rate is that of the first step",
-        why="The schedule has its own step counter. If it is not saved, the next job warms up, or decays, from the beginning.",
+        why="The schedule has its own step counter. If it isn't saved, the next job warms up, or decays, from the beginning.",
         tell="Log the learning rate of every step; it jumps where the job was resumed.",
-        fix="Save `schedule.state_dict()` beside the optimizer's.",
+        fix="Save `schedule.state_dict()` together with the optimizer's.",
         broken=forget_the_schedule,
         fixed=save_the_schedule,
         right=three_halvings,
@@ -316,7 +315,7 @@ SAVING = (
         title="PytorchStreamReader failed reading zip archive",
         why="The job was killed while it wrote, over its only checkpoint.",
         tell="The file is smaller than the one before. A folder of `torch.distributed.checkpoint` lacks its `.metadata`.",
-        fix="Write a new file beside it and rename it when it is complete. Keep the last two.",
+        fix="Write to a new, temporary name, and rename the file when it's complete. Keep the last two.",
         broken=save_over_the_last,
         fixed=save_beside_and_rename,
         right=the_last_whole_one,
@@ -337,7 +336,7 @@ SAVING = (
     Failure(
         name="save-batch-size-changed",
         title="After resuming with a different batch size, images come twice",
-        why="The checkpoint has a number of steps, and steps times the new batch is not where the data stopped.",
+        why="The checkpoint has a number of steps, and steps times the new batch size isn't where the data stopped.",
         tell="Multiply: steps done times batch size must give the images seen.",
         fix="Save the number of images seen, not of steps; or refuse a different batch size.",
         broken=resume_at_the_step,
@@ -347,9 +346,8 @@ SAVING = (
     Failure(
         name="save-average-lost",
         title="The averaged weights score well, and the file holds different ones",
-        why="The root unit stays unsharded after a forward, since a backward usually follows. After an evaluation none does, so "
-        "a swap (EMA) changes the gathered copy. That copy is what the next forward uses, and saving reshards and drops it.",
-        tell="Before the swap `type(next(model.parameters()))` is a plain parameter, not a DTensor.",
+        why="The root unit stays unsharded after a forward, since a backward usually follows. After an evaluation, none does, so a swap (EMA) changes the unsharded copy. The next forward uses that copy, and saving reshards and drops it.",
+        tell="Before the swap, `type(next(model.parameters()))` is a plain parameter, not a DTensor.",
         fix="Call `model.reshard()` after every evaluation, then swap with `set_model_state_dict`.",
         broken=swap_after_an_evaluation,
         fixed=reshard_before_the_swap,

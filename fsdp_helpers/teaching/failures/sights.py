@@ -1,4 +1,4 @@
-"""The index by what you see: each card's messages, numbers and behavior, read from the two tables beside this module."""
+"""The index by what you see: each card's messages, numbers and behavior, read from the two tables next to this module."""
 
 import tomllib
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def table(name: str) -> dict[str, dict]:
 
 
 def rows_of(card: dict) -> tuple[Sight, ...]:
-    """Return a card's rows: what was seen here, then what is quoted."""
+    """Return a card's rows: those seen here, then quoted ones."""
     seen = [Sight(kind, text) for key, kind in KINDS.items() for text in card.get(key, ())]
     quoted = [Sight(MESSAGE, text, source) for source, texts in card.get("quotes", {}).items() for text in texts]
     return (*seen, *quoted)

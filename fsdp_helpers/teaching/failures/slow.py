@@ -152,7 +152,7 @@ SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
         title="Accumulation over four micro-batches makes the network four times as busy",
-        why="Each micro-batch is a forward and a backward, and each gathers every unit again.",
+        why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
         tell="Count the all-gathers of one step: they grow with the number of micro-batches.",
         fix="Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
         "`model.set_reshard_after_backward(is_last)` for each micro-batch.",
@@ -162,9 +162,8 @@ SLOW = (
     ),
     Failure(
         name="slow-head-per-chunk",
-        title="A chunked loss gathers the head again for each chunk",
-        why="The logits of a chunk are computed by calling the head. If the head is a unit, each call gathers it, and each "
-        "recomputation in backward once more.",
+        title="A chunked loss all-gathers the head again for each chunk",
+        why="The logits of a chunk are computed by calling the head. If the head is a unit, each call all-gathers it, and so does each recomputation in backward.",
         tell="Count the all-gathers of one step with 1 chunk and with 4: they grow with the chunks.",
         fix="Leave the head to the root, `fully_shard(model)` without `fully_shard(model.head)`: the root stays unsharded "
         "from forward to backward.",
@@ -175,8 +174,7 @@ SLOW = (
     Failure(
         name="slow-many-units",
         title="Each step has hundreds of small collectives",
-        why="With every linear layer a unit, each gathers on its own. A collective costs its latency however small it is, and "
-        "the peak hardly falls further.",
+        why="If every linear layer is a unit, each all-gathers separately. A collective costs its latency however small it is, and the peak hardly falls any further.",
         tell="Count the collectives of one step; compare the largest unit with the mean.",
         fix="One unit per block: `for block in model.blocks: fully_shard(block)`.",
         broken=shard_every_layer,

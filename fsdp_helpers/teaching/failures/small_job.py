@@ -13,7 +13,7 @@ set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_p
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
-    """Return three linear layers, with the same weights wherever the seed is the same."""
+    """Return three linear layers, with the same weights if the seed is the same."""
     torch.manual_seed(seed)
     layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)]
     return nn.Sequential(*layers)

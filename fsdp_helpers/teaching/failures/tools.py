@@ -1,4 +1,4 @@
-"""Tools that show where ranks are, each in a rank function that uses it."""
+"""Tools that show where ranks are, each used in a rank function."""
 
 import faulthandler
 import json
@@ -33,14 +33,14 @@ def part_ways(rank: int, world_size: int, group: dist.ProcessGroup | None = None
 
 
 def write_stacks(rank: int, world_size: int, folder: str) -> None:
-    """Hang, while Python writes every second where each thread of this rank is."""
+    """Hang, while Python writes the stack of each thread of this rank every second."""
     with open(Path(folder, f"rank-{rank}.txt"), "w") as file:
         faulthandler.dump_traceback_later(1.0, repeat=True, file=file)
         part_ways(rank, world_size)
 
 
 def dump_with_py_spy(rank: int, world_size: int) -> str:
-    """Wait on rank 0; on rank 1, which comes later, return what py-spy says about rank 0."""
+    """Wait on rank 0; on rank 1, which comes later, return py-spy's dump of rank 0."""
     pids = gather_over_ranks(os.getpid())
     dump = ""
     while rank == 1 and "all_reduce" not in dump:  # rank 0 is on its way there
@@ -61,7 +61,7 @@ def read_debug_server(rank: int, world_size: int) -> str:
     """Wait on rank 0; on rank 1, which comes later, return the debug server's page of all ranks' stacks.
 
     The server's parts meet in a store. torchrun has one; under `launch` rank 0 makes it. The server listens on all
-    interfaces, which PyTorch does not let us change, and answers whoever asks, so it runs here only as long as needed.
+    interfaces, which PyTorch doesn't let us change, and answers anyone, so it runs here only as long as needed.
     """
     from torch.distributed import debug  # needs tabulate, which PyTorch does not bring
 
@@ -107,7 +107,7 @@ def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
 
 
 def count_gathers_of_a_forward(rank: int, world_size: int) -> tuple[int, int]:
-    """Return the all-gathers of one forward, as PyTorch counts them: with the root alone sharded, and with units."""
+    """Return the all-gathers of one forward, as PyTorch counts them: with only the root, and with units."""
     return gathers(fully_shard(small_model(), mesh=cpu_mesh())), gathers(in_units(small_model()))
 
 

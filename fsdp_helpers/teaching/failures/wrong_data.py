@@ -112,7 +112,7 @@ WRONG_DATA = (
         name="wrong-set-epoch",
         title="Every epoch has the same order",
         why="`DistributedSampler` shuffles by its seed and its epoch, and only you know which epoch it is.",
-        tell="Print the first indices of two epochs: they are equal.",
+        tell="Print the first indices of two epochs: they're equal.",
         fix="`sampler.set_epoch(epoch)` at the start of every epoch.",
         broken=forget_set_epoch,
         fixed=call_set_epoch,
@@ -121,8 +121,7 @@ WRONG_DATA = (
     Failure(
         name="wrong-sampler-padding",
         title="The accuracy depends on the number of ranks",
-        why="`DistributedSampler` pads: with five images on two ranks it repeats one, so that all ranks have three. In training "
-        "that hardly matters. In an evaluation one image counts twice.",
+        why="`DistributedSampler` pads: with five images on two ranks, it repeats one, so that both have three. In training, that hardly matters. In an evaluation, one image counts twice.",
         tell="Add up the images that the ranks evaluated, and compare with the length of the data set.",
         fix="Split the images among ranks without padding, and divide the sum of hits by the number of images.",
         broken=count_padded_images,
@@ -136,8 +135,9 @@ WRONG_DATA = (
         "rank computes them from its own images, and a checkpoint keeps one rank's.",
         tell="Compare `running_mean` and `running_var` across the ranks.",
         fix="Average over the ranks, variance included, before you evaluate or save: `dist.all_reduce(buffer); buffer /= "
-        "world_size`. The averaged variance leaves out how far the ranks' means are apart: with shuffled data next to nothing, but "
-        "1.05 instead of 1.96 where one of two ranks has values larger by 2. `SyncBatchNorm`, on GPUs, counts it in; GroupNorm "
+        "world_size`. The averaged variance leaves out the distance between the ranks' means: next to nothing with "
+        "shuffled data, but 1.05 instead of 1.96 if one of two ranks has values larger by 2. `SyncBatchNorm`, on GPUs, "
+        "includes it; GroupNorm "
         "has no statistics at all.",
         broken=keep_own_statistics,
         fixed=average_statistics,
@@ -148,7 +148,7 @@ WRONG_DATA = (
         title="Logged numbers are impossible",
         why="Two all-reduces of the same shape, in a different order on one rank: they match, so nothing waits, and the loss of "
         "one rank is added to the image count of the other.",
-        tell="Trace the collectives and look: sizes agree, meanings do not. Log a constant whose sum you know.",
+        tell="Trace the collectives: their sizes agree, but their meanings don't. Log a constant whose sum you know.",
         fix="Reduce in the same order on every rank, or reduce all metrics as one tensor.",
         broken=reduce_in_own_order,
         fixed=reduce_in_sorted_order,

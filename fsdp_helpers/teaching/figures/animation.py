@@ -1,9 +1,9 @@
-"""One traced step as an animation: shards above, memory and collectives below, all on the run's clock.
+"""One traced step as an animation: shards above, memory and collectives below, on one clock.
 
-Rank 0 lies above, rank 1 below it upside down, so that parameters face each other across the network. A tensor's area
-is its bytes. Two ranks.
+Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters face each other across the network. A
+tensor's area is its bytes. Two ranks.
 
-Each moving part has keys in time. `frame` reads them at one moment; `animated` hands all of them to the browser as CSS,
+Each moving part has keyframes. `frame` reads them at one moment; `animated` hands all of them to the browser as CSS,
 which repeats the step, slowed down. The picture itself is a still, and stays one for readers who want no motion.
 """
 
@@ -34,8 +34,8 @@ TOP, BOTTOM = 396, 532  # of the memory curve
 PLAY_S, REST_S = 14.0, 2.0  # in which a step is shown, and how long its end stays
 CURVE_POINTS, READINGS = 400, 80
 CAPTIONS = {
-    "forward": "Forward: shards flow together, and whole parameters are used",
-    "backward": "Backward: whole gradients (hatched); then each rank keeps its shard of their mean",
+    "forward": "Forward: shards come together, and full parameters are used",
+    "backward": "Backward: full gradients (hatched); then each rank keeps its shard of their mean",
     "step": "Optimizer's step: each rank updates its own shards",
 }
 STYLE = f"text{{font-family:{FONT};font-size:13px;fill:{TEXT_COLOR}}}"
@@ -123,7 +123,7 @@ def frame(step: UnitTrace, time_s: float) -> Picture:
 
 
 def animated(step: UnitTrace) -> Picture:
-    """Return the step in motion; its still shows the reduce-scatter of a unit in the middle."""
+    """Return the step in motion; its still image shows the reduce-scatter of a unit in the middle."""
     moving = list(_moving(step))
     rules = "".join(_rule(number, part.keys, step.length_s) for number, part in enumerate(moving) if len(part.keys) > 1)
     motion = f"@media (prefers-reduced-motion:no-preference){{{RUNS}{rules}}}"
@@ -165,7 +165,11 @@ def in_words(step: UnitTrace) -> str:
         f"One step of FSDP on two ranks, {step.model} in {units}, traced over {1e3 * step.length_s:.0f} ms. Between steps "
         f"rank 0 has the left half of every tensor, rank 1 the right half: {in_mb(curve.held_bytes)} MB. In forward an "
         "all-gather brings each unit's halves together on both ranks"
-        + ("; after its forward each unit but the root is resharded, and gathered again in backward" if below else "")
+        + (
+            "; after forward, each unit except the root is resharded, and all-gathered again in backward"
+            if below
+            else ""
+        )
         + ". In backward full gradients of the rank's own images appear, and a reduce-scatter leaves each rank its half of "
         f"their mean. Rank 0 has at most {in_mb(curve.peak_bytes)} MB."
     )
@@ -210,12 +214,12 @@ def places(step: UnitTrace) -> dict[str, Place]:
 
 
 def parts(step: UnitTrace) -> Iterator[Part]:
-    """Yield all boxes, those that lie behind the others first.
+    """Yield all boxes, from back to front.
 
     Raises ValueError for a number of ranks other than two.
     """
     if len(step.ranks) != 2:
-        raise ValueError(f"the picture has room for 2 ranks; this step has {len(step.ranks)}")
+        raise ValueError(f"the picture has room for 2 ranks, but this step has {len(step.ranks)}")
     for unit, place in places(step).items():
         for rank, seen in enumerate(step.ranks):
             yield from _frames(place, rank)
@@ -241,19 +245,19 @@ def _kept(place: Place, rank: int) -> Iterator[Part]:
 
 
 def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the other rank's parameter shard: it comes with each all-gather, and goes when the unit is freed."""
+    """Yield the other rank's parameter shard: it arrives with each all-gather, and goes when the unit is resharded."""
     top, its_top = TOPS["parameters"][rank], TOPS["parameters"][OTHER[rank]]
     keys: list[Key] = []
     for number, stay in enumerate(seen.stays[unit]):
         theirs = step.ranks[OTHER[rank]].stays[unit][number].gather
-        begins_s = max(stay.gather.start_s, theirs.start_s)  # nothing flows before both are there
+        begins_s = max(stay.gather.start_s, theirs.start_s)  # no data moves before both ranks are there
         keys += _blink(begins_s, its_top - top, stay.gather.end_s, 0, stay.freed_s)
     shape = place.half(OTHER[rank]).box(top, ROW, STATE_COLORS["parameters"], ' fill-opacity="0.85"')
     yield Part(shape=shape, keys=tuple(keys))
 
 
 def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the shard of the mean until zero_grad, whole gradients tensor by tensor, and their halves on the way."""
+    """Yield the shard of the mean until zero_grad, full gradients tensor by tensor, and their halves in transit."""
     top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
     reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
     begins_s = max(reduce.start_s, theirs.start_s)
@@ -274,7 +278,7 @@ def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUn
 
 
 def _made(unit: str, place: Place, seen: RankUnits) -> Iterator[tuple[Place, float]]:
-    """Yield each gradient's place in the unit, and when it is there; the last in forward is the first in backward."""
+    """Yield each gradient's place in the unit, and when it exists; the last in forward is the first in backward."""
     made = [one for one in seen.gradients if one.unit == unit]
     whole = sum(one.bytes for one in made)
     group_bytes, end = whole / MANY, 1.0
@@ -291,7 +295,7 @@ def _switch(time_s: float, before: float, after: float) -> tuple[Key, Key]:
 
 
 def _blink(appears_s: float, from_y: float, arrives_s: float, to_y: float, goes_s: float) -> list[Key]:
-    """Invisible, then on its way, then at rest, then gone."""
+    """Return keys: invisible, then moving, then at rest, then gone."""
     return [
         Key(time_s=appears_s, y=from_y, opacity=0),
         Key(time_s=appears_s, y=from_y),
@@ -384,7 +388,7 @@ def _curve(step: UnitTrace) -> Iterator[str]:
     levels = ((curve.peak_bytes, "peak"), (ddp_bytes(step), "DDP holds"), (curve.held_bytes, "held"))
     for size, text in sorted(levels, reverse=True):
         yield f'<path d="M{LEFT} {y(size):.1f}H{RIGHT}" stroke="{TEXT_COLOR}" stroke-dasharray="2 4"/>'
-        below = max(y(size) + 4, below + 15)  # no text upon another
+        below = max(y(size) + 4, below + 15)  # texts must not overlap
         yield _text(LEFT - 8, below, f"{text} {in_mb(size)}", 'text-anchor="end"')
     yield f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FRAME_COLOR}"/>'
     for phase in curve.phases:

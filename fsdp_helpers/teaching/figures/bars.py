@@ -1,4 +1,4 @@
-"""Bars of bytes, drawn into axes from `plots`: what a rank holds between steps, and has at the peak."""
+"""Bars of bytes, drawn into axes from `plots`: a rank's bytes between steps, and at the peak."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -56,8 +56,8 @@ def held_parts(record: RankRecord) -> dict[str, int]:
 def peak_parts(peak: Peak, alone: bool = False) -> dict[str, int]:
     """Return the bytes of a predicted peak by kind: full gradients and their shards, gloo's copies and other buffers.
 
-    What FSDP2 sends in a reduce-scatter are full gradients, laid out anew. Those of one process `alone` have nothing to
-    be averaged with, so they are its gradients, as between steps.
+    FSDP2's input to a reduce-scatter is full gradients in a new layout. A process that's `alone` has nothing to average
+    its gradients with, so they count as gradients, as between steps.
     """
     parts = dict.fromkeys(PEAK_COLORS, 0)
     for term in peak.terms:

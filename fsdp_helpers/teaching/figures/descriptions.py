@@ -21,7 +21,7 @@ def put_in_words(fig: Figure, words: str) -> None:
 
 
 def describe(fig: Figure) -> str:
-    """Return what a figure shows: its own words if it has them, else title, axes and numbers of each panel."""
+    """Return a figure's description: its own if it has one, else title, axes and numbers of each panel."""
     if fig.get_label():
         return str(fig.get_label())
     parts = [part for ax in fig.axes if (part := _describe_axes(ax))]
@@ -49,13 +49,13 @@ def _describe_axes(ax: Axes) -> str:
 
 
 def _sentence(what: str, parts: Iterable[str]) -> list[str]:
-    """One sentence, or none if there is nothing to say."""
+    """Return one sentence, or "" if there is nothing to say."""
     said = "; ".join(dict.fromkeys(part for part in parts if part))
     return [f"{what}: {said}."] if said else []
 
 
 def _line(line: Line2D) -> str:
-    """From where to where a line goes, and between what it stays."""
+    """Return a line's first and last value, and its range."""
     xs, ys = ([float(value) for value in np.asarray(data)] for data in line.get_data())
     name = f"{_name(line)}: " if _is_named(line) else "A line: "
     if len(set(xs)) == 1:
@@ -69,7 +69,7 @@ def _line(line: Line2D) -> str:
 
 
 def _points(points: PathCollection) -> str:
-    """Say which values a few points have or, of many, between which they lie."""
+    """Return the values of a few points or, for many, their range."""
     places = [(float(x), float(y)) for x, y in points.get_offsets()]
     if len(places) <= 4:
         return f"{_name(points)}: {', '.join(f'{y:,.4g} at {x:,.4g}' for x, y in places)}."

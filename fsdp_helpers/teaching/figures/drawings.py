@@ -1,6 +1,6 @@
 """Diagrams: the bytes and stages of a step, units and queues. Nothing here is measured.
 
-Each function returns `fig, ax` or `fig, axes`. Filled is what a rank has; an empty frame is what lies elsewhere.
+Each function returns `fig, ax` or `fig, axes`. Filled boxes are what a rank has; empty frames are elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ IN_WORDS = {
 class Stage:
     """One stage of a step: how much of the parameters, gradients and optimizer state every rank has then.
 
-    "own" are whole gradients of the rank's own images, not yet averaged with those of the other ranks.
+    "own" means full gradients of the rank's own images, not yet averaged with those of the other ranks.
     """
 
     title: str
@@ -126,7 +126,7 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
     Time runs to the right: forward through the units, then backward through them in reverse. The root stays unsharded
     from its first all-gather to the end of backward, and so do its gradients from backward's beginning, since the model
     ends with a head that belongs to it. Each other unit is unsharded twice, the second time while backward is still
-    busy with the unit behind it. In each row parameters lie above gradients, because a rank has both at once.
+    busy with the unit behind it. In each row, parameters are above gradients, because a rank has both at once.
     """
     root, *below = units
     turn = len(below) + 0.25  # forward ends
@@ -188,7 +188,7 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
     for name, spans in choices.items():
         end_s = max(span.end_s for span in spans)
         busy_s = sum(span.end_s - span.start_s for span in spans if span.queue == ARITHMETIC)
-        told.append(f"{name}: {1e3 * end_s:.1f} ms, in which the arithmetic waits for {1e3 * (end_s - busy_s):.1f} ms.")
+        told.append(f"{name}: {1e3 * end_s:.1f} ms, during which arithmetic waits for {1e3 * (end_s - busy_s):.1f} ms.")
     put_in_words(fig, " ".join(told))
     return fig, ax
 

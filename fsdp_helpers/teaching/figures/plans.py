@@ -1,4 +1,4 @@
-"""Figures of plans: what a rank needs by number of ranks, what fits where, and the errors of predictions."""
+"""Figures of plans: a rank's bytes by number of ranks, the fewest ranks that fit, and the errors of predictions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fsdp_helpers.measuring.errors import ErrorRow
+from fsdp_helpers.measuring.prediction_errors import ErrorRow
 from fsdp_helpers.planning.plan import CATEGORIES, Plan
 from fsdp_helpers.quantities import GB
-from fsdp_helpers.teaching.figures.findings import errors_within, fits_from, titled
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLORS, SERIES_COLORS, figure_style
+from fsdp_helpers.teaching.figures.titles import errors_within, fits_from, titled
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 NEAR = 0.01  # of the measured peak
@@ -24,8 +24,8 @@ def plot_waterfall(
 ) -> tuple[Figure, Axes]:
     """Plot one bar per number of ranks, stacked by category, with the allowance and the device's memory.
 
-    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it is given; a bar that goes on has
-    an arrow at its number.
+    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it's given; a higher bar gets an
+    arrow next to its number.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")

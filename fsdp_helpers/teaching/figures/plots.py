@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 from torch import Tensor
 
-from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.measuring.step_profile import predicted_peaks
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.traffic import step_range_s
@@ -19,7 +19,15 @@ from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.findings import (
+from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
+from fsdp_helpers.teaching.figures.timelines import (
+    draw_collectives,
+    draw_copies,
+    draw_memory_curve,
+    draw_notes,
+    unit_copies,
+)
+from fsdp_helpers.teaching.figures.titles import (
     copies_of_a_step,
     foot_of_the_ladder,
     least_of_the_comparison,
@@ -31,14 +39,6 @@ from fsdp_helpers.teaching.figures.findings import (
     slowed_by,
     titled,
 )
-from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
-from fsdp_helpers.teaching.figures.timelines import (
-    draw_collectives,
-    draw_copies,
-    draw_memory_curve,
-    draw_notes,
-    unit_copies,
-)
 from fsdp_helpers.training.palette import TEXT_COLOR
 
 MBIT = 1e6
@@ -47,7 +47,7 @@ HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
-    """Plot each step's training loss, a line per run. Where runs coincide, thin broken lines lie on thick pale ones."""
+    """Plot each step's training loss, a line per run. If runs coincide, thin dashed lines cover thick pale ones."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
@@ -78,9 +78,9 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
 def plot_memory_curve(
     curve: MemoryCurve, subject: str, notes: Mapping[str, float] | None = None
 ) -> tuple[Figure, Axes]:
-    """Bytes allocated over one step, with its phases shaded and its peak marked.
+    """Plot the bytes allocated over one step, with its phases shaded and its peak marked.
 
-    `notes` are texts and the seconds that they speak of; each gets a line down to the curve at its moment.
+    `notes` are texts and their times in seconds; each gets a line down to the curve at that time.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.4 if notes else 2.8), layout="constrained")
@@ -91,7 +91,7 @@ def plot_memory_curve(
 
 
 def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
-    """Return notes for the memory curve of a model in a single FSDP unit: what each jump is, and when it comes."""
+    """Return notes for the memory curve of a model in a single FSDP unit: the cause of each jump, and its time."""
     gather = next(seen for seen in trace.collectives if seen.op == "all_gather")
     reduce = next(seen for seen in trace.collectives if seen.op == "reduce_scatter")
     end_s = {phase.name: phase.end_s for phase in trace.curve.phases}
@@ -104,10 +104,10 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
 
 
 def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] | None = None) -> tuple[Figure, Axes]:
-    """Two bars per row: what a rank holds between steps, and what the ledger says is there at the peak.
+    """Plot two bars per row: a rank's bytes between steps, and its bytes at the peak according to the ledger.
 
     `peaks` are the predicted ones, by the names of `runs`; without them `predicted_peaks` measures a step of each run
-    here. A line stands at the measured peak. Ranks that are alike share a row.
+    here. A line marks the measured peak. Ranks with the same bytes share a row.
     """
     peaks = predicted_peaks(runs) if peaks is None else peaks
     rows = rows_of({name: run.ranks for name, run in runs.items()})
@@ -139,7 +139,7 @@ def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure,
 
 
 def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequence[Axes]]:
-    """One step on one time line: the collectives of every rank, and below them the bytes allocated on rank 0."""
+    """Plot one step on one time line: the collectives of every rank, and below them the bytes allocated on rank 0."""
     with figure_style():
         size, heights = (8, 3.6 + 0.5 * len(traces)), (0.4 + 0.5 * len(traces), 2.4)
         fig, axes = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights, layout="constrained")
@@ -153,7 +153,7 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
 def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
     """Draw peak bytes per parameter against the number of ranks.
 
-    There is one line per name: a strategy, or one with a variant ("ddp, lean"). Its name stands at its end.
+    There is one line per name: a strategy, or one with a variant ("ddp, lean"). Its name is at its end.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -178,7 +178,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
 
 
 def apart(ends: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
-    """Yield named points (x, y, name), moved up where one would cover the name of a lower one in its column."""
+    """Yield named points (x, y, name), moved up where their names would overlap in a column."""
     line = 0.07 * max(y for _, y, _ in ends)  # the height of a line of text
     below = (0.0, -line)
     for x, y, name in sorted(ends):
@@ -243,7 +243,7 @@ def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence
 def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
     """Plot measured step times against bandwidth, over the planner's range from the shortest to the longest step.
 
-    Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as the kept record holds them.
+    Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as in the saved record.
     """
     (unlimited_s,) = [row["step_s"] for row in rates if row["bits_per_s"] is None]
     limited = [row for row in rates if row["bits_per_s"] is not None]
@@ -271,5 +271,5 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
 
 
 def milli(values: Sequence[float]) -> list[float]:
-    """Seconds as milliseconds."""
+    """Convert seconds to milliseconds."""
     return [1000 * value for value in values]

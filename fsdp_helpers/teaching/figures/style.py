@@ -19,10 +19,10 @@ from fsdp_helpers.planning.plan import CATEGORIES
 from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.training.palette import BLUE, TEXT_STYLE
 
-# After M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with any color vision.
+# After M. Okabe and K. Ito, "Color Universal Design", 2008: distinguishable with any color vision.
 ORANGE, GREEN, VERMILION, PURPLE = "#e69f00", "#009e73", "#d55e00", "#cc79a7"
 STATE_COLORS = {"parameters": BLUE, "gradients": "#56b4e9", "optimizer": "#c6e2f5"}
-# What a rank has within a step: its state, and what is there for a while.
+# A rank's bytes within a step: its state, and temporary buffers.
 FULL_GRADIENTS = "full gradients"
 GLOO_COPY = "gloo's copy (CPU only)"
 PEAK_COLORS = {
@@ -44,7 +44,7 @@ STRATEGY_COLORS = {
 }
 # For runs, ranks and units, in this order: everything except strategies.
 SERIES_COLORS = ("#6b7280", BLUE, ORANGE, VERMILION, GREEN, PURPLE)
-PHASE_COLORS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # sheer: the page shows through
+PHASE_COLORS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # translucent
 # Darker, since numbers are written on them in white.
 OP_COLORS = {
     "all_gather": "#00735c",
@@ -82,7 +82,7 @@ def ink_on(color: str) -> str:
 
 
 def height_of(op: str, row: float) -> float:
-    """Return how high a collective's bar is in a row: what reduces has low bars, all others high ones."""
+    """Return how high a collective's bar is in a row: low if it reduces, else high."""
     return 0.55 * row if op in REDUCING else row
 
 
@@ -93,7 +93,7 @@ def swatches(colors: Mapping[str, str]) -> list[Line2D]:
 
 
 def figure_style() -> AbstractContextManager:
-    """Set the style within the block. The backend is loaded first, since what it sets while loading must stay."""
+    """Set the style within the block. The backend is loaded first, since its own settings must stay."""
     plt.switch_backend(plt.get_backend())
     _describe_in_notebook()
     return plt.rc_context(STYLE)

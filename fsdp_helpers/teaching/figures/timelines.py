@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
 from fsdp_helpers.teaching.figures.style import OP_COLORS, PHASE_COLORS, height_of, swatches
@@ -118,7 +118,7 @@ def _color(op: str) -> str:
 
 
 def _name_operations(ax: Axes, collectives: Sequence[Collective]) -> None:
-    """Put the operations' colors and heights above the axes on the right, beside the title."""
+    """Put the operations' colors and heights above the axes on the right, next to the title."""
     colors = {seen.op: _color(seen.op) for seen in collectives}
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     if colors:

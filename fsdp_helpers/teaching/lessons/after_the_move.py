@@ -1,4 +1,4 @@
-"""A job after the move: what may be wrong with it, found before it costs a day, and how its ranks start. For notebook 14."""
+"""A job after the move: how its ranks start, and a check that finds faults before they cost a day. For notebook 14."""
 
 import copy
 import os

@@ -139,7 +139,8 @@ def save_in_shards(folder: str, model: FullyShardedDataParallel, optimizer: Adam
 
 def save_in_one_file(path: str, model: FullyShardedDataParallel, optimizer: AdamW) -> None:
     """Collect the full state on rank 0, which writes it: a "full" checkpoint."""
-    # As most old jobs do. Where all is on the CPU already, PyTorch 2.11 frees it first and ends by SIGSEGV; 2.15 does not.
+    # As most old jobs do. If all of it is on the CPU already, PyTorch 2.11 frees it first and dies of SIGSEGV; 2.15
+    # doesn't.
     offload = rank_device().type != "cpu" or torch.__version__ >= "2.15"
     configs = [
         config(offload_to_cpu=offload, rank0_only=True) for config in (FullStateDictConfig, FullOptimStateDictConfig)

@@ -22,14 +22,19 @@ def add_up_without(rank: int, world_size: int, stopped: int) -> float:
     return total.item()
 
 
-def copies_apart(rank: int, world_size: int, seed_per_rank: bool) -> dict[str, float]:
-    """Start two hybrid copies from meta; return the largest difference between them, before and after 5 steps."""
+def copies_apart(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    """Return how far two hybrid copies are apart that were started with one seed, or with a seed per rank."""
     warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws its own values
+    return {"one seed": train_copies(0, world_size), "a seed per rank": train_copies(rank, world_size)}
+
+
+def train_copies(seed: int, world_size: int) -> dict[str, float]:
+    """Start two hybrid copies from meta; return the largest difference between them, before and after 5 steps."""
     mesh = init_device_mesh(rank_device().type, (2, world_size // 2), mesh_dim_names=("copies", "shards"))
     with torch.device("meta"):
         layer = nn.Linear(8, 8)
     model = fully_shard(layer, mesh=mesh).to_empty(device=rank_device())
-    torch.manual_seed(rank if seed_per_rank else 0)
+    torch.manual_seed(seed)
     model.reset_parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = {"at the start": gap_between_copies(model.weight.to_local(), mesh["copies"].get_group())}

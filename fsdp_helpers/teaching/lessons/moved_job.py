@@ -60,12 +60,12 @@ class Record:
         self.rates.append(optimizer.param_groups[0]["lr"])
 
     def curves(self) -> tuple[list[float], list[float], list[float]]:
-        """Return what must be the same in two runs."""
+        """Return the curves that must be the same in two runs."""
         return self.losses, self.norms, self.held_out
 
 
 def differences(baseline: Record, run: Record) -> list[float]:
-    """Return by how much the losses, norms and held-out losses of `run` differ at most from the end of the baseline."""
+    """Return the largest differences in loss, norm and held-out loss between `run` and the end of the baseline."""
     pairs = zip(baseline.curves(), run.curves(), strict=True)
     return [max(abs(a - b) for a, b in zip(long[-len(end) :], end, strict=True)) for long, end in pairs]
 
@@ -104,7 +104,7 @@ def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> I
         epoch, place = divmod(step, steps_per_epoch)
         if place == 0 or step == first_step:
             sampler.set_epoch(epoch)  # or every epoch has the same order
-            batches = islice(loader, place * PARTS, None)  # skip what an earlier job has had
+            batches = islice(loader, place * PARTS, None)  # skip the steps of an earlier job
         parts = [next(batches) for _ in range(PARTS)]
         yield [(images.to(rank_device()), labels.to(rank_device())) for images, labels in parts]
 

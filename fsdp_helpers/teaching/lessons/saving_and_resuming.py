@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import UNFINISHED, checkpoint_name
-from fsdp_helpers.checkpointing.state import save_full
+from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset
 from fsdp_helpers.measuring.memory import trace_memory
@@ -78,7 +78,7 @@ def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for name in list(optimizer_state["state"]):
         if f"optimizer.state.{name}.step" not in saved:
-            del optimizer_state["state"][name]  # it had had no gradient yet: Adam starts with its first one
+            del optimizer_state["state"][name]  # it had no gradient yet: Adam starts with its first one
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)  # fills them
     options = StateDictOptions(strict=False)  # not every parameter has moments
@@ -87,17 +87,25 @@ def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
     )
 
 
-def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, folder: str) -> list[float]:
-    """Train half of the steps, save, start again and load: what if one thing isn't restored?
-
-    `lost` is "nothing", "optimizer", "schedule" or "data position".
-    """
+def resume_without_each(rank: int, world_size: int, config: TrainConfig, folder: str) -> dict[str, list[float]]:
+    """Train half of the steps, and save. Then resume: what if one thing isn't restored? Return losses by what was lost."""
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
-    model, optimizer, schedule = build_sharded(config, seed=config.seed)
-    losses = train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=half)
-    save(folder, model, optimizer, extra={"schedule": schedule.state_dict(), "step": half})
+    trained = build_sharded(config, seed=config.seed)
+    losses = train_steps(rank, world_size, config, dataset, trained, first_step=0, count=half)
+    model, optimizer, schedule = trained
+    halfway = f"{folder}/halfway"
+    save(halfway, model, optimizer, extra={"schedule": schedule.state_dict(), "step": half})
+    cases = ("nothing", "optimizer", "schedule", "data position")
+    return {
+        f"lost: {lost}": losses + resume_without(lost, rank, world_size, config, dataset, halfway) for lost in cases
+    }
 
+
+def resume_without(
+    lost: str, rank: int, world_size: int, config: TrainConfig, dataset: Dataset, folder: str
+) -> list[float]:
+    """Load into a new model, restore everything but `lost`, and train the other half of the steps."""
     model, optimizer, schedule = build_sharded(config, seed=config.seed + 1)  # as in a new process
     extra = load(folder, model, optimizer)
     if lost == "optimizer":
@@ -108,14 +116,8 @@ def resume_without(rank: int, world_size: int, config: TrainConfig, lost: str, f
     else:
         schedule.load_state_dict(extra["schedule"])
     first_step = 0 if lost == "data position" else extra["step"]
-    losses += train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count=half)
-    return losses
-
-
-def resume_without_each(rank: int, world_size: int, config: TrainConfig, folder: str) -> dict[str, list[float]]:
-    """Return the losses of `resume_without`, by what was lost."""
-    cases = ("nothing", "optimizer", "schedule", "data position")
-    return {f"lost: {lost}": resume_without(rank, world_size, config, lost, f"{folder}/{lost}") for lost in cases}
+    count = config.max_steps - extra["step"]
+    return train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step, count)
 
 
 def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: int) -> RunRecord:

@@ -1,6 +1,7 @@
 """Rank functions about parameters that aren't like the others: tied, frozen, ignored, used on some ranks; and buffers. For notebook 14."""
 
 import warnings
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,11 @@ from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 from fsdp_helpers.records import CollectiveCount, StateBytes
 
 STEPS = 4
+
+
+def each(rank: int, world_size: int, function: Callable, choices: Sequence[Hashable]) -> dict:
+    """Call a rank function with each of `choices`, one after the other on the same ranks; return results by choice."""
+    return {choice: function(rank, world_size, choice) for choice in choices}
 
 
 # ---------------------------------------------------------------- tied
@@ -257,7 +263,7 @@ def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecor
 
 
 def average_buffers(model: nn.Module) -> None:
-    """Give all ranks the mean of their statistics, variances included: before an evaluation, and before a save."""
+    """Average the ranks' statistics, variances included. Call this before an evaluation and before a save."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)

@@ -18,7 +18,7 @@ import psutil
 from fsdp_helpers.gpus import VISIBLE, are_hidden
 from fsdp_helpers.teaching.page.show import table
 
-# What a rank has to know, and where torchrun and Slurm say it.
+# The values a rank has to know, and the variables of torchrun and Slurm that have them.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_RESTART_COUNT")
@@ -99,10 +99,21 @@ def own_gpu(number: int) -> dict[str, str]:
 def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
     """Run commands concurrently and return their outputs; raise if any fails."""
     with started(*commands, **variables) as processes:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        return _finish(processes)
+
+
+def run_and_look(*torchruns: Sequence[str], rank: int = 1) -> tuple[list[str], dict[str, str]]:
+    """Run torchruns as `run_together` does; return their outputs, and those of VARIABLES that they gave to `rank`."""
+    with started(*torchruns) as processes:
+        given = _wait_for_rank(rank, processes).environ()
+        return _finish(processes), {name: given[name] for name in VARIABLES if name in given}
+
+
+def _finish(processes: Sequence[subprocess.Popen]) -> list[str]:
+    outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         if process.returncode:
-            raise RuntimeError(f"torchrun left with exit status {process.returncode}:\n{output}")
+            raise RuntimeError(f"torchrun exited with status {process.returncode}:\n{output}")
     return outputs
 
 
@@ -123,8 +134,26 @@ def lines_with(text: str, *parts: str) -> str:
 
 def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
     """Return the process of a rank below a torchrun."""
-    (found,) = [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == str(rank)]
+    (found,) = _workers_of(torchrun, rank)
     return found
+
+
+def _workers_of(torchrun: subprocess.Popen, rank: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == str(rank)]
+
+
+def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.Process:
+    """Wait until one of the torchruns has started `rank`. Raises RuntimeError if one ends first or takes too long."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        for torchrun in torchruns:
+            if torchrun.poll() is not None or time.monotonic() > deadline_s:
+                torchrun.terminate()
+                raise RuntimeError(f"torchrun started no rank {rank}:\n{torchrun.communicate()[0]}")
+            with suppress(psutil.Error):  # a child that is just starting, or has just ended
+                for found in _workers_of(torchrun, rank):
+                    return found
+        time.sleep(0.05)
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
@@ -147,7 +176,7 @@ def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"the run did not come to {after.name}:\n{torchrun.communicate()[0]}")
+            raise RuntimeError(f"the run did not reach {after.name}:\n{torchrun.communicate()[0]}")
         time.sleep(0.05)
 
 

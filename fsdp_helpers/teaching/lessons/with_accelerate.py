@@ -20,7 +20,7 @@ BATCH = 24  # images per step, over all ranks
 
 
 def train_with_accelerate(rank: int, world_size: int) -> dict:
-    """Ask accelerate for FSDP2 on CPU ranks; report what it says, what it makes of the model, and the losses."""
+    """Ask accelerate for FSDP2 on CPU ranks; report its messages, how it shards the model, and the losses."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))  # as torchrun would

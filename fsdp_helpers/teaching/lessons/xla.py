@@ -81,7 +81,8 @@ def run_script(
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
     """Make one file of full tensors from all replicas' files, by the library's own command, then as safetensors.
 
-    The file has the names of the plain model, as what `fsdp_helpers.consolidate` writes. Raises as `run_script` does.
+    The file has the names of the plain model, like those that `fsdp_helpers.consolidate` writes. Raises as `run_script`
+    does.
     """
     module = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"
     files = ["--ckpt_prefix", str(folder / prefix), "--ckpt_suffix", "_rank-*-of-*.pth"]
@@ -142,8 +143,8 @@ def explain(output: str) -> str:
     """Return the cause of a failure in words if it's a known one, else the last line the script printed."""
     if arrived := STUCK.search(output):
         return (
-            f"a collective was stuck: {arrived.group(1)} replica(s) came to it within 10 s, and XLA ended the process. "
-            "On a CPU replicas meet only if all three measures are taken (a lock around each step, "
+            f"a collective was stuck: {arrived.group(1)} replica(s) reached it within 10 s, and XLA ended the process. "
+            "On a CPU, replicas meet only if all three measures are taken (a lock around each step, "
             "XLA_ENABLE_PARAM_ALIASING=0, pin_layout_in_collective_ops=False); if they are, the machine is too busy: "
             "run it again"
         )
@@ -157,7 +158,7 @@ def explain(output: str) -> str:
 
 
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
-    """Return `work()` as JSON has it or, if PyTorch/XLA is missing, the saved output, and say so.
+    """Return `work()`, converted to JSON and back, or, if PyTorch/XLA is missing, the saved output, and say so.
 
     `keep` saves the new output.
     """

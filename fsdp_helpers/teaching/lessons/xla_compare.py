@@ -22,7 +22,7 @@ from fsdp_helpers.records import largest_difference
 from fsdp_helpers.teaching.lessons.xla_inputs import read_batches, start_model, start_optimizer
 
 TOLERANCE = 1e-5  # of a loss over some twenty steps, with sums in a different order
-SHARD_MULTIPLE = 128  # XLA fills every tensor up, so that each replica's shard is a multiple of this number of values
+SHARD_MULTIPLE = 128  # XLA pads every tensor, so that each replica's shard has a multiple of this number of values
 
 # ---------------------------------------------------------------- the same training, here
 
@@ -121,7 +121,7 @@ def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
 def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: bool = False) -> int:
     """Count the values that an XLA replica keeps: a shard of each tensor or, flattened, of each unit's one tensor.
 
-    Each is filled up until its shards have a multiple of 128 values (`_shard_size_multiple` of the library).
+    Each is padded until its shards have a multiple of 128 values (`_shard_size_multiple` of the library).
     """
     if flatten:
         tensors = [[sum(unit)] for unit in tensors if unit]

@@ -112,7 +112,7 @@ def proof(fixed: Seen, right: Numbers) -> str:
 
 
 def documented(failure: Failure) -> str:
-    """Return the cell of a card that isn't run here: all that there is to say, and where it comes from."""
+    """Return the cell of a card that isn't run here: its text and its source."""
     origin = f"**{failure.title}.** *From the documentation, not run here.*"
     return f"### {failure.name}\n\n{origin}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}\n\n**Source.** {failure.source}."
 

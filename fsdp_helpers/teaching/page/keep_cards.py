@@ -1,4 +1,4 @@
-"""Run failures again and keep what they show, in notebooks/reference/failures.json, for 11's saved cards.
+"""Run failures again and save their output in notebooks/reference/failures.json, for 11's saved cards.
 
 python -m fsdp_helpers.teaching.page.keep_cards              all of them (a quarter of an hour)
 python -m fsdp_helpers.teaching.page.keep_cards NAME ...     some
@@ -39,7 +39,7 @@ def keep_tools(kept: dict) -> None:
 
 
 def main(arguments: Sequence[str], path: Path = KEPT) -> None:
-    """Run what the arguments name, and write the file after each run."""
+    """Run the failures that the arguments name, and write the file after each."""
     kept = json.loads(path.read_text())
     if "--tools" in arguments:
         keep_tools(kept)

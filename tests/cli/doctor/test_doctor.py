@@ -91,7 +91,7 @@ def install_wrong_torchvision(patch, folder):
         "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\nRequires-Dist: torch==1.0\n"
     )
     patch.syspath_prepend(str(folder))
-    return "torchvision needs torch==1.0, and "
+    return "torchvision needs torch==1.0, but "
 
 
 def remove_a_package(patch, folder):
@@ -137,20 +137,20 @@ def use_a_different_kernel(patch, folder):
 
 def take_the_memory(patch, folder):
     patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1_000_000_000}))
-    return "1.00 GB free, two ranks need 2.00 GB; close other programs"
+    return "1.00 GB free, but two ranks need 2.00 GB; close other programs"
 
 
 def fill_shared_memory(patch, folder):
     patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(64_000_000, 64_000_000, 0))
     return (
-        "0 B of 64.0 MB free in /dev/shm, too little for a batch of a data loader; remove what dead programs left there "
+        "0 B of 64.0 MB free in /dev/shm, too little for a batch of a data loader; remove files that dead programs left there "
         "(ls -l /dev/shm), or start the container with --shm-size=1g or --ipc=host"
     )
 
 
 def open_too_few_files(patch, folder):
     patch.setattr(resource, "getrlimit", lambda kind: (32, 4096))
-    return "at most 32, and two ranks need 64; `ulimit -n 4096` in this shell"
+    return "at most 32, but two ranks need 64; `ulimit -n 4096` in this shell"
 
 
 def lose_all_temporary_folders(patch, folder):
@@ -183,7 +183,7 @@ def lose_host_name(patch, folder):
 
 def give_host_name_to_a_different_machine(patch, folder):
     patch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, None, 0, "", ("192.0.2.7", 0))])
-    return " resolves to 192.0.2.7, which is not this machine; torchrun's ranks meet at that name; add the line"
+    return " resolves to 192.0.2.7, which isn't this machine; torchrun's ranks meet at that name; add the line"
 
 
 def block_ports(patch, folder):
@@ -395,7 +395,7 @@ def test_with_a_full_shared_memory_and_variables_of_a_different_job(tmp_path):
     )
     for look, result, said in (
         ("shared_memory", FAIL, "4.19 MB of 16.8 MB free in /dev/shm, too little"),
-        ("open_files", FAIL, "at most 40, and two ranks need 64; no shell may raise it"),
+        ("open_files", FAIL, "at most 40, but two ranks need 64; no shell may raise it"),
         ("temporary_folder", NOTE, "cannot be used (Read-only file system): Python takes /"),
         ("rank_variables", FAIL, "RANK=0, WORLD_SIZE=2, MASTER_ADDR=10.255.0.9"),
         ("interfaces_exist", FAIL, "GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; name one of lo"),

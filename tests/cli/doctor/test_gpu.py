@@ -100,7 +100,7 @@ def test_without_a_gpu_every_row_is_skipped_with_the_reason(monkeypatch, capsys)
 
 def test_one_gpu_has_no_links(two_gpus, monkeypatch):
     monkeypatch.setattr(gpu, "count", lambda: 1)
-    assert look_at(LOOKS["links"]).measured == "needs 2 GPUs, this machine has 1"
+    assert look_at(LOOKS["links"]).measured == "needs 2 GPUs, but this machine has 1"
 
 
 def test_the_questions_are_asked_in_a_child(monkeypatch):

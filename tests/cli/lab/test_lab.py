@@ -14,7 +14,7 @@ from jupyterlab_server.settings_utils import _get_overrides
 from leftovers import PROJECT
 
 from fsdp_helpers.__main__ import main
-from fsdp_helpers.cli.lab import server, working_copies
+from fsdp_helpers.cli.lab import jupyter, working_copies
 
 LAB = PROJECT / "fsdp_helpers" / "cli" / "lab"
 
@@ -107,7 +107,7 @@ def test_lab_opens_the_first_notebook_with_this_environment(started, monkeypatch
 
 
 def test_lab_works_in_copies(started, monkeypatch, tmp_path):
-    monkeypatch.setattr(server, "PROJECT", tmp_path)
+    monkeypatch.setattr(jupyter, "PROJECT", tmp_path)
     assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
     assert (tmp_path / "work" / "00_start_here.ipynb").is_file()
     assert "--LabApp.default_url=/lab/tree/work/00_start_here.ipynb" in started[0]
@@ -117,7 +117,7 @@ def test_lab_works_in_copies(started, monkeypatch, tmp_path):
 
 
 def test_copies_that_cannot_be_signed_are_opened_unsigned(started, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(server, "PROJECT", tmp_path)
+    monkeypatch.setattr(jupyter, "PROJECT", tmp_path)
     (tmp_path / "signatures").touch()  # where a folder should be
     assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
     assert len(started) == 1 and re.search(

@@ -159,7 +159,7 @@ class TestLoop(BuildTests):
         ([('first_step = state["step"]', 'first_step = state["step"] + 1')], "continues with step 14; it saves"),
         ([("% 2 == 0", "% 3 == 0")], "killed in step 16 .* continues with step 16; it saves after every second"),
         # one folder, overwritten; a part of it is new when the save is cut short
-        ([('f"{step + 1:06}"', '"newest"')], "killed in the save after step 14 .* written by the same save"),
+        ([('f"{step + 1:06}"', '"newest"')], "killed in the save after step 14 .* did one save write everything"),
         ([("{step + 1:06}", "{step + 1}")], "continues with step 9; .* has to load the newest complete checkpoint"),
         (
             [('glob("*/.metadata")', 'glob("*")'), ("whole[-1].parent", "whole[-1]")],

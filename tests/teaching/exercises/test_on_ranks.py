@@ -11,7 +11,7 @@ from leftovers import PROJECT
 
 from fsdp_helpers.teaching import exercises
 
-TESTS = PROJECT / "tests" / "teaching" / "exercises"
+TESTS = PROJECT / "tests"
 
 
 def checkers() -> set[str]:
@@ -25,7 +25,7 @@ def test_every_checker_of_a_module_is_called_in_a_notebook_and_tested():
     called = [re.search(r"exercises\.(check_\w+)", build.check)[1] for build in EXERCISES.values()]
     assert sorted(called) == sorted(checkers())
     tested = re.findall(
-        r'^    name = "(my_\w+)"$', "".join(path.read_text() for path in TESTS.glob("*.py")), re.MULTILINE
+        r'^    name = "(my_\w+)"$', "".join(path.read_text() for path in TESTS.rglob("test_*.py")), re.MULTILINE
     )
     assert sorted(tested) == sorted(EXERCISES)
 

@@ -11,7 +11,7 @@ from fsdp_helpers.quantities import MB
 from fsdp_helpers.teaching.figures import animation
 from fsdp_helpers.teaching.figures.animation import HATCHED, LEFT, RIGHT, TOPS, Key, Part, places
 from fsdp_helpers.teaching.figures.style import OP_COLORS, STATE_COLORS
-from fsdp_helpers.teaching.lessons.one_step import KEPT_PICTURE, KEPT_TRACE
+from fsdp_helpers.teaching.lessons.traced_step import KEPT_PICTURE, KEPT_TRACE
 
 PROJECT = Path(__file__).resolve().parents[3]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,7 +32,7 @@ def texts(svg: str) -> list[str]:
 
 
 def test_the_kept_picture_is_that_of_the_kept_trace(step, kept):
-    assert kept == animation.animated(step).svg, "run `python -m fsdp_helpers.teaching.lessons.one_step notebooks`"
+    assert kept == animation.animated(step).svg, "run `python -m fsdp_helpers.teaching.lessons.traced_step notebooks`"
 
 
 def test_its_bytes_and_times_are_those_of_the_trace(step, kept):

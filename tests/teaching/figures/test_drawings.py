@@ -100,7 +100,7 @@ def test_gathers_are_drawn_in_order():
         ),
         ("draw_units", "The root, net, stays unsharded from its first all-gather"),
         ("draw_units", "Unsharded one unit early in backward: first."),
-        ("draw_streams", "gathered early: 14.0 ms, in which the arithmetic waits for 2.0 ms."),
+        ("draw_streams", "gathered early: 14.0 ms, during which arithmetic waits for 2.0 ms."),
         ("draw_gathers", "as it is: gather 0, compute 0; ahead: gather 0, gather 1."),
     ],
 )

@@ -3,10 +3,10 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from fsdp_helpers.measuring.errors import ErrorRow
+from fsdp_helpers.measuring.prediction_errors import ErrorRow
 from fsdp_helpers.planning.models import named_subject
 from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
-from fsdp_helpers.teaching.figures import findings, plans
+from fsdp_helpers.teaching.figures import plans, titles
 from fsdp_helpers.teaching.figures.descriptions import describe
 
 SUBJECT = named_subject("vit-b16")
@@ -59,14 +59,14 @@ def test_a_waterfall_says_from_how_many_ranks_on_it_fits():
     drawn = [planned(ranks, memory=5.3e9) for ranks in (2, 8, 64)]
     assert [plan.fits for plan in drawn] == [False, True, True]
     assert plans.plot_waterfall(drawn, "A model")[1].get_title("left") == "Fits 5 GB on 8 ranks or more\nA model"
-    assert findings.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB on 1,024 ranks or more"
-    assert findings.fits_from({8: 30e9}, 10e9) == "Doesn't fit 10 GB on 8 ranks"
-    assert findings.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Fits 10 GB on 8 ranks or more"
+    assert titles.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB on 1,024 ranks or more"
+    assert titles.fits_from({8: 30e9}, 10e9) == "Doesn't fit 10 GB on 8 ranks"
+    assert titles.fits_from({8: 3e9, 16: 2e9}, 10e9) == "Fits 10 GB on 8 ranks or more"
 
 
 def test_losses_that_are_no_numbers_are_not_the_same():
-    assert findings.same_losses([(2.0, 1.0), (2.0, 1.0 + 6e-8)]) == "Same losses: they differ by at most 6e-8"
-    assert findings.same_losses([(2.0, 1.0), (2.0, float("nan"))]) == ""
+    assert titles.same_losses([(2.0, 1.0), (2.0, 1.0 + 6e-8)]) == "Same losses: they differ by at most 6e-8"
+    assert titles.same_losses([(2.0, 1.0), (2.0, float("nan"))]) == ""
 
 
 def test_what_fits_has_a_line_per_model_a_line_per_device_and_a_mark_at_each_threshold():

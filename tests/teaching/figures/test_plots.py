@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from runs import tiny_record
 
-from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.planning.walk.fsdp2 import REDUCE
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.planning.walk.units import COPY_OF_GLOO

@@ -1,7 +1,6 @@
 """What the rank functions about units find; each number is counted by hand."""
 
 import pytest
-from workers_for_tests import call_each
 
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import many_machines
@@ -15,9 +14,8 @@ def on_ranks(world_size: int, worker, *args) -> list:
 
 
 def test_copies_that_start_apart_stay_apart():
-    for apart, alike in on_ranks(
-        4, call_each, [(many_machines.copies_apart, are_apart) for are_apart in (True, False)]
-    ):
+    for found in on_ranks(4, many_machines.copies_apart):
+        apart, alike = found["a seed per rank"], found["one seed"]
         # The copies' gradients are averaged, so both take the same steps (rounding aside).
         assert apart["at the start"] > 0.1 and apart["after 5 steps"] == pytest.approx(apart["at the start"], rel=1e-4)
         assert set(alike.values()) == {0.0}

@@ -29,6 +29,13 @@ def found() -> dict:
     return dict(zip(calls, zip(*on_two_ranks(call_each, list(calls.values())), strict=True), strict=True))
 
 
+def test_each_choice_is_called_on_the_same_ranks():
+    assert special_parameters.each(1, 2, lambda *arguments: arguments, ("a", "b")) == {
+        "a": (1, 2, "a"),
+        "b": (1, 2, "b"),
+    }
+
+
 def test_tied_in_one_unit_stays_tied(found):
     losses, *_ = found["not sharded"][0]
     for cut in ("nothing", "both ends"):

@@ -35,8 +35,17 @@ def test_a_rank_writes_what_it_finds(tmp_path, monkeypatch):
 
 def test_commands_run_side_by_side_and_have_to_end_well():
     assert torchruns.run_together(python("print(1)"), python("print(2)")) == ["1\n", "2\n"]
-    with pytest.raises(RuntimeError, match="left with exit status 3:\nwhy"):
+    with pytest.raises(RuntimeError, match="exited with status 3:\nwhy"):
         torchruns.run_together(python("print('why'); raise SystemExit(3)"))
+
+
+def test_the_variables_of_a_rank_are_read_while_it_runs():
+    child = "import os, subprocess, sys; e = dict(os.environ, RANK='{}', LOCAL_RANK='0', OTHER='x')"
+    waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(1)'], env=e); print('ended')"
+    outputs, given = torchruns.run_and_look(*(python(f"{child.format(rank)}; {waits}") for rank in (0, 1)))
+    assert outputs == ["ended\n"] * 2 and (given["RANK"], given["LOCAL_RANK"]) == ("1", "0") and "OTHER" not in given
+    with pytest.raises(RuntimeError, match="started no rank 1:\nbroken"):
+        torchruns.run_and_look(python("print('broken')"))
 
 
 def test_nothing_runs_after_the_block():
@@ -48,7 +57,7 @@ def test_nothing_runs_after_the_block():
 def test_a_run_that_ends_before_what_is_waited_for(tmp_path):
     with torchruns.started(python("print('broken')")) as (process,):
         process.wait(timeout=240)
-        with pytest.raises(RuntimeError, match="did not come to step-4:\nbroken"):
+        with pytest.raises(RuntimeError, match="did not reach step-4:\nbroken"):
             torchruns.kill_rank(process, 1, after=tmp_path / "step-4")
     with (
         torchruns.started(python("print('broken')")) as (process,),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_helpers import gpus
-from fsdp_helpers.checkpointing import folder, state
+from fsdp_helpers.checkpointing import folder, training_state
 from fsdp_helpers.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.models import series as models
 from fsdp_helpers.models.vit import Attention, Block
@@ -72,7 +72,7 @@ LISTINGS = [
     (worker.train_epochs,),
     (loop.train_step, loop.add_up_gradients, loop.batch_loss, loop.train_one_epoch),
     (strategies.shard_with_api, strategies.shard_fsdp1, strategies.shard_fsdp2),
-    (state.save_full, state.gather_on_rank_0),
+    (training_state.save_full, training_state.gather_on_rank_0),
     (saving_and_resuming.resume_without, saving_and_resuming.train_and_be_killed),
     (folder.commit, folder.sync_folder),
     (Attention, Block),
@@ -248,7 +248,7 @@ def test_a_device_that_is_chosen_anew(machine):
 @pytest.mark.parametrize(
     "found, problem",
     [
-        (Gpus(1), "2 ranks need 2 CUDA devices, this machine has 1; use device 'cpu', or fewer ranks"),
+        (Gpus(1), "2 ranks need 2 CUDA devices, but this machine has 1; use device 'cpu', or fewer ranks"),
         (Gpus(2, "the driver is too old"), r"torch cannot use the GPU of this machine \(the driver is too old\)"),
     ],
 )

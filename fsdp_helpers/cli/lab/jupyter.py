@@ -25,7 +25,8 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
         print(f"{folder}: {len(copied)} new file(s); all others are as they were")
         for name in older_than_originals(PROJECT / folder):
             print(
-                f"{folder / name} is older than its original: `make reset NOTEBOOK={name[:2]}` takes it anew, and keeps yours"
+                f"{folder / name} is older than its original: `make reset NOTEBOOK={name[:2]}` copies it again, and "
+                "keeps yours"
             )
         sign([path for path in copied if path.suffix == ".ipynb"])
     os.environ |= environment(os.environ)
@@ -35,9 +36,9 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
 
 
 def sign(notebooks: Sequence[Path]) -> None:
-    """Sign notebooks as if they had been run here: JupyterLab shows the kept outputs of others only after cleaning them.
+    """Sign notebooks as if they had been run here: JupyterLab sanitizes the saved outputs of all other notebooks.
 
-    Signatures lie in Jupyter's data folder. Where nothing can be written, a line says that there are none.
+    Signatures are in Jupyter's data folder. If it isn't writable, a line says that there are none.
     """
     if not notebooks:
         return
@@ -52,7 +53,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     variables = {
         "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads make a step take ten times as long on busy cores
-        "PET_LOG_DIR": os.devnull,  # else every torchrun leaves a folder with the output that a cell shows
+        "PET_LOG_DIR": os.devnull,  # otherwise every torchrun leaves a folder with output that the cell shows anyway
     }
     if sys.prefix != sys.base_prefix:  # the environment's own python comes first, also in a terminal
         variables["VIRTUAL_ENV"] = sys.prefix
@@ -61,7 +62,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings(folder: Path) -> list[str]:
-    """Return JupyterLab's arguments: what it shows, what it opens first, and the shell of its terminals."""
+    """Return JupyterLab's arguments: the folder it shows, the file it opens first, and the shell of its terminals."""
     chosen = [f"--ServerApp.root_dir={PROJECT}", f"--LabApp.default_url=/lab/tree/{folder.as_posix()}/{FIRST}"]
     if shutil.which("sh"):
         chosen.append(f"--ServerApp.terminado_settings=shell_command={['sh', str(HERE / 'shell')]}")

@@ -11,7 +11,7 @@ from runs import main_in_process, tiny_record
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.records import ComparisonRow
 from fsdp_helpers.teaching.figures.plots import plot_comparison
-from fsdp_helpers.training.compare import (
+from fsdp_helpers.training.comparison import (
     SHORT_HEADERS,
     comparison_cells,
     comparison_configs,

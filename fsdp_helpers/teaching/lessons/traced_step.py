@@ -1,6 +1,6 @@
 """One step of FSDP2, traced unit by unit: the source of the animation in notebook 03 and README.
 
-python -m fsdp_helpers.teaching.lessons.one_step notebooks      # traces again, and writes both files
+python -m fsdp_helpers.teaching.lessons.traced_step notebooks      # traces again, and writes both files
 """
 
 import argparse
@@ -71,13 +71,13 @@ def trace_step(
 
 
 def main() -> None:
-    from fsdp_helpers.teaching.figures import animation  # here, so that no rank loads what draws
+    from fsdp_helpers.teaching.figures import animation  # here, so that no rank loads the drawing code
 
     parser = argparse.ArgumentParser(description="Trace one step on two CPU ranks, and draw it.")
     parser.add_argument("folder", type=Path, help="the notebooks' folder")
     folder = parser.parse_args().folder
     tries = [trace_step(KEPT_RUN, KEPT_SHAPE, device="cpu") for _ in range(TRIES)]
-    step = min(tries, key=lambda one: one.length_s)  # what else a machine does makes a step longer, never shorter
+    step = min(tries, key=lambda one: one.length_s)  # other work on the machine makes a step longer, never shorter
     step.save(folder / KEPT_TRACE)
     animation.animated(read_unit_trace(folder / KEPT_TRACE)).save(folder / KEPT_PICTURE)
 

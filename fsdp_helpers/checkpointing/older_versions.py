@@ -1,6 +1,7 @@
 """Reading `state.json`, in which versions before 2.2 kept everything that isn't a tensor.
 
-What JSON can't express is an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]}, {"!tensor": name}.
+A value that JSON can't express is an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]},
+{"!tensor": name}.
 """
 
 import json
@@ -18,7 +19,7 @@ STATE = "state.json"
 def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """Return the content of `path`/state.json with its tensors in their places.
 
-    Raises CheckpointError where it is damaged, or names a tensor that is not in `tensors`.
+    Raises CheckpointError if it's damaged, or names a tensor that isn't in `tensors`.
     """
     try:
         content = json.loads((path / STATE).read_text())

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 FULLY_SHARD = "torch.distributed.fsdp._fully_shard."  # where FSDP2's own code is
 TO_DEVICE, TO_HOST = "to the device", "to the host"
-Seen = tuple[float, Tensor, Tensor]  # time in s, the tensor that was to go, the tensor that came
+Seen = tuple[float, Tensor, Tensor]  # time in s, the tensor before the copy, the tensor after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class OffloadCopy:
     way: str  # TO_DEVICE or TO_HOST
     bytes: int
     start_s: float  # on the clock of `time.perf_counter()`
-    was_made: bool  # False if host and device are one memory, and the shard stays where it is
+    was_made: bool  # False if host and device share one memory, and the shard stays where it is
 
     def unit(self, units: Sequence[str]) -> str:
         """Return the name of the innermost of `units` that contains it, else "root"."""
@@ -62,7 +62,7 @@ def named_copies(model: nn.Module, seen: Sequence[Seen]) -> list[OffloadCopy]:
     """Name the recorded copies after `model`'s parameters. A rank may have no row of a small parameter."""
     parameters = {_memory(parameter): name for name, parameter in model.named_parameters()}
     gradients = {
-        _own(parameter.grad).data_ptr(): name  # those of one unit lie in one memory
+        _own(parameter.grad).data_ptr(): name  # those of one unit share a buffer
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }

@@ -1,6 +1,6 @@
 """Two ranks part: where, found in traces of their collectives, also where a rank never came back."""
 
-from fsdp_helpers.measuring.divergence import Divergence, compare_collectives, describe
+from fsdp_helpers.measuring.differing_collectives import Divergence, compare_collectives, describe
 from fsdp_helpers.records import Collective
 from fsdp_helpers.teaching.failures.gallery import trace_broken
 

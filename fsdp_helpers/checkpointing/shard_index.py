@@ -155,7 +155,7 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """A reader of sharded checkpoints that can't run code: the index may hold known records and tensors only.
+    """A reader of sharded checkpoints that can't run code: the index may contain only known record types and tensors.
 
     Raises CheckpointError for anything else. (The tensors are read with `weights_only=True` by torch itself.)
     """
@@ -171,9 +171,9 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the content of the index `path`: known records only, and only files in the same folder.
+    """Return the content of the index at `path`.
 
-    Raises CheckpointError for anything else.
+    Raises CheckpointError if it contains anything but known record types, or names a file in a different folder.
     """
     try:
         with open(path, "rb") as file:
@@ -203,7 +203,7 @@ def _member(enumeration: Any, name: str) -> Any:
 
 
 class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
-    """An unpickler that only finds known classes, and only modifies the records it has created itself."""
+    """An unpickler that finds only known classes, and modifies only records it has created itself."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):

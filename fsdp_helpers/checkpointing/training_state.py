@@ -40,7 +40,7 @@ class TrainingState:
     """The parts of a model and its optimizer. Tensors are the rank's own, so filling one loads it (except under FSDP1)."""
 
     model: dict[str, Tensor]  # parameters and buffers
-    optimizer: dict[str, dict[str, Any]]  # for each parameter its moments and the like
+    optimizer: dict[str, dict[str, Any]]  # the moments, and similar tensors, of each parameter
     groups: list[dict[str, Any]]  # the settings of each parameter group, and under "params" the names in it
     buffers: frozenset[str]  # which of `model` are buffers
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.state import ignore_single_process_warnings, name_in_plain, this_rank
+from fsdp_helpers.checkpointing.training_state import ignore_single_process_warnings, name_in_plain, this_rank
 from fsdp_helpers.ranks.group import gather_over_ranks
 
 CONFIG, SHARDED = "config.json", "sharded"  # the second is the folder in which torch's writer begins
@@ -62,7 +62,7 @@ def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict,
     if any(gather_over_ranks(folder.exists())):
         raise CheckpointError(f"{folder} already exists; give the name of a new folder")
     if this_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left there
+        shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
         unfinished.mkdir(parents=True)
     gather_over_ranks(None)  # nobody writes before there is room
     tensors = tensors_in_files(model)

@@ -4,16 +4,16 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
 from fsdp_helpers.progress import count_ranks
 from fsdp_helpers.quantities import GB, format_bytes, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
 
-SAME = 1e-4  # nats; what other orders of the same fp32 sums leave is far less
+SAME = 1e-4  # nats; summing in fp32 in a different order leaves far less
 
 
 def titled(finding: str, subject: str) -> str:
-    """Put the finding first, and below it what was looked at; either may be missing."""
+    """Put the finding first, and its subject below it; either may be missing."""
     return "\n".join(line for line in (finding, subject) if line)
 
 
@@ -28,7 +28,7 @@ def same_losses(runs: Sequence[Sequence[float]]) -> str:
 
 
 def _short(value: float) -> str:
-    """One digit and a power of ten: 6e-8, not 6e-08."""
+    """Return one digit and a power of ten: 6e-8, not 6e-08."""
     digit, _, power = f"{value:.0e}".partition("e")
     return f"{digit}e{int(power)}"
 
@@ -64,7 +64,7 @@ def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> 
 
 
 def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
-    """Say how many collectives a step has, and what a rank sends for them."""
+    """Say how many collectives a step has, and how many bytes a rank sends for them."""
     counts = [len(trace.collectives) for trace in traces]
     sent = [sum(seen.sent_bytes for seen in trace.collectives) for trace in traces]
     who = "each rank" if len(set(zip(counts, sent, strict=True))) == 1 and len(traces) > 1 else "rank 0"
@@ -72,7 +72,7 @@ def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
 
 
 def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
-    """Say which runs have the lowest peak, and what they hold and peak at, as shares of the first run."""
+    """Say which runs have the lowest peak, with their held and peak bytes as shares of the first run's."""
     (first, base), *others = ranks.items()
     if not others:
         return ""
@@ -100,7 +100,7 @@ def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
 
 
 def copies_of_a_step(ways: Sequence[str]) -> str:
-    """Say how often units travel each way."""
+    """Say how often units are copied each way."""
     return f"Copies of units: {ways.count(TO_DEVICE)} to the device, {ways.count(TO_HOST)} to the host"
 
 

@@ -46,7 +46,7 @@ def left_out(config: TrainConfig, device: str) -> str | None:
 def compare(
     configs: Sequence[TrainConfig], *, world_size: int, device: str, progress: bool = False
 ) -> list[ComparisonRow]:
-    """Run the configurations one by one; those that follow one another on equally many ranks share a launch."""
+    """Run the configurations one by one; consecutive ones on the same number of ranks share a launch."""
     rows = []
     for ranks, chosen in groupby(configs, lambda config: 1 if config.strategy == "local" else world_size):
         settings = {"world_size": ranks, "device": device, "progress": progress}

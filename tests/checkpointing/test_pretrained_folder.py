@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.hugging_face import load_hugging_face, read_config, save_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face, read_config, save_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama, llama_from_config

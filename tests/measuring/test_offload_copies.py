@@ -6,7 +6,7 @@ from torch import nn
 from workers_for_tests import offloaded_step
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.copies import TO_DEVICE, TO_HOST, OffloadCopy, trace_copies
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy, trace_copies
 from fsdp_helpers.models.series import VisionTransformer
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.ranks.launch import launch

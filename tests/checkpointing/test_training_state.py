@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.consolidate import consolidate
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.index import SafeReader, read_index, read_index_of_anyone
-from fsdp_helpers.checkpointing.state import save_full
+from fsdp_helpers.checkpointing.shard_index import SafeReader, read_index, read_index_of_anyone
+from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launch import launch

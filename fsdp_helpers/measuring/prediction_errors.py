@@ -104,7 +104,7 @@ def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
     """Measure the runs one by one, with fresh processes for real ranks; return a row for each."""
     for run in runs:
         config = variant_config(run.model, run.variant, run.world_size)
-        gc.collect()  # what an earlier run left in this process, whose memory the next ranks need
+        gc.collect()  # an earlier run's leftovers in this process: the next ranks need the memory
         if run.real:
             measured, *_ = launch(measure_this_rank, config, world_size=run.world_size, device="cpu", progress=False)
         else:
