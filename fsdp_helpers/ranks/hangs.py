@@ -11,6 +11,7 @@ from contextlib import suppress
 import psutil
 
 WAITING_SHARE = 0.03  # of a core: a rank that takes less only waits
+LOOK_S = 0.5  # between two looks at processes; one takes milliseconds
 
 
 class HangDetector:
@@ -26,7 +27,7 @@ class HangDetector:
 
     def lasts(self, pids: Iterable[int]) -> bool:
         """Return True once none of these processes, nor any that they started, has moved for `stall_s` seconds."""
-        if self.stall_s is None:
+        if self.stall_s is None or time.monotonic() - self._since_s < LOOK_S:
             return False
         for pid in pids:
             spent_s = cpu_seconds(pid)

@@ -203,8 +203,8 @@ class Ranks:
         behind = sorted(self._behind().items())
         self._processes.note_ends()
         rank, failure = self._processes.find_cause() or (-1, None)
-        if rank in self._processes.ends and (line := self._processes.notes.get(rank)):
-            failure = replace(failure, details=f"It was at {cell} line {line}.")
+        if failure and not failure.details and (line := self._processes.notes.get(rank)):
+            failure = replace(failure, details=f"It was at {cell} line {line}.")  # as it can't say itself any more
         elif not failure and behind:
             rank, failure = behind[0][0], Failure(f"it {_no_part_in(behind[0][1])}")
         return (rank, failure) if failure else None
@@ -216,9 +216,8 @@ class Ranks:
         found = self._processes.stacks(running)
         for rank in running:
             self._processes.signal(rank, INTERRUPT)
-        if not all(
-            map(stacks.is_in_collective, found.values())
-        ):  # one in there doesn't come back: others have ended it
+        # One in a collective doesn't come back: others have ended it.
+        if not all(map(stacks.is_in_collective, found.values())):
             self._processes.collect(running, time.monotonic() + BACK_S, failed=True)
         at_fault, details = (cause[0], cause[1].details) if cause else (None, "")
         lines = [details] if details else []

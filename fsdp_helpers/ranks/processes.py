@@ -18,7 +18,7 @@ import torch.multiprocessing
 
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.errors import Answer, Failure, RankError, RankTimeout
-from fsdp_helpers.ranks.hangs import HangDetector
+from fsdp_helpers.ranks.hangs import LOOK_S, HangDetector
 from fsdp_helpers.ranks.orphans import FOLDER
 from fsdp_helpers.ranks.rank import Setup, run_rank
 from fsdp_helpers.ranks.roll_call import waited_in_vain
@@ -32,7 +32,6 @@ from fsdp_helpers.ranks.server import (
 
 GRACE_S = 0.5  # after a failure: for the failure that caused it, and for what the other ranks have to say
 TERM_S = 3.0  # after SIGTERM: a rank has this long before SIGKILL
-LOOK_S = 0.5  # at the ranks, for a hang
 READ_BYTES = 2**20  # more than a pipe holds
 
 
