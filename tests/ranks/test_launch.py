@@ -361,5 +361,5 @@ def test_ranks_have_the_environment_of_their_launch(monkeypatch):
 def test_freed_memory_is_used_again():
     faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
     assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
-    # In long runs of the tests, one or two of eight rounds needed a new buffer; without the settings, all of them do.
-    assert sum(count > 100 for count in faults[2:]) <= 3
+    # In long runs of the tests, up to four of eight rounds needed one new buffer; without the settings, all need three.
+    assert sum(faults[2:]) < 8 * faults[0] / 2
