@@ -111,7 +111,8 @@ def test_seed_decides(digits_dir):
     assert first != other
 
 
-def test_ranks_draw_their_own_dropout_masks(digits_dir):
+def test_dropout_changes_the_losses_and_draws_the_same_masks_each_time(digits_dir):
+    """That each rank draws its own is in training/test_worker.py."""
     settings = {"max_steps": 3, "global_batch_size": 8, "test_images": 9, "data_dir": str(digits_dir)}
     with_dropout = train("ddp", 2, **settings)[0].step_losses
     without = train("ddp", 2, dropout=False, **settings)[0].step_losses

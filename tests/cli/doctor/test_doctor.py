@@ -173,7 +173,9 @@ def leave_rank_variables(patch, folder):
 
 def name_a_missing_interface(patch, folder):
     patch.setenv("GLOO_SOCKET_IFNAME", "lo,ib7")
-    return "GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; name one of lo"
+    there = ", ".join(network.interfaces())
+    remedy = f"name one of {there}, or `unset GLOO_SOCKET_IFNAME`"
+    return f"GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; {remedy}"
 
 
 def lose_host_name(patch, folder):

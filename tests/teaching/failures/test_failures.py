@@ -99,6 +99,13 @@ def test_the_fix_gives_the_right_numbers(failure, fixed_runs):
     assert gallery.is_fixed(failure, fixed_runs[failure.name]), fixed_runs[failure.name]
 
 
+def test_without_its_moments_a_resumed_loss_jumps_up(broken_runs):
+    """As its title says: a lower one would look like a gain."""
+    failure = gallery.find("save-plain-optimizer-state")
+    for numbers in broken_runs[failure.name].numbers:
+        assert all(numbers[name] > 10 * right for name, right in failure.right().items())
+
+
 @pytest.mark.parametrize("failure", ids(RUN))
 def test_right_is_not_what_a_broken_run_gives(failure):
     """Neither nothing nor a number beside the right one passes for it."""
