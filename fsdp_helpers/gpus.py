@@ -1,8 +1,8 @@
 """The GPUs of this machine: counted and tried in a separate process, hidden from everything that runs on the CPU.
 
-torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in the group of a
-mesh, in every step of an optimizer. Hiding works only before torch has looked, since torch and the driver remember what
-they found; so nothing here looks from a process that may still run on the CPU.
+torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in the group of a mesh, in
+every step of an optimizer. Hiding works only before torch has looked, since torch and the driver remember the result.
+So nothing here looks from a process that may still run on the CPU.
 """
 
 import ctypes

@@ -26,7 +26,7 @@ _in_lines = False
 
 
 class Report(NamedTuple):
-    """How far a rank has come: `done` of `total` steps of what `title` says."""
+    """A rank's progress: `done` of `total` steps of the work called `title`."""
 
     done: int
     total: int
@@ -61,7 +61,7 @@ def report(done: int, total: int, *what: Any) -> None:
 
 @contextmanager
 def reports_drawn() -> Iterator[None]:
-    """Within the block, draw what this process reports, unless it is a rank, whose reports go to its parent."""
+    """Within the block, draw this process's reports, unless it's a rank, whose reports go to its parent."""
     if _sink is not None:
         yield
         return
@@ -74,7 +74,7 @@ def reports_drawn() -> Iterator[None]:
 
 
 def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
-    """Yield `items`, with a bar for what this process itself does with them."""
+    """Yield `items`, with a bar for this process's own work on them."""
     with reports_drawn():
         report(0, len(items), title)
         for done, item in enumerate(items, 1):
@@ -115,7 +115,7 @@ class ProgressBar:
         self._title, self._bar = "", None
 
     def start(self, what: str, why: str = "") -> None:
-        """Say at once what is starting, and `why` that may take long; the first report replaces this line."""
+        """Say at once that work is starting, and `why` that may take long; the first report replaces this line."""
         if self._bar is None and self._starting is None:
             self._starting = what
             self._draw(bar_format="{desc}", desc=f"{what}: starting")
@@ -123,7 +123,7 @@ class ProgressBar:
             self._bar.set_description_str(f"{self._starting}: starting ({why})")
 
     def running(self) -> None:
-        """Say that what was starting runs, unless it has reported by now."""
+        """Say that the started work is running, unless it has reported by now."""
         if self._starting is not None:
             self._bar.set_description_str(f"{self._starting}: running")
 
@@ -139,7 +139,7 @@ class ProgressBar:
         self._log(report)
 
     def _begin(self, report: Report) -> None:
-        """Begin a bar for another piece of work, below the last one, or in place of what was starting."""
+        """Begin a bar for another piece of work, below the last one, or in place of the line about its start."""
         if self._bar is not None:
             self._bar.close()
             if self._page is not None and self._starting is None:
@@ -158,7 +158,7 @@ class ProgressBar:
             print(f"{report.title}: {report.done} of {report.total}{details}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the bar; in a notebook its last state stays, or the time taken by work without reports."""
+        """Remove the bar. In a notebook, its last state stays, or the time that work without reports took."""
         if self._bar is not None:
             if self._starting is not None:
                 seconds = time.monotonic() - self._began_s

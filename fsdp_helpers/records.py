@@ -59,8 +59,8 @@ class MemoryCurve:
 class Collective:
     """One collective operation as one rank saw it.
 
-    `bytes` is the size of the full tensor, padding included; `sent_bytes` is what this rank sends for it in a ring, by
-    the formula in `planning/traffic.py`.
+    `bytes` is the size of the full tensor, padding included; `sent_bytes` are the bytes this rank sends for it in a
+    ring, by the formula in `planning/traffic.py`.
     """
 
     op: str
@@ -172,7 +172,7 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Return why a run took fewer than `max_steps` steps, or none, and what to do; None for any other run."""
+        """Return the reason why a run took fewer than `max_steps` steps, or none, with the remedy; None for any other run."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (

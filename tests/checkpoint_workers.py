@@ -128,15 +128,6 @@ def load_each(rank, world_size, folder, names, config):
     return found
 
 
-def load_crosswise_under_each(rank, world_size, folder, configs):
-    """For each two names: what `load_each` finds as the second one's config loads what the first one saved."""
-    return {
-        (saver, loader): load_each(rank, world_size, folder, [saver], config)[saver]
-        for saver in configs
-        for loader, config in configs.items()
-    }
-
-
 def save_while_training(rank, world_size, folder, configs):
     """For each name: how the file differs from the state at the call, and how the state after training does (rank 0).
 

@@ -12,6 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+# Nothing that is imported and collected is garbage: looking for some takes a third of the 11 s that each worker needs.
+gc.disable()
+
 # OpenMP reads this when torch is loaded, here and in all that a test starts: threads that wait sleep. Left alone, they
 # spin, and where the cores are in use a step on two threads takes ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -34,6 +37,7 @@ from fsdp_helpers.data.images import offline
 
 PACKED_MNIST = PROJECT.parent / "shared" / "mnist"  # where a workplace may keep the four packed files
 OFFLINE = offline()  # asked for once: the tests themselves start without the variable
+LONGEST = ("notebooks", "take_home", "ranks", "training")  # folders whose files take longest
 LONG_TIMEOUT_S = 1800  # of a test of the long evidence; pyproject.toml has that of all others
 
 
@@ -42,9 +46,12 @@ def pytest_configure(config):
     asked_for = "gpu" in config.option.markexpr.replace("not gpu", "").split()
     if not asked_for and torch.cuda.device_count():  # counting initializes nothing
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    # pytest-xdist would begin the files with the most tests first; the next function says which take longest.
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)  # begun last, they would be waited for alone
     for item in items:
         if "long" in item.keywords and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
@@ -60,8 +67,8 @@ def pytest_collection_finish():
     Each plan and each trace begins with one, and looking through torch, scikit-learn and thousands of tests again takes
     up to a second.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():

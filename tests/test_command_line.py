@@ -9,7 +9,7 @@ from pathlib import Path
 import launch_workers as workers
 import pytest
 from leftovers import PROJECT
-from runs import check_json, main_in_process, mostly_long, train
+from runs import Runs, check_json, main_in_process, train
 
 from fsdp_helpers.__main__ import build_parser, train_flags
 from fsdp_helpers.cli.flags import flags
@@ -23,70 +23,59 @@ from fsdp_helpers.teaching.figures.plots import STRATEGY_COLORS
 SMALL = ["--train-images", 1300, "--test-images", 101, "--global-batch-size", 60, "--no-dropout"]
 
 
-@pytest.fixture
-def data_dir(request, digits_dir) -> Path:
-    """Real MNIST where it is at hand, else the digits."""
-    try:
-        return request.getfixturevalue("mnist_dir")
-    except pytest.skip.Exception:
-        return digits_dir
+# ---------------------------------------------------------------- the record of a run
+
+FEW = {"model": "shallow", "dropout": True, "max_steps": 3, "global_batch_size": 8, "test_images": 9}
+# 100 images in batches of 32: 3 steps an epoch, 4 images left out.
+EPOCHS = {"model": "simple", "train_images": 100, "global_batch_size": 32, "test_images": 50}
+ODD = {"model": "simple", "max_steps": 1, "global_batch_size": 6}
+RUNS = [
+    (1, {"strategy": "local"} | FEW),
+    (1, {"strategy": "local"} | FEW | {"seed": 1, "max_steps": 1}),
+    (1, {"strategy": "local"} | FEW | {"dropout": False}),
+    (1, {"strategy": "local"} | EPOCHS | {"epochs": 5, "max_steps": 7}),
+    (1, {"strategy": "local"} | EPOCHS | {"epochs": 2}),
+    (2, {"strategy": "ddp"} | FEW),
+    (2, {"strategy": "ddp"} | FEW | {"dropout": False}),
+    (3, {"strategy": "ddp"} | ODD | {"test_images": 7}),
+]
 
 
-# ---------------------------------------------------------------- the same losses, however many ranks
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs on the digits, one launch for each number of ranks; every rank returns the same record, or this fails."""
+    runs = Runs({"data_dir": str(tmp_path_factory.mktemp("no-mnist"))}, RUNS)
+    return lambda strategy, world_size, **settings: runs(strategy, world_size=world_size, **settings)
 
 
-def test_local_and_ddp_agree_step_by_step(data_dir):
-    settings = {
-        "max_steps": 20,
-        "global_batch_size": 60,
-        "train_images": 1300,
-        "test_images": 301,
-        "dropout": False,
-        "data_dir": str(data_dir),
-    }
-    local, three = (train(*run, **settings)[0] for run in [("local", 1), ("ddp", 3)])
-    # The sums run in another order, so they differ in the last digits only: 1e-4 is a thousand times those.
-    assert len(local.step_losses) == 20
-    assert three.step_losses == pytest.approx(local.step_losses, abs=1e-4)
-    for run in (local, three):
-        assert run.epochs[0].test_images == 301
-        assert run.epochs[0].test_loss == pytest.approx(local.epochs[0].test_loss, abs=1e-4)
-        assert run.epochs[0].test_correct == pytest.approx(local.epochs[0].test_correct, abs=1)
-    assert local.step_losses[-1] < 0.8 * local.step_losses[0]  # it learns
+def test_ddp_and_one_process_agree_step_by_step(run):
+    local, ddp = run("local", 1, **FEW | {"dropout": False}), run("ddp", 2, **FEW | {"dropout": False})
+    assert len(local.step_losses) == 3
+    assert ddp.step_losses == pytest.approx(local.step_losses, abs=1e-5)
+    assert ddp.epochs[0].test_loss == pytest.approx(local.epochs[0].test_loss, abs=1e-5)
+    assert [rank.rank for rank in ddp.ranks] == [0, 1]
+    assert ddp.step_losses != run("ddp", 2, **FEW).step_losses  # whose masks are drawn
 
 
-def test_every_rank_returns_the_same_record(digits_dir):
-    results = train("ddp", 2, max_steps=2, global_batch_size=8, test_images=9, data_dir=str(digits_dir))
-    assert results[0] == results[1]
-    assert [rank.rank for rank in results[0].ranks] == [0, 1]
+@pytest.mark.parametrize("strategy, world_size", [("local", 1), ("ddp", 2)])
+def test_the_state_of_a_rank(strategy, world_size, run):
+    for rank in run(strategy, world_size, **FEW).ranks:
+        # 1,199,882 x 4 = 4,799,528; twice that for Adam's two moments. DDP divides nothing.
+        state = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes)
+        assert state == (4_799_528, 4_799_528, 9_599_056)
+        assert rank.num_units == 0
 
 
-def test_the_state_of_a_rank(digits_dir):
-    settings = {"max_steps": 3, "global_batch_size": 8, "test_images": 9, "data_dir": str(digits_dir)}
-    for strategy, world_size in [("local", 1), ("ddp", 2)]:
-        for rank in train(strategy, world_size, **settings)[0].ranks:
-            # 1,199,882 x 4 = 4,799,528; twice that for Adam's two moments. DDP divides nothing.
-            state = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes)
-            assert state == (4_799_528, 4_799_528, 9_599_056)
-            assert rank.num_units == 0
+def test_seed_decides_and_the_first_step_is_not_a_steady_one(run):
+    other = run("local", 1, **FEW | {"seed": 1, "max_steps": 1})
+    assert other.step_losses[0] != run("local", 1, **FEW).step_losses[0]
+    assert (other.ranks[0].held_bytes, other.ranks[0].peak_bytes, other.ranks[0].collectives) == (None, None, ())
+    assert other.traces == ()
 
 
-def test_the_first_step_is_not_a_steady_one(digits_dir):
-    record = train("local", 1, max_steps=1, global_batch_size=8, test_images=9, data_dir=str(digits_dir))[0]
-    assert (record.ranks[0].held_bytes, record.ranks[0].peak_bytes, record.ranks[0].collectives) == (None, None, ())
-    assert record.traces == ()
-
-
-def test_epochs_and_an_early_end(digits_dir):
-    # 100 images in batches of 32: 3 steps an epoch, 4 images left out. 7 steps: two epochs and 1 step more.
-    settings = {
-        "model": "simple",
-        "train_images": 100,
-        "global_batch_size": 32,
-        "test_images": 50,
-        "data_dir": str(digits_dir),
-    }
-    record = train("local", 1, epochs=5, max_steps=7, **settings)[0]
+def test_epochs_and_an_early_end(run):
+    """7 steps: two epochs and 1 step more."""
+    record = run("local", 1, **EPOCHS | {"epochs": 5, "max_steps": 7})
     assert [epoch.train_images for epoch in record.epochs] == [96, 96, 32]
     assert [epoch.test_images for epoch in record.epochs] == [50, 50, 50]
     assert len(record.step_losses) == len(record.step_seconds) == 7
@@ -94,30 +83,8 @@ def test_epochs_and_an_early_end(digits_dir):
     assert record.epochs[0].train_loss == pytest.approx(sum(record.step_losses[:3]) / 3)
     assert record.epochs[2].train_loss == pytest.approx(record.step_losses[6])
     assert all(epoch.test_accuracy == epoch.test_correct / 50 for epoch in record.epochs)
-    longer = train("local", 1, epochs=2, **settings)[0]
+    longer = run("local", 1, **EPOCHS | {"epochs": 2})
     assert longer.step_losses == record.step_losses[:6]  # the same seed, the same run
-
-
-def test_seed_decides(digits_dir):
-    settings = {
-        "model": "simple",
-        "max_steps": 2,
-        "global_batch_size": 8,
-        "test_images": 9,
-        "data_dir": str(digits_dir),
-    }
-    first, again, other = (train("local", 1, seed=seed, **settings)[0].step_losses for seed in (0, 0, 1))
-    assert first == again
-    assert first != other
-
-
-def test_dropout_changes_the_losses_and_draws_the_same_masks_each_time(digits_dir):
-    """That each rank draws its own is in training/test_worker.py."""
-    settings = {"max_steps": 3, "global_batch_size": 8, "test_images": 9, "data_dir": str(digits_dir)}
-    with_dropout = train("ddp", 2, **settings)[0].step_losses
-    without = train("ddp", 2, dropout=False, **settings)[0].step_losses
-    assert with_dropout != without
-    assert with_dropout == train("ddp", 2, **settings)[0].step_losses  # but the same ones each time
 
 
 @pytest.mark.long
@@ -135,19 +102,8 @@ def test_all_test_images_are_counted_once(mnist_dir):
     assert seven.epochs[0].test_correct == pytest.approx(one.epochs[0].test_correct, abs=3)
 
 
-@pytest.mark.parametrize("test_images, world_size", mostly_long([(1, 2), (7, 3), (101, 2)], telling=(1,)))
-def test_odd_numbers_of_test_images(test_images, world_size, digits_dir):
-    settings = {"model": "simple", "max_steps": 1, "global_batch_size": 6, "data_dir": str(digits_dir)}
-    record = train("ddp", world_size, test_images=test_images, **settings)[0]
-    assert record.epochs[0].test_images == test_images
-
-
-@pytest.mark.parametrize("model", mostly_long(["vit", "simple"]))
-def test_other_models_train_too(model, digits_dir):
-    settings = {"model": model, "max_steps": 2, "global_batch_size": 8, "test_images": 9, "dropout": False}
-    local = train("local", 1, data_dir=str(digits_dir), **settings)[0]
-    ddp = train("ddp", 2, data_dir=str(digits_dir), **settings)[0]
-    assert ddp.step_losses == pytest.approx(local.step_losses, abs=1e-4)
+def test_odd_numbers_of_test_images(run):
+    assert run("ddp", 3, **ODD | {"test_images": 7}).epochs[0].test_images == 7
 
 
 def read_json(path: Path) -> dict:
@@ -235,14 +191,6 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch, capfd):
     assert message in output.err
     assert output.out == ""
     assert os.listdir(tmp_path) == []  # the data folder included: nothing is fetched for a run that cannot be
-
-
-def test_bad_input_in_a_process_of_its_own(run_cli, tmp_path):
-    done = run_cli("train", "--strategy", "ddp", "--world-size", 3, "--data-dir", tmp_path / "data")
-    assert done.returncode == 2
-    assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
-    assert "use 258 or 255" in done.stderr
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize(

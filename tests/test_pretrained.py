@@ -7,10 +7,10 @@ from dataclasses import fields
 import pytest
 import torch
 from leftovers import PROJECT
+from pretrained import load_hugging_face, read_config
 from runs import main_in_process
 
 from fsdp_helpers.__main__ import build_parser
-from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face, read_config
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import evaluation_batches
 from fsdp_helpers.data.text import read_text, text_dataset

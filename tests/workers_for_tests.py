@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
+from pretrained import load_hugging_face
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -22,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
 from fsdp_helpers.checkpointing import checkpoint, resume
-from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import mnist
 from fsdp_helpers.data.images import prepare_data
@@ -187,6 +187,12 @@ def call_each(rank, world_size, calls):
         results.append(work(rank, world_size, *arguments))
         gc.collect()  # a sharded model is in reference cycles
     return results
+
+
+def with_constants(rank, world_size, module, constants, worker, *arguments):
+    """Run `worker` with other values for the constants of a module, such as fewer steps."""
+    with patch.multiple(module, **constants):
+        return worker(rank, world_size, *arguments)
 
 
 def rehearse(rank, world_size, worker, module, folder, arguments):

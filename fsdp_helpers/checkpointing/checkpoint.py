@@ -178,7 +178,7 @@ def _finish(
 
 
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Load what `save` saved, under any strategy and on any number of ranks; return its `extra`.
+    """Load a training state that `save` saved, under any strategy and on any number of ranks; return its `extra`.
 
     Every rank has to call this, with the model and optimizer as they are before the first step, and reads only its own
     shards. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, of which the newest is

@@ -109,7 +109,7 @@ def _way_out(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` for this process within the block, and clean up what a killed process left in it.
+    """Lock `folder` for this process within the block, and remove a killed process's unfinished files.
 
     Raises CheckpointError if another run holds the lock, or if the folder can't be written to.
     """
@@ -129,7 +129,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what a killed or interrupted process was writing to `folder`; complete checkpoints stay.
+    """Remove the unfinished files of a killed or interrupted process from `folder`; complete checkpoints stay.
 
     Raises CheckpointError if another run holds the folder's lock.
     """

@@ -1,6 +1,6 @@
 """Models as folders in Hugging Face's layout: `config.json`, several safetensors files, and an index of them.
 
-torch's own reader and writer do the work. Each rank reads only the rows it keeps, and writes only those.
+torch's own writer does the work. Each rank writes only the rows it keeps.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
@@ -20,36 +20,12 @@ from fsdp_helpers.ranks.group import gather_over_ranks
 CONFIG, SHARDED = "config.json", "sharded"  # the second is the folder in which torch's writer begins
 
 
-def read_config(folder: str | os.PathLike) -> dict:
-    """Return the folder's `config.json`. Raises CheckpointError if there is none."""
-    path = Path(folder, CONFIG)
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); give the folder of a Hugging Face model") from error
-
-
 def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's tensors as its files name them; a tensor with two names counts once, under the first."""
     firsts = {name for name, _ in model.named_parameters()}
     repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - firsts
     hidden = {name_in_plain(model, name) for name in repeated}
     return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in hidden}
-
-
-def load_hugging_face(model: nn.Module, folder: str | os.PathLike, *, without: tuple[str, ...] = ()) -> None:
-    """Fill the model from the folder's files, sharded or not; every rank reads only its own rows, in the model's dtype.
-
-    Tensors whose names end in one of `without` aren't in the files, and stay as they are. Raises CheckpointError if a
-    tensor is missing from the files or has a different shape there.
-    """
-    tensors = {name: tensor for name, tensor in tensors_in_files(model).items() if not name.endswith(without)}
-    try:
-        with ignore_single_process_warnings():
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
-    except dcp.api.CheckpointException as error:
-        causes = "; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))
-        raise CheckpointError(f"{folder} doesn't match the model: {causes}") from error
 
 
 def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict, *, num_files: int = 3) -> None:

@@ -99,7 +99,7 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
 
 
 def tidy_up(config: TrainConfig) -> None:
-    """Remove what an interrupted rank was writing, unless the next run already holds the folder's lock."""
+    """Remove an interrupted rank's unfinished files, unless the next run already holds the folder's lock."""
     if config.checkpoint_dir is not None and Path(config.checkpoint_dir).is_dir():
         with suppress(CheckpointError):
             checkpoint_folder.clear_unfinished(Path(config.checkpoint_dir))

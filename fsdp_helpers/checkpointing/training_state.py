@@ -70,7 +70,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
-    """Give `model` and `optimizer` the tensors of `state`; a parameter without moments there loses the ones it had."""
+    """Give `model` and `optimizer` the tensors of `state`; a parameter that has no moments in it loses its own."""
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)

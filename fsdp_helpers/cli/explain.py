@@ -95,7 +95,7 @@ def is_quote(phrase: str) -> bool:
 
 
 def covered(described: frozenset[str], name: str) -> float:
-    """Return how much of a description a card's text covers, from 0 to 1; what isn't in its rows counts half."""
+    """Return how much of a description a card's text covers, from 0 to 1; words that aren't in its rows count half."""
     seen, said = words_of_card(name)
     shared = described & seen
     if len({word for word in described & (seen | said) if " " not in word}) < FEWEST_WORDS:

@@ -141,7 +141,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sweep",
         action="store_true",
-        help="print a table instead: what fits, and how fast it is, by ranks, sequence length and levers",
+        help="print a table instead: the fastest plan that fits, by ranks and sequence length",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
 
@@ -150,7 +150,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
-    """Return the model and the plan that the arguments ask for. Raises ValueError for the impossible."""
+    """Return the model and its plan. Raises ValueError for impossible arguments."""
     subject = read_subject(options)
     settings = read_settings(options, subject)
     return subject, make_plan(subject, settings, read_cluster(options))
@@ -403,12 +403,12 @@ def _reason(plan: Plan) -> str:
         return f"with all communication hidden behind arithmetic; with none, and rates {TYPICAL_RANGE:.0%} below"
     device = named_device(plan.cluster.device)
     if device.measured:
-        return f"published runs on {device.title} lie {TYPICAL_RANGE:.0%} to either side"
+        return f"published runs on {device.title} are up to {TYPICAL_RANGE:.0%} faster or slower"
     return f"there's no published run on {device.title}, so this is the share that the most similar device reaches"
 
 
 def _held_back_lines(plan: Plan, waits: Plan | None) -> Iterator[str]:
-    """Say what you'd gain by reducing only after the last part, and what it would cost."""
+    """Give the gain, and the cost, of reducing only after the last part."""
     if waits is None:
         return
     fits = "which fits" if waits.fits else "which does not fit"

@@ -1,4 +1,4 @@
-"""What commands print and write: a line about the data, a run in a few lines of text, and JSON. No torch."""
+"""Output of the commands: a line about the data, a run in a few lines of text, and JSON. No torch."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def print_data_source(source: str, config: TrainConfig) -> None:
 
 
 def check_output_path(path: Path | None) -> None:
-    """Raise ValueError if no file can be written to `path`, before anything is computed for it."""
+    """Raise ValueError if no file can be written to `path`; call this before computing its content."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
     if path is not None and path.is_dir():

@@ -65,5 +65,5 @@ def log_collectives(path: Path) -> Iterator[None]:
 
 
 def read_log(path: Path) -> list[Collective]:
-    """Read what `log_collectives` wrote, even for a rank that was killed."""
+    """Read a log that `log_collectives` wrote, even of a rank that was killed."""
     return [Collective(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -80,10 +80,11 @@ class FakeTrace(TorchDispatchMode):
                 self._see(leaf.untyped_storage())
         return result
 
-    def know(self, model: nn.Module) -> None:
+    def know(self, model: nn.Module, batch: Any) -> None:
         """Remember existing tensors, which don't count."""
-        for tensor in [*model.parameters(), *model.buffers()]:
-            self._known.add(tensor.untyped_storage())
+        for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch)]:
+            if isinstance(tensor, Tensor):
+                self._known.add(tensor.untyped_storage())
 
     def mark(self) -> None:
         self._stretches.append([self._bytes, self._bytes])

@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_helpers.measuring.collectives import CollectiveTrace
-from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.records import MemoryCurve, Phase, StateBytes, StepTrace
 
 STEP_PHASES = ("forward", "backward", "step")
@@ -167,7 +166,7 @@ class MemoryTrace:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the block, torch computes in one thread: on a CPU, products in bf16 take scratch memory for each."""
+    """Within the block, torch computes in one thread; on a CPU, bf16 products take scratch memory for each thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -193,17 +192,6 @@ def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
         yield trace
     finally:
         trace.stop()
-
-
-def traced(rank: int, world_size: int, worker: Callable, *args: object) -> tuple[object, StepTrace]:
-    """Run the rank function `worker(rank, world_size, *args)`; return its result, and the trace of its last step.
-
-    The worker doesn't change: use launch(traced, my_worker, my_config, world_size=2) instead of launch(my_worker,
-    my_config, world_size=2).
-    """
-    with trace_memory(rank_device()) as trace:
-        result = worker(rank, world_size, *args)
-    return result, trace.last_step()
 
 
 def _read_phases(events: list[_KinetoEvent], began_ns: int) -> list[Phase]:

@@ -197,7 +197,7 @@ def fake_step(
             policy = cast_inputs(model, cast_inside) if precision == "bf16" else nullcontext()
             trace = FakeTrace()
             marks = StepMarks(units, trace.mark)
-            trace.know(model)
+            trace.know(model, part)
             with trace, fused_kernels(), policy, marks.noted(model):
                 with casts:
                     loss = loss_of(model, part)
@@ -218,7 +218,7 @@ def needs_no_values(name: str) -> Iterator[None]:
         yield
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise ValueError(
-            f"{name} decides by values how large its tensors are ("
+            f"the sizes of {name}'s tensors depend on values ("
             f"{error.func if hasattr(error, 'func') else error}), like a router that sends tokens to experts, and the meta "
             f"device has no values; give a factory for a smaller model on the CPU, or plan its config.json with "
             f"`python -m fsdp_helpers plan --config`"
@@ -294,7 +294,7 @@ def count_flops(
 
 @contextmanager
 def attention_counted(counter: FlopCounterMode) -> Iterator[dict[str, int]]:
-    """Within the block, count what `counter` counts in `scaled_dot_product_attention`, by the module that calls it."""
+    """Within the block, count the operations of `scaled_dot_product_attention` with `counter`, by calling module."""
     attention, found = F.scaled_dot_product_attention, Counter()
 
     def counted_attention(*inputs: Any, **others: Any) -> Tensor:
@@ -336,7 +336,7 @@ def num_samples(batch: Any) -> int:
 
 
 def first_samples(batch: Any, samples: int, dtype: torch.dtype) -> Any:
-    """Return the first samples, with floating-point values in `dtype`; tensors without a sample dimension are unchanged."""
+    """Return the batch's first samples, in `dtype` if they're floating-point; tensors without samples don't change."""
     length = num_samples(batch)
 
     def first(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
 """One real rank of N, alone: a strategy's real code on real tensors, with imagined other ranks.
 
 torch's fake process group completes every collective at once, with a tensor of the right size but wrong values. So
-losses are meaningless here, but this rank allocates what a rank of N allocates, and would send as many bytes.
+losses are meaningless here, but this rank allocates and would send as many bytes as a rank of N.
 """
 
 import gc

@@ -45,7 +45,8 @@ def measure_step(
     recomputation. Backward leaves `units` when FSDP2 does, which may not be when the gradient of their input is
     complete: another module may use that input, too. A profile for FSDP1 names its `flat_units`, an empty list if the
     model is one unit. With `precision` "bf16", an fp32 model computes as under FSDP's mixed precision (see
-    `cast_by_policy`), and its parameters stay in bf16.
+    `cast_by_policy`), and its parameters stay in bf16. On a CPU, convolutions take scratch memory for each thread: give
+    this process as many threads as a rank has.
     """
     casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
     with casts:

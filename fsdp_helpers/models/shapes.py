@@ -210,7 +210,7 @@ def require_sizes(config: dict, keys: Sequence[str]) -> None:
 
 
 def check_config(config: dict, *, num_heads: int, width: int, head_size: int | None) -> None:
-    """Raise ValueError for what neither plan nor model can handle: heads that don't divide, experts, quantized weights."""
+    """Raise ValueError for models that we can neither plan nor build: heads that don't divide, experts, quantized weights."""
     if not head_size and width % num_heads:
         raise ValueError(
             f"num_attention_heads {num_heads} doesn't divide hidden_size {width}, and head_dim isn't given"

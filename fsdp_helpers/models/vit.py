@@ -13,7 +13,7 @@ class Attention(nn.Module):
     """Multi-head attention, not causal. (N, tokens, width) -> (N, tokens, width)
 
     The rows of `qkv` are ordered by head, and within a head by query, key and value: so a shard whose rows end between
-    two heads is a complete attention, which is what tensor parallelism needs.
+    two heads is a complete attention, as tensor parallelism needs.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:

@@ -41,7 +41,7 @@ class Cluster:
     )  # fmt: skip
     allowance_bytes: float = setting(
         CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES,
-        "memory set aside for what isn't counted: CUDA's context, NCCL, fragmentation (default: 4)",
+        "memory set aside for everything that isn't counted: CUDA's context, NCCL, fragmentation (default: 4)",
         flag="allowance-gb",
         factor=GB,
     )

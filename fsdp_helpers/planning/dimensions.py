@@ -40,9 +40,9 @@ def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value
 def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
     """Count keys and values, all-gathered, and their gradients, reduce-scattered: 4 · L · (c−1)/c · tokens · kv_width.
 
-    `kv_width` is the width of the keys: less than the model's if several heads share them. A ring that keeps what it
-    receives sends the same; one that passes keys and values around again in backward sends 1.5 times as much. Source:
-    H. Liu et al. 2023, arXiv:2310.01889.
+    `kv_width` is the width of the keys: less than the model's if several heads share them. A ring that keeps the
+    tensors it receives sends the same; one that passes keys and values around again in backward sends 1.5 times as
+    much. Source: H. Liu et al. 2023, arXiv:2310.01889.
     """
     full_bytes = 2 * tokens * kv_width * value_bytes  # keys and values
     gathered = collective_sent_bytes("all_gather", full_bytes, ranks)

@@ -23,7 +23,7 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "pure-bf16": 2, "autocast": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to plan for: what one process does with a batch, whatever the strategy."""
+    """A model to plan for: one process's work on a batch, whatever the strategy."""
 
     name: str
     item: str  # what a batch is counted in: "image", "token", "sample"
@@ -85,7 +85,7 @@ def count_values(shapes: Shapes) -> int:
 
 
 def _autocast_copies(layer: Layer) -> Layer:
-    """Return the layer, plus what autocast keeps from forward to backward: a bf16 copy of each matrix."""
+    """Return the layer with the bf16 copy of each matrix that autocast keeps from forward to backward."""
     copies = 2 * count_values({name: shape for name, shape in layer.shapes.items() if len(shape) > 1})
     return replace(layer, bytes=replace(layer.bytes, kept_bytes=layer.bytes.kept_bytes + copies))
 

@@ -27,9 +27,9 @@ def own_state(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> StateBytes:
-    """Return what `rank` holds: all parameters or its shards, and gradients and moments of the trained ones.
+    """Return the state that `rank` holds: all parameters or its shards, with gradients and moments of the trained ones.
 
-    `precision` defaults to that of `config`, which doesn't have all that can be planned.
+    `precision` defaults to that of `config`, which has fewer choices than the planner.
     """
     sizes = PRECISIONS[precision or config.precision]
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas

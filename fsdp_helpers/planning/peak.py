@@ -1,7 +1,7 @@
 """One step of one rank, calculated: a walk through forward and backward, its peak, its collectives.
 
-A `StepProfile` says what one process does with one rank's images; the strategy says what is unsharded, reduced and
-resharded at each event. Padding counts. No torch.
+A `StepProfile` describes one process's step on one rank's images; the strategy decides which units are unsharded,
+reduced and resharded at each event. Padding counts. No torch.
 """
 
 from collections.abc import Sequence

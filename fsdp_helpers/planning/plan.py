@@ -1,6 +1,7 @@
 """A plan: how much memory a model takes on a number of devices, how long a step is, and whether it fits. No torch.
 
-GB are 10^9 bytes. We count what PyTorch allocates for tensors, and set aside an allowance for everything else.
+GB are 10^9 bytes. We count the bytes that PyTorch allocates for tensors, and set aside an allowance for everything
+else.
 """
 
 import math

@@ -71,15 +71,15 @@ def step_sent_bytes(
 def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, float]:
     """Return the shortest and the longest step, in seconds: with all communication hidden behind arithmetic, or none.
 
-    The longest is at rates that are TYPICAL_RANGE below those stated, as far as published runs lie from theirs.
+    The longest is at rates that are TYPICAL_RANGE below those stated, the spread of published runs.
 
-    `communication_s` is the time in which the link carries what a rank sends: sent bytes over bytes per second. Where
-    it is more than four times `arithmetic_s`, the network dominates: even a step that hides nothing takes less than 25%
-    longer. How much is hidden depends on when the bytes are ready. DDP sends a bucket once backward has computed the
-    last of its gradients, and forward and the optimizer always wait. Headers come on top: with TCP over Ethernet 66 of
-    the 1,514 bytes of a packet, plus acknowledgments and retransmissions. ShallowNet under DDP, most of whose bytes are
-    one layer's, hides nothing, and took 1.00 to 1.25 times both (`notebooks/reference/bandwidth.json`). Source: S. Li
-    et al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
+    `communication_s` is the time the link needs for a rank's bytes: sent bytes over bytes per second. If it's more than
+    four times `arithmetic_s`, the network dominates: even a step that hides nothing takes less than 25% longer. How
+    much is hidden depends on when the bytes are ready. DDP sends a bucket once backward has computed the last of its
+    gradients, and forward and the optimizer always wait. Headers come on top: with TCP over Ethernet 66 of the 1,514
+    bytes of a packet, plus acknowledgments and retransmissions. ShallowNet under DDP, most of whose bytes are one
+    layer's, hides nothing, and took 1.00 to 1.25 times both (`notebooks/reference/bandwidth.json`). Source: S. Li et
+    al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
     """
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 

@@ -126,8 +126,7 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     - a norm of each head's queries and keys: its input, q + k, and one statistic per head
     - norms after attention and the hidden layer: their inputs, h each, and a statistic each
     - latent attention: the latent vectors before and after their norms, and the heads' keys before they're joined
-    - experts: the hidden layers of those that a token goes to count as one; the tokens laid out by expert and what the
-      experts say, c x h each for c chosen ones; the router's logits and probabilities in fp32
+    - experts: the hidden layers of those that a token goes to count as one; the tokens laid out by expert and the experts' outputs, c x h each for c chosen ones; the router's logits and probabilities in fp32
 
     One kernel computes all experts (a grouped product), so the gradient of all their last weights exists at once. We
     assume even routing.

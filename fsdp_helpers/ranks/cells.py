@@ -191,5 +191,5 @@ def portable(value: Any) -> Any:
 
 
 def _is_shown(file: str) -> bool:
-    """Return whether a file is the reader's: a cell, or a module beside the notebook."""
+    """Return True if a file is the reader's: a cell, or a module next to the notebook."""
     return os.path.dirname(file) == os.getcwd() if os.path.isabs(file) else file in linecache.cache

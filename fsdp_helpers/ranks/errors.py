@@ -1,4 +1,4 @@
-"""What a rank says of its failure, and the errors that this becomes. A notebook shows their messages, without a traceback."""
+"""A rank's report of its failure, and the errors made from it. A notebook shows their messages, without a traceback."""
 
 import time
 import traceback
@@ -22,7 +22,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank answers to a message: it has joined, its worker has returned, a cell has run, a rank has failed."""
+    """A rank's answer to a message: it has joined, its worker has returned, a cell has run, or it has failed."""
 
     number: int | None  # of the message; None if the rank ends
     value: Any = None

@@ -20,9 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_helpers.gpus import are_hidden
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
-LONGEST_WAIT_S = 1800.0  # for the other ranks, where no time-out is given: the library's own default
-ROLL_CALL_S = 5.0  # at most; of a short time-out a quarter
-JOIN_S = 300.0  # for all ranks to load PyTorch and to come; a short time-out is meant for the steps
+LONGEST_WAIT_S = 1800.0  # for the other ranks, where no timeout is given: the library's own default
+ROLL_CALL_S = 5.0  # at most; of a short timeout a quarter
+JOIN_S = 300.0  # for all ranks to load PyTorch and to come; a short timeout is meant for the steps
 
 set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older torch
 

@@ -1,7 +1,7 @@
 """Ranks that wait for one another forever: none of them sends a message, and none of them computes.
 
-Seconds alone cannot tell. On a busy machine a correct program takes long, but it uses its share of the cores; ranks
-that wait in a collective use none, or a hundredth of a core if they wait at the store.
+Time alone can't tell. On a busy machine, a correct program takes long, but it uses its share of the cores; ranks that
+wait in a collective use none, or a hundredth of a core if they wait at the store.
 """
 
 import time

@@ -40,11 +40,11 @@ def launch(
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
     Each worker runs in a process group: gloo on the CPU, nccl with one device per rank on CUDA. The ranks meet through
-    a file in a private folder, so no port is taken that a different program could want. What a worker prints arrives
-    here line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank
-    that waits for the others in a collective gives up after `group_timeout_s`, half an hour if it is None, and names
-    those that did not answer; on CUDA, setting it makes ranks wait for each collective, without overlap. `progress` may
-    be a bar that is drawn already. `start_method` is "forkserver" or "spawn", which loads torch anew.
+    a file in a private folder, so no port is taken that a different program could want. A worker's output arrives here
+    line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank that
+    waits for the others in a collective gives up after `group_timeout_s`, half an hour if it is None, and names those
+    that did not answer; on CUDA, setting it makes ranks wait for each collective, without overlap. `progress` may be a
+    bar that is drawn already. `start_method` is "forkserver" or "spawn", which loads torch anew.
 
     Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
     ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds, or once

@@ -1,8 +1,8 @@
 """Nothing that a rank starts outlives it, however either ends.
 
 When a process dies, its children live on under a new parent: on Linux the nearest ancestor that asked to be one, a
-"subreaper". Each rank asks, and so does the server that ranks are forked from; what a rank leaves behind is theirs to
-end. The server loads this module ahead of the first fork.
+"subreaper". Each rank asks, and so does the server that ranks are forked from; they end the processes that a rank
+leaves behind. The server loads this module ahead of the first fork.
 """
 
 import atexit

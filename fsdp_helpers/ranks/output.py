@@ -1,4 +1,4 @@
-"""What ranks print: of a launch line by line; of a cell once where ranks agree, and rank by rank where they differ."""
+"""Ranks' output: of a launch line by line; of a cell once where ranks agree, and rank by rank where they differ."""
 
 import math
 import re
@@ -15,14 +15,14 @@ ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 
 
 class LaunchOutput:
-    """What the ranks of a launch print: each line once it is complete, with the name of its rank if they have `names`."""
+    """The output of a launch's ranks: each line once it's complete, with the name of its rank if they have `names`."""
 
     def __init__(self, names: bool) -> None:
         self._names = names
         self._unfinished: dict[tuple[int, int], bytes] = {}  # the beginning of a line, by rank and stream
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Take what a rank has printed."""
+        """Take a rank's printed output."""
         *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
         if rest:
             self._unfinished[rank, stream] = rest
@@ -40,7 +40,7 @@ class LaunchOutput:
 
 
 class CellOutput:
-    """What one cell shows: in a notebook line by line while it runs, elsewhere when it has ended."""
+    """The output of one cell: in a notebook line by line while it runs, elsewhere when it has ended."""
 
     def __init__(self) -> None:
         self._printed: dict[int, bytes] = {}
@@ -48,7 +48,7 @@ class CellOutput:
         self._drawn_s = -math.inf
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Take what a rank has printed."""
+        """Take a rank's printed output."""
         self._printed[rank] = self._printed.get(rank, b"") + data
         if self._page is not None and time.monotonic() - self._drawn_s > DRAW_S:
             self._drawn_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Pickling of what is sent to a rank and back; an error names the part that cannot be pickled."""
+"""Pickling of the data that is sent to a rank and back; an error names the part that cannot be pickled."""
 
 import inspect
 import io
@@ -37,7 +37,7 @@ def check_worker(worker: Callable) -> None:
 def pickle_job(worker: Callable, args: tuple) -> bytes:
     """Return the worker's name and its arguments as bytes; the ValueError names an argument that cannot be sent.
 
-    By name, because the worker's module may have been edited and imported anew: a rank runs what the file has now.
+    By name, because the worker's module may have been edited and imported again: a rank runs the file's current code.
     """
     names = [repr(name) for name in inspect.signature(worker).parameters][2:]
     names += [f"number {position + 1}" for position in range(len(names), len(args))]
@@ -65,7 +65,7 @@ def dumps_named(value: Any, name: str) -> bytes:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle `value`; raise for what could be pickled here but not read there, too."""
+    """Pickle `value`; also raise for values that could be pickled here but not read there."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

@@ -36,11 +36,11 @@ READ_BYTES = 2**20  # more than a pipe holds
 
 
 class Processes:
-    """One process per rank, each with a link for messages and with pipes for what it prints.
+    """One process per rank, each with a link for messages and with pipes for its output.
 
-    `body(rank, setup, send, link)` runs in each of them. What it prints arrives as on_output(rank, stream, data), what it
-    notes on its way as on_note(note, rank), and its answers to the last message are collected. With two `streams`,
-    standard output and error are kept apart, with one they stay in order. As a context manager, it ends them.
+    `body(rank, setup, send, link)` runs in each of them. Its output arrives as on_output(rank, stream, data), its notes
+    arrive as on_note(note, rank), and its answers to the last message are collected. With two `streams`, standard
+    output and error are kept apart, with one they stay in order. As a context manager, it ends the processes.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Processes:
     def find_cause(self) -> tuple[int, Failure] | None:
         """Return the rank that the others fail because of, and how it failed; None if none has.
 
-        One that has ended comes before one that says why it failed, and last come those that waited for others in vain.
+        One that has ended comes before one that says why it failed, and last come those that waited for others.
         Of several with one message, it's the first.
         """
         for rank in sorted(self.ends.keys() - self.answers.keys()):

@@ -27,7 +27,7 @@ Send = Callable[[str, Any], None]  # send("answer", an Answer), or send("note", 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ranks of a group start with."""
+    """The settings that all ranks of a group start with."""
 
     body: Callable  # what each rank runs, as body(rank, setup, send, link); it may return a last answer
     world_size: int
@@ -42,15 +42,15 @@ class Setup:
 
     @property
     def group(self) -> dict[str, Any]:
-        """What `process_group` needs to know of this group."""
+        """This group's settings for `process_group`."""
         return {"device": self.device, "init_method": f"file://{self.folder}/meeting-point", "launched": True}
 
 
 def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> None:
     """Prepare this process, run the body of the group, and leave; `start_processes` calls this.
 
-    `ends` are each rank's ends of a link for messages and of one or two pipes for what it prints. The parent is told at
-    once of every end of the body but a normal one, sys.exit() included, and of a normal one as the last thing.
+    `ends` are each rank's ends of a link for messages and of one or two pipes for its output. The parent is told at once
+    if the body ends in any other way than by returning, sys.exit() included; its last answer is sent at the very end.
     """
     link, *outputs = ends[rank]
     server.is_rank = True

@@ -80,7 +80,7 @@ def ready_to_start(start_method: str) -> Iterator[None]:
 
 
 def why_it_takes_long(start_method: str) -> str:
-    """Return what the next start of ranks has to do first; "" if PyTorch is loaded already."""
+    """Return the reason why the next start of ranks takes long; "" if PyTorch is loaded already."""
     if start_method == "spawn":
         return "every rank loads PyTorch"
     return "" if forkserver._forkserver._forkserver_pid else "loading PyTorch once; later launches take a second"
@@ -114,7 +114,7 @@ def _tidy_up_and_end(number: int, frame: object) -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold back interrupts until the end of the block, so that either all ranks are started, or stopped, or none."""
+    """Hold back interrupts until the end of the block, so that all ranks are started or stopped, or none."""
     if threading.current_thread() is not threading.main_thread():
         yield  # interrupts are the main thread's alone
         return

@@ -28,7 +28,7 @@ def written_on_request(file: Path) -> Iterator[None]:
 
 
 def ask(files: Mapping[int, Path]) -> dict[int, str]:
-    """Ask processes, by their ids, for their stacks; return what each has written into its file, perhaps nothing."""
+    """Ask processes, by their ids, for their stacks; return the content of each one's file, which may be empty."""
     started = {pid: file for pid, file in files.items() if file.exists()}
     for pid, file in started.items():
         os.truncate(file, 0)  # of what it wrote before
@@ -52,7 +52,7 @@ def is_in_collective(stack: str) -> bool:
 def describe(stack: str) -> str:
     """Return the innermost line outside the libraries, and the library function it was waiting in.
 
-    A line outside this package counts before one inside it: a reader's module before the function that it calls.
+    A line outside this package takes precedence over one inside it, such as a reader's module over our function.
     """
     called, ours = "", ""
     for path, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stack):  # innermost first

@@ -1,7 +1,7 @@
 """Activation checkpointing: keep a unit's input, drop the rest, and compute it again in backward.
 
-Chen et al. 2016, arXiv:1604.06174. Selective checkpointing keeps what is expensive to compute and cheap to keep:
-Korthikanti et al. 2022, arXiv:2205.05198.
+Chen et al. 2016, arXiv:1604.06174. Selective checkpointing keeps outputs that are expensive to compute and cheap to
+keep: Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. With `recurse=True`, it
 says whether to look at the children; with `recurse=False`, whether `module` becomes a unit. `nonwrapped_numel` counts
 the parameters in it that aren't in a unit further down. torch's `CustomPolicy`, which calls a function with each
-module, is a policy, too. At the end: names of parameters without what wrapping adds to them.
+module, is a policy, too. At the end: names of parameters without the prefixes that wrapping adds.
 """
 
 from collections import defaultdict
@@ -101,5 +101,5 @@ WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")  
 
 
 def plain_name(name: str) -> str:
-    """Return a name without what FSDP1, activation checkpointing and torch.compile add to it."""
+    """Return a name without the prefixes of FSDP1, activation checkpointing and torch.compile."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

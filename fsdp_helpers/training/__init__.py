@@ -1,1 +1,1 @@
-"""A run: its rank function, its loop, what observes it, and what starts it."""
+"""A run: its start, its rank function, its loop, and its observers."""

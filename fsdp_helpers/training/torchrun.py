@@ -1,4 +1,4 @@
-"""The environment that torchrun gives a rank, and what is wrong with one, in one line. No torch import."""
+"""The environment that torchrun gives a rank, and one-line errors about a wrong one. No torch import."""
 
 import ctypes
 import os
@@ -29,10 +29,10 @@ def started_as_rank() -> bool:
 
 
 def end_with_agent() -> None:
-    """Have Linux kill this rank if its torchrun is killed: it would train on, beside the ranks of the next start.
+    """Have Linux kill this rank if its torchrun is killed; otherwise it would train on during the next run.
 
     An agent that was killed before this call, while Python began, stays unnoticed. Then the lock on the folder of
-    checkpoints keeps the next start from writing beside this one.
+    checkpoints keeps the next start from writing at the same time.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         agent = os.getppid()
@@ -93,7 +93,7 @@ def _check_restarts() -> None:
 
 
 def speaks() -> bool:
-    """Return True if this process reports bad input: the only one does, and rank 0 of several."""
+    """Return True if this process should report bad input: a single process does and, of several, rank 0."""
     return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
 
 

@@ -438,7 +438,7 @@ class TokenLoss(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
-        """All are (rows, length); a position of 0 begins a new document. Without targets: the last hidden states."""
+        """Return the summed loss or, without targets, the last hidden states. Inputs are (rows, length); a position of 0 begins a new document."""
         output = self.model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
         hidden = output.last_hidden_state
         if targets is None:
@@ -981,7 +981,7 @@ def write_note(note: dict, run: Path) -> None:
 
 
 def describe(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device) -> None:
-    """Print what is about to run."""
+    """Print a summary of the run before it starts."""
     own = [(one.to_local(), one.requires_grad) for one in loss.parameters()]
     own_bytes = sum(shard.nbytes + trained * 3 * shard.nbytes for shard, trained in own)
     num_all = sum(one.numel() for one in loss.parameters())
@@ -1067,7 +1067,7 @@ if __name__ == "__main__":
     except (OSError, SafetensorError) as error:  # only this rank has the error, so it prints it
         place = getattr(error, "filename", None) or chosen_arguments.out
         cause = getattr(error, "strerror", None) or error
-        sys.exit(f"finetune_hf.py: {cause} ({place}); what was saved is kept")
+        sys.exit(f"finetune_hf.py: {cause} ({place}); everything saved so far is kept")
     except RuntimeError as error:
         if "by peer" not in str(error):
             raise

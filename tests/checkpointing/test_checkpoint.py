@@ -7,6 +7,7 @@ import warnings
 import checkpoint_workers as workers
 import pytest
 import torch
+from runs import mostly_long
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
@@ -356,7 +357,7 @@ def test_on_as_many_ranks_it_is_the_same_run(name, saved_by_three):
         assert resumed == undisturbed
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", mostly_long([2, 1]))
 def test_on_other_ranks_and_under_another_strategy(world_size, saved_by_three):
     folder, _ = saved_by_three
     found = launch(workers.load_crosswise, folder, STRATEGIES, world_size=world_size, device="cpu", timeout_s=240)[0]

@@ -35,6 +35,11 @@ def save(folder, step, content=b"12345"):
     return commit(unfinished, step=step, **DESCRIPTION)
 
 
+def rewrite(path, **changes) -> None:
+    description = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps(description | changes))
+
+
 def names(folder) -> list[str]:
     return sorted(os.listdir(folder))
 
@@ -148,6 +153,11 @@ def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
         (lambda path: (path / "checkpoint.json").write_text('{"format": 3}'), "has format 3, .* reads formats up to 2"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": "1"}'), "has format 1, .* update fsdp_helpers"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
+        (lambda path: (path / "checkpoint.json").write_text("[1]"), "it has no readable checkpoint.json"),
+        (lambda path: rewrite(path, color="red"), "checkpoint.json is damaged"),
+        (lambda path: rewrite(path, files=[]), "checkpoint.json is damaged"),
+        (lambda path: rewrite(path, step=None), "checkpoint.json is damaged"),
+        (lambda path: rewrite(path, settings=[]), "checkpoint.json is damaged"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_name(spoil, message, tmp_path):

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import workers_for_tests as workers
+from pretrained import load_hugging_face, read_config
 from programs import Killed
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face, read_config, save_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama, llama_from_config
@@ -32,7 +33,8 @@ def exported(tmp_path_factory):
         config = TrainConfig(
             strategy=strategy, api=api, export=str(out), sample="x" if not number else None, **SETTINGS
         )
-        record = launch(workers.train_worker, config, world_size=world_size, device="cpu")[0]
+        worker = (workers.with_constants, "fsdp_helpers.training.worker", {"SAMPLE_BYTES": 8}, workers.train_worker)
+        record = launch(*worker, config, world_size=world_size, device="cpu")[0]
         runs.append((record, out))
     return runs
 
@@ -41,7 +43,7 @@ def test_every_strategy_learns_the_same_and_writes_it(exported):
     (first, folder), *others = exported
     values = read_all(folder)
     assert len(first.step_losses) == 3 and first.step_losses[-1] < first.step_losses[0] - 0.4  # it learns
-    assert first.sample.startswith("x") and len(first.sample) > 100
+    assert first.sample.startswith("x") and len(first.sample) > 1
     for record, other in others:
         assert record.step_losses == pytest.approx(first.step_losses, abs=1e-4)
         assert (record.data_source, record.epochs[0].test_images) == (first.data_source, 4 * BYTE_LLAMA.context)
@@ -75,17 +77,6 @@ def test_ranks_read_their_own_rows(exported):
     for differences, shard_values in found:
         assert differences == []
         assert shard_values < 1_214_080 / 3 + 5_000  # rows are cut evenly, but for the last rank's
-
-
-def test_files_that_do_not_fit(exported, tmp_path):
-    _, folder = exported[0]
-    values = read_all(folder)
-    values.pop("model.norm.weight")
-    save_file(values, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="doesn't match the model: .*model.norm.weight"):
-        load_hugging_face(Llama(BYTE_LLAMA), tmp_path)
-    with pytest.raises(CheckpointError, match="config.json cannot be read .* give the folder of a Hugging Face model"):
-        read_config(tmp_path)
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):

@@ -40,8 +40,8 @@ RUNS = [
     ("fsdp-auto-wrap", "fsdp2", 3),
     ("fsdp-offload", "fsdp2", 2),
 ]
-# 197 images in batches of 24: 8 steps an epoch, 5 images left out. Epochs end after steps 8 and 16.
-SETTINGS = {"global_batch_size": 24, "train_images": 197, "test_images": 12, "epochs": 3}
+# 101 images in batches of 24: 4 steps an epoch, 5 images left out. Epochs end after steps 4 and 8.
+SETTINGS = {"global_batch_size": 24, "train_images": 101, "test_images": 12, "epochs": 3}
 # 4 checkpoints in 8 steps, across the end of an epoch of 5
 SHORT = {
     "model": "simple",
@@ -86,7 +86,7 @@ def train_in_turn(world_size: int, *settings: dict) -> list[RunRecord]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("strategy, api, world_size", mostly_long(RUNS, telling=(3, 6)))
-def test_ten_steps_and_ten_more_are_twenty(strategy, api, world_size, no_mnist, tmp_path):
+def test_five_steps_and_five_more_are_ten(strategy, api, world_size, no_mnist, tmp_path):
     """With dropout on, to the last bit: the losses, the evaluations and the state in the end.
 
     Before the second half the same ranks make the undisturbed run, so what they have drawn by then helps nobody.
@@ -95,23 +95,23 @@ def test_ten_steps_and_ten_more_are_twenty(strategy, api, world_size, no_mnist, 
     halves = settings | {"checkpoint_dir": str(tmp_path / "two")}
     first, undisturbed, second = train_in_turn(
         world_size,
-        halves | {"max_steps": 10, "checkpoint_every": 3},
-        settings | {"max_steps": 20, "checkpoint_dir": str(tmp_path / "one")},
-        halves | {"max_steps": 20, "resume": True},
+        halves | {"max_steps": 5, "checkpoint_every": 2},
+        settings | {"max_steps": 10, "checkpoint_dir": str(tmp_path / "one")},
+        halves | {"max_steps": 10, "resume": True},
     )
-    assert (find_steps(tmp_path / "one"), find_steps(tmp_path / "two")) == ([20], [3, 6, 9, 10, 20])
-    assert (first.first_step, second.first_step) == (0, 10)
+    assert (find_steps(tmp_path / "one"), find_steps(tmp_path / "two")) == ([10], [2, 4, 5, 10])
+    assert (first.first_step, second.first_step) == (0, 5)
     assert first.step_losses + second.step_losses == undisturbed.step_losses
-    assert len(undisturbed.step_losses) == 20
+    assert len(undisturbed.step_losses) == 10
     assert first.ranks == undisturbed.ranks  # saving adds to no bytes held, no peak and no collectives of a step
 
-    # Epoch 1 ended in the first run, epoch 2 was cut in two after 2 of its steps, epoch 3 has the last 4 steps.
+    # Epoch 1 ended in the first run, epoch 2 was cut in two after 1 of its steps, epoch 3 has the last 2 steps.
     assert [epoch.epoch for epoch in first.epochs] == [1, 2]
-    assert [(epoch.epoch, epoch.train_images) for epoch in second.epochs] == [(2, 6 * 24), (3, 4 * 24)]
+    assert [(epoch.epoch, epoch.train_images) for epoch in second.epochs] == [(2, 3 * 24), (3, 2 * 24)]
     assert evaluation(first.epochs[0]) == evaluation(undisturbed.epochs[0])
     assert [*map(evaluation, second.epochs)] == [*map(evaluation, undisturbed.epochs[1:])]
 
-    states = [read_state(tmp_path / run / checkpoint_name(20)) for run in ("one", "two")]
+    states = [read_state(tmp_path / run / checkpoint_name(10)) for run in ("one", "two")]
     assert workers.differences(*states) == []
     assert [f"extra.random-state-{rank}" in states[0] for rank in range(world_size + 1)] == [True] * world_size + [
         False
@@ -125,16 +125,16 @@ def evaluation(epoch):
 @pytest.mark.parametrize("saver", [pytest.param(RUNS[1], marks=pytest.mark.long), RUNS[4]])
 def test_a_run_goes_on_on_other_ranks_and_under_another_strategy(saver, no_mnist, tmp_path):
     """To one process and to the other API; that the same API loads on fewer ranks is test_state's."""
-    settings = {"data_dir": no_mnist, "dropout": False, "max_steps": 20} | SETTINGS
+    settings = {"data_dir": no_mnist, "dropout": False, "max_steps": 10} | SETTINGS
     strategy, api, world_size = saver
     whole = settings | {"strategy": strategy, "api": api}
     saved = tmp_path / "saved"
-    _, undisturbed = train_in_turn(world_size, whole | {"checkpoint_dir": str(saved), "max_steps": 10}, whole)
+    _, undisturbed = train_in_turn(world_size, whole | {"checkpoint_dir": str(saved), "max_steps": 5}, whole)
     for strategy, api, world_size in [("local", "fsdp2", 1), ("fsdp", "fsdp2", 2)]:
         folder = shutil.copytree(saved, tmp_path / f"{strategy}-{world_size}")
         resumed = train(strategy, world_size, api=api, checkpoint_dir=str(folder), resume=True, **settings)[0]
-        assert resumed.first_step == 10
-        assert resumed.step_losses == pytest.approx(undisturbed.step_losses[10:], abs=1e-5)
+        assert resumed.first_step == 5
+        assert resumed.step_losses == pytest.approx(undisturbed.step_losses[5:], abs=1e-5)
         assert resumed.epochs[-1].test_loss == pytest.approx(undisturbed.epochs[-1].test_loss, abs=1e-5)
 
 
@@ -294,7 +294,7 @@ def test_there_are_many_moments_to_be_killed_at(moments):
 
 
 @pytest.mark.parametrize(
-    "everyone, part", mostly_long([(part % 2 == 1, part // 2) for part in range(26)], telling=(8, 19))
+    "everyone, part", mostly_long([(part % 2 == 1, part // 2) for part in range(26)], telling=(19,))
 )
 def test_killed_on_rank_0(everyone, part, moments, saving_config, undisturbed, tmp_path):
     """At 26 moments from the first to the last: rank 0 alone at every other one, all ranks at those in between."""
@@ -411,9 +411,7 @@ def test_all_ranks_stop_after_the_same_step_when_one_is_asked(asked, saving_conf
 
 
 # Rank 0 alone writes the description, and has to hear that the other could not write its shards.
-@pytest.mark.parametrize(
-    "full_on, part", mostly_long([(0, "shards"), (1, "shards"), (0, "description")], telling=(1, 2))
-)
+@pytest.mark.parametrize("full_on, part", mostly_long([(0, "shards"), (1, "shards"), (0, "description")], telling=(2,)))
 def test_a_disk_that_fills_up(full_on, part, saving_config, undisturbed, tmp_path):
     """The third checkpoint, of step 6, does not fit: on one rank a file cannot grow any more."""
     folder = tmp_path / "run"
@@ -494,38 +492,18 @@ def resume(folder: Path, no_mnist: str, *more, **settings) -> int:
     return main_in_process(*arguments(SHORT | {"data_dir": no_mnist, "checkpoint_dir": folder} | settings, *more))
 
 
-def rewrite(path: Path, **changes) -> None:
-    description = json.loads((path / "checkpoint.json").read_text())
-    (path / "checkpoint.json").write_text(json.dumps(description | changes))
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
 def garble(path: Path) -> None:
     """Other bytes, as many."""
     path.write_bytes(b"garbage " * (path.stat().st_size // 8) + b"!" * (path.stat().st_size % 8))
 
 
-DAMAGES = {
+DAMAGES = {  # test_folder.py has the others
     "missing shards": (
         lambda path: (path / "__1_0.distcp").unlink(),
         "__1_0.distcp is missing. Put it back, or delete step-00000004 to continue from step-00000002",
     ),
-    "truncated shards": (lambda path: truncate(path / "__1_0.distcp"), "__1_0.distcp is damaged"),
-    "missing index": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
-    "truncated index": (lambda path: truncate(path / ".metadata"), ".metadata is damaged"),
     "garbage index": (lambda path: garble(path / ".metadata"), ".metadata is not the index"),
-    "no description": (lambda path: (path / "checkpoint.json").unlink(), "no readable checkpoint.json"),
-    "half a description": (lambda path: truncate(path / "checkpoint.json"), "no readable checkpoint.json"),
     "garbage description": (lambda path: garble(path / "checkpoint.json"), "no readable checkpoint.json"),
-    "a list": (lambda path: (path / "checkpoint.json").write_text("[1]"), "no readable checkpoint.json"),
-    "more than known": (lambda path: rewrite(path, color="red"), "checkpoint.json is damaged"),
-    "files unnamed": (lambda path: rewrite(path, files=[]), "checkpoint.json is damaged"),
-    "a newer format": (lambda path: rewrite(path, format=3), "reads formats up to 2; update fsdp_helpers"),
-    "no step": (lambda path: rewrite(path, step=None), "checkpoint.json is damaged"),
-    "settings unnamed": (lambda path: rewrite(path, settings=[]), "checkpoint.json is damaged"),
 }
 
 

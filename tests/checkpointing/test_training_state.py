@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from runs import mostly_long
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from workers_for_tests import call_each
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.consolidate import consolidate
@@ -26,7 +27,7 @@ from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launch import launch
 
 CONFIGS = {
-    f"{strategy} {api}": TrainConfig(strategy=strategy, api=api)
+    f"{strategy} {api}": TrainConfig(model="simple", strategy=strategy, api=api)
     for strategy, api in [
         ("ddp", "fsdp2"),
         ("fsdp", "fsdp1"),
@@ -35,11 +36,14 @@ CONFIGS = {
         ("fsdp-auto-wrap", "fsdp2"),
     ]
 }
-HYBRID = {f"hybrid {api}": TrainConfig(strategy="fsdp", api=api, sharding="hybrid") for api in ("fsdp1", "fsdp2")}
-OFFLOAD = {"offload fsdp2": TrainConfig(strategy="fsdp-offload", api="fsdp2")}
+HYBRID = {
+    f"hybrid {api}": TrainConfig(model="simple", strategy="fsdp", api=api, sharding="hybrid")
+    for api in ("fsdp1", "fsdp2")
+}
+OFFLOAD = {"offload fsdp2": TrainConfig(model="simple", strategy="fsdp-offload", api="fsdp2")}
 SAVED = CONFIGS | HYBRID | OFFLOAD
-# ShallowNet has 4 layers with a weight and a bias each: 8 parameters, and for each 2 moments and a step counter
-NUM_PARAMETERS, NUM_TENSORS = 8, 8 * 4
+# SimpleCNN has 3 layers with a weight and a bias each: 6 parameters, and for each 2 moments and a step counter
+NUM_PARAMETERS, NUM_TENSORS = 6, 6 * 4
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +107,10 @@ def test_a_parameter_with_fewer_rows_than_ranks(tmp_path):
     """
     configs = {api: TrainConfig(model="vit", strategy="fsdp-auto-wrap", api=api) for api in ("fsdp1", "fsdp2")}
     on_ranks(workers.save_under_each, tmp_path, configs, world_size=3)
-    found = on_ranks(workers.load_crosswise_under_each, tmp_path, configs, world_size=2)[0]
-    for before, after in found.values():
+    loads = [(workers.load_each, tmp_path, ["fsdp1"], configs["fsdp2"])]
+    loads += [(workers.load_each, tmp_path, ["fsdp2"], configs["fsdp1"])]
+    fsdp1, fsdp2 = on_ranks(call_each, loads, world_size=2)[0]
+    for before, after in (fsdp1 | fsdp2).values():
         assert "model.positions" in before
         assert after == []
 
@@ -112,7 +118,7 @@ def test_a_parameter_with_fewer_rows_than_ranks(tmp_path):
 def check_one_file(path, expected):
     """A plain module takes its parameters as they are, and every moment is there."""
     content = torch.load(path, weights_only=True)
-    model = build_model("shallow")
+    model = build_model("simple")
     model.load_state_dict(content["model"], strict=True)
     for parameter, tensor in model.named_parameters():
         assert torch.equal(tensor, expected[f"model.{parameter}"])
@@ -129,7 +135,7 @@ def test_the_one_file_loads_in_a_plain_module(name, saved):
 @pytest.mark.parametrize("name", ["fsdp-auto-wrap fsdp1", "fsdp-auto-wrap fsdp2"])
 def test_a_plain_process_loads_and_saves(name, saved, tmp_path):
     expected = read_expected(saved, name)
-    config = TrainConfig(strategy="local")
+    config = TrainConfig(model="simple", strategy="local")
     for path in (saved / name, tmp_path / "again"):
         model, optimizer = workers.build(config, seed=2)
         assert workers.differences(workers.whole_state(model, optimizer), expected) != []
@@ -204,12 +210,12 @@ def describe_anew(path):
 
 def load_it(path):
     describe_anew(path)
-    load(path, *workers.build(TrainConfig(strategy="local"), seed=2))
+    load(path, *workers.build(TrainConfig(model="simple", strategy="local"), seed=2))
 
 
 def load_trusting(path):
     """As torch itself loads, with a reader that believes the index."""
-    model, _ = workers.build(TrainConfig(strategy="local"), seed=2)
+    model, _ = workers.build(TrainConfig(model="simple", strategy="local"), seed=2)
     with warnings.catch_warnings(action="ignore"):
         dcp.load({"model": model.state_dict()}, storage_reader=dcp.FileSystemReader(path))
 
@@ -257,10 +263,10 @@ def put_in_place_of(path, name, content: bytes, as_bytes: bool):
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_entry_that_is_no_tensor_is_refused(which, victim):
     path, mark = victim
-    put_in_place_of(path, "model.fc2.bias", saved_by_torch(evils(mark)[which]), as_bytes=True)
+    put_in_place_of(path, "model.layers.7.bias", saved_by_torch(evils(mark)[which]), as_bytes=True)
     load_trusting(path)
     assert ran(mark)
-    with pytest.raises(CheckpointError, match=r"lists 'model\.fc2\.bias', which is not a tensor"):
+    with pytest.raises(CheckpointError, match=r"lists 'model\.layers\.7\.bias', which is not a tensor"):
         load_it(path)
     assert not ran(mark)
 
@@ -271,7 +277,7 @@ def test_a_shard_that_calls_a_function_is_refused(which, victim):
     content = saved_by_torch(evils(mark)[which])
     torch.load(io.BytesIO(content), weights_only=False)
     assert ran(mark)
-    put_in_place_of(path, "model.fc2.bias", content, as_bytes=False)
+    put_in_place_of(path, "model.layers.7.bias", content, as_bytes=False)
     with pytest.raises(CheckpointError, match="checkpoint"):
         load_it(path)
     assert not ran(mark)

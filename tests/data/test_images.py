@@ -4,8 +4,6 @@ import hashlib
 import http.server
 import os
 import struct
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -312,20 +310,19 @@ def test_changed_file_of_the_right_size_is_named(small_mnist):
         prepare_data(small_mnist)
 
 
-def test_read_only_folder_without_mnist(tmp_path):
+def test_read_only_folder_without_mnist(tmp_path, monkeypatch):
     # Root may write anywhere, so the attempt is made as nobody, who may look into this one folder.
-    code = (
-        "import os; from fsdp_helpers.data.images import prepare_data; from fsdp_helpers.data.mnist import DataError\n"
-        "if os.geteuid() == 0: os.seteuid(65534)\n"
-        "try: prepare_data('data')\n"
-        "except DataError as error: print(error)"
-    )
+    before = os.geteuid()
+    monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o555)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
-    )
-    tmp_path.chmod(0o755)
-    assert "isn't writable (Permission denied). Choose another with --data-dir" in done.stdout, done.stderr
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(DataError, match=r"isn't writable \(Permission denied\). Choose another with --data-dir"):
+            prepare_data("data")
+    finally:
+        os.seteuid(before)
+        tmp_path.chmod(0o755)
     assert left_over(tmp_path) == []
 
 

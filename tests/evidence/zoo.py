@@ -1,4 +1,4 @@
-"""Models that the planner wasn't made for, each small, with its units, a batch and a loss; and what ranks run of them."""
+"""Models that the planner wasn't made for, each small, with its units, a batch and a loss."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.rank_of_n import RankOfN, distribute_model, trace_steps
 from fsdp_helpers.models.llama import Llama, summed_loss
 from fsdp_helpers.models.shapes import LlamaShape
 
@@ -486,19 +484,3 @@ ZOO = {
     ),
     "latents": Animal(build=Latents, units=("look", *blocks(("think", 2))), batch=features, loss=mean),
 }
-
-
-def measure_zoo(rank: int, world_size: int, cases: list[tuple[str, dict]]) -> list[RankOfN]:
-    """Measure each case, one after the other, in whatever group this rank is."""
-    found = []
-    for name, changes in cases:
-        animal, config = ZOO[name], TrainConfig(**changes)
-        torch.manual_seed(0)  # experts are chosen by what is drawn
-        batch = animal.batch()
-        found.append(
-            trace_steps(
-                lambda animal=animal, config=config: distribute_model(animal.build(), config, animal.units),
-                lambda model, animal=animal, batch=batch: animal.loss(model, batch),
-            )
-        )
-    return found

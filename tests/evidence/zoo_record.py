@@ -12,9 +12,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from zoo import ZOO, measure_zoo
+from zoo import ZOO
+from zoo_ranks import ANIMALS, measure_zoo
 
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.measuring.memory import one_thread
 from fsdp_helpers.measuring.prediction_errors import ErrorRow, Run, error_row, read_errors
 from fsdp_helpers.measuring.step_profile import measure_step
 from fsdp_helpers.planning.profile import StepProfile
@@ -39,15 +41,16 @@ RUNS = [Run(name, way, ranks, True) for ranks in REAL_RANKS for name, way in ALL
 
 @cache
 def zoo_profile(name: str, checkpointing: str, precision: str, api: str) -> StepProfile:
-    animal = ZOO[name]
+    animal = ANIMALS[name]
     torch.manual_seed(0)
     model, batch = animal.build(), animal.batch()
     if checkpointing != "none":
         model = checkpoint_activations(model, animal.units, checkpointing)
     flat_units = animal.units if api == "fsdp1" else None
-    return measure_step(
-        model, lambda: animal.loss(model, batch), animal.units, flat_units=flat_units, precision=precision
-    )
+    with one_thread():  # as the ranks have
+        return measure_step(
+            model, lambda: animal.loss(model, batch), animal.units, flat_units=flat_units, precision=precision
+        )
 
 
 def measure_cases(cases: list[tuple[str, str]], ranks: int) -> list[ErrorRow]:
@@ -63,7 +66,7 @@ def measure_cases(cases: list[tuple[str, str]], ranks: int) -> list[ErrorRow]:
     for (name, way), measured in zip(cases, found, strict=True):
         config = TrainConfig(**(WAYS | BESIDES)[way])
         profile = zoo_profile(name, config.activation_checkpointing, config.precision, config.api)
-        rows.append(error_row(Run(name, way, ranks, True), config, profile, ZOO[name].units, measured))
+        rows.append(error_row(Run(name, way, ranks, True), config, profile, ANIMALS[name].units, measured))
         ratio = rows[-1].peak_bytes / rows[-1].predicted_bytes
         print(f"{ranks} ranks, {name}, {way}: {ratio:.4f}, {rows[-1].when}, exact: {rows[-1].is_exact}", flush=True)
     return rows

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers_for_tests as workers
+from runs import mostly_long
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring import collectives
@@ -16,7 +17,7 @@ from fsdp_helpers.records import Collective, CollectiveCount
 from fsdp_helpers.training.worker import train_worker
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", mostly_long([3, 2, 4]))
 def test_every_collective_is_counted_with_its_full_bytes_and_what_the_rank_sends(world_size):
     # 4 bytes a value, N ranks. Full tensors: all_reduce of 3 and of 7 values, 40 bytes in all, to be sent at
     # 2 (N - 1) / N of each: 12 + 28 = 40 for N = 2, 16 + 37.3 = 53 for N = 3, 18 + 42 = 60 for N = 4

@@ -247,9 +247,13 @@ class Chapter:
             ids.append(cell_id)
         return ids
 
-    def run_ranks_cells_twice(self) -> None:
-        """Run every cell for ranks above the exercises twice in a row, and keep what both runs show in `twice`."""
-        self.twice = {cell_id: (self.run(cell_id), self.run(cell_id)) for cell_id in self.ranks_cells()}
+    def run_twice(self, cell_ids: list[str]) -> None:
+        """Run each cell twice in a row, and keep what both runs show in `twice`."""
+        self.twice = {cell_id: (self.run(cell_id), self.run(cell_id)) for cell_id in cell_ids}
+
+    def others(self) -> list[str]:
+        """The ids of the cells that showed something else the second time."""
+        return [cell_id for cell_id, (first, second) in self.twice.items() if first != second]
 
     def ranks_cells(self) -> list[str]:
         return [cell.id for cell in code_cells(body(self.notebook)) if is_for_ranks(cell)]

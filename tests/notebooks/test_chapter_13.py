@@ -59,6 +59,7 @@ def test_a_buffer_that_is_never_filled(chapter):
     assert chapter.value("difference") == 0
 
 
+@pytest.mark.long
 def test_a_head_of_its_own_is_gathered_for_every_chunk(chapter):
     chapter.run_all(["logits", "step-peaks", "head-unit"])
     gathers = chapter.value("ranks['gathers'][0]")
@@ -66,6 +67,7 @@ def test_a_head_of_its_own_is_gathered_for_every_chunk(chapter):
     assert gathers["head a unit"][1] > gathers["head a unit"][0] + 3
 
 
+@pytest.mark.long
 def test_a_root_that_reshards_after_forward_is_gathered_once_more_in_every_step(chapter):
     chapter.run_all(["logits", "step-peaks", "head-unit", "adapters", "adapters-start", "adapters-train", "generate"])
     counts = "[ranks['gathers_before'], ranks['gathers_after']]"
@@ -84,10 +86,10 @@ def test_without_the_reader_the_shards_have_no_values(chapter):
     assert chapter.value("difference") == 0
 
 
+@pytest.mark.long
 def test_every_cell_for_the_ranks_says_the_same_again(chapter):
-    chapter.run_ranks_cells_twice()
-    others = [cell_id for cell_id, (first, second) in chapter.twice.items() if first != second]
-    assert others == ["adapters-train"]  # it trains on; after a new start it says the same
+    chapter.run_twice(chapter.ranks_cells())
+    assert chapter.others() == ["adapters-train"]  # it trains on; after a new start it says the same
     chapter.run("adapters-start")
     assert chapter.run("adapters-train") == chapter.twice["adapters-train"][0]
     assert len(chapter.twice) > 12

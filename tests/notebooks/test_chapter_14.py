@@ -7,9 +7,9 @@ MOVED = ["fsdp2-shard", "fsdp2-step", "fsdp2-evaluate", "fsdp2-loop", "read-ddp"
 GO_ON = """
 import importlib, fsdp2_job
 importlib.reload(fsdp2_job)
-moves = from_ddp.Job(last_step=LAST_STEP, resume_from=moving_file, seed=1)
+moves = moved_job.Job(last_step=LAST_STEP, resume_from=moving_file, seed=1)
 found = launch(fsdp2_job.train_fsdp2, moves, world_size=NUM_RANKS, device="cpu", progress=False)[0]
-differ = from_ddp.differences(baseline, found)
+differ = moved_job.differences(baseline, found)
 """
 
 
@@ -45,6 +45,7 @@ def test_a_line_left_out(chapter, cell, line, instead, differs):
     assert go_on(chapter, {cell: (line, instead)})[differs] > 1e-3
 
 
+@pytest.mark.long
 def test_a_schedule_that_is_built_after_the_load_starts_each_rank_at_its_own_rate(chapter):
     built = "    schedule = common.make_schedule(optimizer)\n"
     start = '    start = {"step": 0, "schedule": schedule.state_dict()}\n'
@@ -70,6 +71,7 @@ def test_an_average_that_stays_unsharded_is_not_updated(chapter):
         go_on(chapter, {"fsdp2-evaluate": ("    average.reshard()", "    pass")})
 
 
+@pytest.mark.long
 def test_without_fully_shard_a_rank_keeps_everything(chapter):
     go_on(chapter)
     shards, everything = chapter.value("(found.parameter_bytes, baseline.parameter_bytes)")
@@ -87,6 +89,7 @@ def test_without_ddp_there_is_nothing_to_unwrap(chapter):
     chapter.run_all(["ddp-step", "ddp-loop", "ddp-file"])
 
 
+@pytest.mark.long
 def test_a_cell_for_the_ranks_says_the_same_again(chapter):
     chapter.run("tied-ranks")
     assert chapter.run("tied-cell") == chapter.run("tied-cell")

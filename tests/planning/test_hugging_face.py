@@ -132,7 +132,7 @@ WRONG = [
     ({"model_type": "bert"}, "model_type 'bert' is not one of llama, mistral"),
     ({"model_type": "bert"}, "own_plan.plan_model plans any model"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be 1 or more"),
-    ({"vocab_size": "many"}, "no whole number vocab_size"),
+    ({"vocab_size": "many"}, "no whole number for vocab_size"),
     ({"hidden_size": True}, "no whole number for hidden_size"),
     ({"num_attention_heads": 25}, "num_attention_heads 25 doesn't divide hidden_size 3072"),
     ({"num_key_value_heads": 7}, "num_key_value_heads 7 doesn't divide num_attention_heads 24"),
@@ -146,8 +146,8 @@ WRONG = [
     ),
     ({"quantization_config": "4bit"}, "quantization_config '4bit'"),
     (ROUTED | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8"),
-    (ROUTED | {"num_experts": None}, "no whole number num_experts"),
-    ({"model_type": "deepseek_v3"}, "no whole number n_routed_experts"),
+    (ROUTED | {"num_experts": None}, "no whole number for num_experts"),
+    ({"model_type": "deepseek_v3"}, "no whole number for n_routed_experts"),
     ({"model_type": "gpt2", "n_head": 7}, "num_attention_heads 7 doesn't divide hidden_size 768"),
 ]
 

@@ -60,6 +60,7 @@ def numbers(plan: dict) -> dict[str, float]:
     )
 
 
+@pytest.mark.long
 def test_three_ways_to_say_it_give_one_plan(tmp_path):
     """How long the factory takes depends on the processor, so that it is printed only (`pytest -s`)."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -31,10 +31,12 @@ def check(rows: list[ErrorRow]) -> None:
     assert min(row.error for row in rows) > -0.01
 
 
+@pytest.mark.long
 def test_the_zoo_on_two_ranks():
     check(measure_cases(FAST, 2))
 
 
+@pytest.mark.long
 def test_one_rank_of_fsdp1_has_a_copy_in_bf16():
     """Nothing is sharded, and still each unit is cast, and its gradient cast back."""
     check(measure_cases([(name, "FSDP1 bf16") for name in ("Llama", "latents", "nested")], 1))

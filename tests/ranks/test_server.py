@@ -73,6 +73,7 @@ def work(rank, world_size):
 """
 
 
+@pytest.mark.long
 def test_a_python_with_settings_of_its_own(tmp_path):
     """A worker that `%%writefile` put beside the notebook, and the reader's allocator settings.
 

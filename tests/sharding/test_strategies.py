@@ -28,13 +28,13 @@ SHARDED = [pair for pair in PAIRS if pair != ("fsdp-offload", "fsdp1")]  # which
 ONE_UNIT, AUTO_WRAP = SHARDED[:2], SHARDED[2:4]
 # Two ranks with 32 images each: enough that activations count. The others are here for their losses.
 BATCH_SIZES = {1: 64, 2: 64, 3: 24, 4: 24}
-# Enough for a steady step. Two and three ranks train 8 steps for their losses; a second run would be no quicker.
-FEW_STEPS = {1: {"max_steps": 4}, 2: {}, 3: {}, 4: {"max_steps": 4}}
+# Enough for a steady step. Two and three ranks train some more for their losses; a second run would be no quicker.
+FEW_STEPS = {1: {"max_steps": 3}, 2: {}, 3: {}, 4: {"max_steps": 3}}
 
 
 FOUR = ONE_UNIT + AUTO_WRAP
 WAYS = {1: [], 2: SHARDED, 3: FOUR, 4: []}  # by number of ranks: what several tests look at, beside DDP
-LEARNING = 20  # steps, after which the loss is half of what it was
+LEARNING = 8  # steps, after which the loss is clearly less than it was
 VIT = {"model": "vit", "max_steps": 2, "global_batch_size": 4}
 VIT_IN_LAYERS = {"model": "vit", "max_steps": 1, "global_batch_size": 4, "min_num_params": 16_000}
 ONE_LOOKS_AT = {
@@ -55,7 +55,7 @@ ONE_LOOKS_AT = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs on the digits."""
-    always = {"test_images": 12, "max_steps": 8, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
+    always = {"test_images": 12, "max_steps": 5, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
     planned = [
         (size, {"global_batch_size": BATCH_SIZES[size]} | FEW_STEPS[size] | settings)
         for size, ways in WAYS.items()
@@ -94,7 +94,7 @@ def peak(record: RunRecord) -> int:
 )
 def test_equals_ddp_step_by_step(strategy, api, world_size, run):
     ddp, sharded = run("ddp", world_size=world_size), run(strategy, api, world_size)
-    assert len(sharded.step_losses) == 8
+    assert len(sharded.step_losses) == 5
     assert sharded.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
     assert sharded.epochs[0].test_loss == pytest.approx(ddp.epochs[0].test_loss, abs=1e-4)
 
@@ -104,7 +104,7 @@ def test_equals_local_without_dropout(strategy, api, run):
     local = run("local", world_size=1, dropout=False, max_steps=LEARNING)
     sharded = run(strategy, api, dropout=False, max_steps=LEARNING)
     assert sharded.step_losses == pytest.approx(local.step_losses, abs=1e-4)
-    assert local.step_losses[-1] < 0.5 * local.step_losses[0]  # it learns
+    assert local.step_losses[-1] < 0.9 * local.step_losses[0]  # it learns
 
 
 @pytest.mark.parametrize("strategy, api", mostly_long(ONE_UNIT + AUTO_WRAP, telling=()))

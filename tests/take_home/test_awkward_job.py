@@ -6,7 +6,7 @@ from awkward_job import train_ddp, train_fsdp2
 
 from fsdp_helpers.ranks.launch import RankError, launch
 
-SAVED_AT, KILLED_AT, LAST_STEP = 4, 9, 20  # steps; the checkpoint before the kill, of step 6, has no moments of `late`
+SAVED_AT, KILLED_AT, LAST_STEP = 4, 9, 12  # steps; the checkpoint before the kill, of step 6, has no moments of `late`
 
 
 def on_ranks(worker, world_size: int, *arguments) -> list:

@@ -104,6 +104,7 @@ def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[in
     return done
 
 
+@pytest.mark.long
 def test_a_kill_during_a_save_loses_only_the_steps_since_the_one_before(tmp_path):
     done = kill_during_saves(tmp_path, last_step=32, kills=1)
     undisturbed = train_undisturbed("checkpoint.py", 32)  # in one process, which adds up in another order

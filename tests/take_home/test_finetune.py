@@ -3,8 +3,8 @@
 import json
 import os
 import re
+import runpy
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pretrained import load_hugging_face, read_config
 from programs import Killed, has_ended, shares_a_lock, wait_until
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,7 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchrun_jobs import one_agent, torchrun_job, wait_for_output
 
-from fsdp_helpers.checkpointing.pretrained_folder import load_hugging_face, read_config, save_hugging_face
+from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.models.llama import IGNORED, Llama
 from fsdp_helpers.models.shapes import LlamaShape, RopeScaling, config_of_llama, llama_from_config
 from fsdp_helpers.ranks.launch import launch
@@ -216,12 +217,14 @@ def test_a_signal_ends_the_run_after_its_step(alone, monkeypatch, capsys):
     assert [path.name for path in run.glob("step-*")] == ["step-00000002"] and not (run / "model").exists()
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused():
-    command = [sys.executable, FOLDER / "finetune.py", "folder", "text", "run", "4"]
-    done = subprocess.run(command, env={**os.environ, "WORLD_SIZE": "5"}, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1 and done.stderr.startswith("5 ranks cannot share 24 documents evenly")
+def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "folder", "text", "run", "4"])
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(SystemExit, match="^5 ranks cannot share 24 documents evenly"):
+        runpy.run_path(FOLDER / "finetune.py", run_name="__main__")
 
 
+@pytest.mark.long
 def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
     arguments = [*alone[1], 1_000_000]
     program = [FOLDER / "finetune.py"]

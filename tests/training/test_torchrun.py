@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from programs import has_ended, wait_until
-from runs import check_json, main_in_process, mostly_long
+from runs import check_json, main_in_process
 from torchrun_jobs import (
     FRESH_STORE,
     SMALL,
@@ -55,9 +55,10 @@ def undisturbed(tmp_path_factory):
 # ---------------------------------------------------------------- who started it does not matter
 
 
+@pytest.mark.long  # 10 asserts the same of its own runs
 def test_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
-    """Twenty steps, to the last bit: each rank has as many threads as any other, half of this host's cores."""
-    arguments = [*SHARDED, "--max-steps", 20, "--json", tmp_path / "two.json"]
+    """Six steps, to the last bit: each rank has as many threads as any other, half of this host's cores."""
+    arguments = [*SHARDED, "--max-steps", 6, "--json", tmp_path / "two.json"]
     options = agents("2", free_port())
     with (
         torchrun_job(options, arguments, tmp_path, name="first") as first,
@@ -68,7 +69,7 @@ def test_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
     assert output.count("epoch 1:") == output.count("Data: ") == 1  # rank 0 alone speaks
     found = json.loads((tmp_path / "two.json").read_text())
     check_json(found)
-    assert found["step_losses"] == undisturbed(20) and found["world_size"] == len(found["ranks"]) == 2
+    assert found["step_losses"] == undisturbed(6) and found["world_size"] == len(found["ranks"]) == 2
 
 
 # ---------------------------------------------------------------- asked to end, killed, stopped
@@ -115,7 +116,8 @@ def test_ten_kills_at_random_steps(undisturbed, tmp_path):
         assert losses == expected[first_step:]
 
 
-@pytest.mark.parametrize("stopped, variables", mostly_long([(1, {}), (0, FRESH_STORE)]))
+@pytest.mark.long  # under the launcher test_roll_call.py has the same
+@pytest.mark.parametrize("stopped, variables", [(1, {}), (0, FRESH_STORE)])
 def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tmp_path):
     """Also rank 0, in whose process the store lives where each start has its own."""
     saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
@@ -163,6 +165,7 @@ def lose_a_machine(folder, *, holds_store: bool, num_nodes: str = "1:2", conf: s
         return stays.wait(), stays.output
 
 
+@pytest.mark.long
 def test_the_other_goes_on_alone_when_a_machine_is_lost(undisturbed, tmp_path):
     """The global batch is kept, so the losses are those of two ranks, up to the order of additions."""
     status, output = lose_a_machine(tmp_path, holds_store=False)

@@ -86,6 +86,7 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_started(script, tmp_path)
         xla.run_script("lesson", tmp_path, {}, timeout_s=2)  # conftest.py fails this test if a process is left
 
 
+@pytest.mark.long
 def test_a_script_ends_with_what_started_it(script, tmp_path):
     """A kernel that is killed has no time to tidy up; its scripts hear that it is gone."""
     scripts = PROJECT / "notebooks" / "xla"
@@ -117,6 +118,7 @@ def test_a_stuck_collective_is_explained():
     assert all(measure in advice for measure in ("lock", "PARAM_ALIASING", "pin_layout")) and "run it again" in advice
 
 
+@pytest.mark.long
 def test_an_interpreter_without_torch_xla_is_named_as_the_cause(tmp_path, monkeypatch):
     monkeypatch.setenv(xla.VARIABLE, sys.executable)  # this environment has none
     with pytest.raises(xla.XlaError, match="its Python has no torch_xla; `make xla` builds one that has"):

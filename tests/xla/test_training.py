@@ -197,6 +197,7 @@ def test_other_losses_are_refused():
         beside.check_losses({"a": [1.0]}, [1.0, 0.5])  # a step is missing
 
 
+@pytest.mark.long
 def test_a_transformers_rounding_stays_rounding(tmp_path, one_thread):
     """Attention in another order of sums parts the losses by 2.4e-07 here, and by 3e-05 with ReLU for GELU."""
     beside.write_inputs(tmp_path, steps=STEPS, batch=BATCH, models=["vit"])

@@ -31,7 +31,7 @@ def python_is_new_enough() -> Outcome:
 
 
 def versions_fit() -> Outcome:
-    """Compare what our package, torch and torchvision require with what's installed, and load torch and torchvision."""
+    """Check that the requirements of our package, torch and torchvision are installed, and load torch and torchvision."""
     problems = [problem for name in (OURS, *LOADED) for problem in unmet(name)]
     if problems:
         return Outcome(False, f"{'; '.join(problems)}; {INSTALL}")

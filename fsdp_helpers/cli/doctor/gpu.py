@@ -1,4 +1,4 @@
-"""What this machine's GPUs can do: `python -m fsdp_helpers doctor --gpu`, a table to paste into an issue.
+"""Checks of this machine's GPUs: `python -m fsdp_helpers doctor --gpu` prints a table to paste into an issue.
 
 Developers can also run `pytest -m gpu` in a clone.
 """

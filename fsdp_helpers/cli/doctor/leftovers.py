@@ -66,7 +66,7 @@ def is_orphan(process: Any) -> bool:
 
 
 def starts_ranks(process: Any) -> bool:
-    """Return True for torchrun, and for any Python: a kernel, a script."""
+    """Return True for torchrun, and for any Python process, such as a kernel or a script."""
     command = process.cmdline()
     return "python" in " ".join(command[:1]) or any(agent in word for word in command[:4] for agent in AGENTS)
 

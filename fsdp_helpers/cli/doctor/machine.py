@@ -28,7 +28,7 @@ def cores() -> Outcome:
 
 
 def memory() -> Outcome:
-    """Compare free memory with what the notebooks take."""
+    """Compare free memory with the notebooks' needs."""
     import psutil
 
     free = psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""Checks of how ranks find and reach each other: variables, names, interfaces, ports, and two ranks that communicate."""
+"""Checks of the way ranks find and reach each other: variables, names, interfaces, ports, and two ranks that communicate."""
 
 import os
 import socket

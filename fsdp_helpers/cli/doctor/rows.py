@@ -12,7 +12,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check in words. With a doubt it's a note, and the machine still passes."""
+    """The result of a check in words. With a doubt, it's a note, and the machine still passes."""
 
     passed: bool
     measured: str

@@ -17,7 +17,7 @@ FIRST = "00_start_here.ipynb"
 def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
     """Start JupyterLab on the notebooks, or on copies of them in `copies`; return when it has ended.
 
-    Raises ValueError if `copies` lies outside the project, which is the folder that JupyterLab shows.
+    Raises ValueError if `copies` is outside the project, which is the folder that JupyterLab shows.
     """
     folder = _folder_of(copies)
     if copies is not None:

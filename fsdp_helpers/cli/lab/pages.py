@@ -85,7 +85,7 @@ def code_colors() -> str:
 
 
 def link_to_pages(body: str, names: Collection[str], folders: Collection[str] = ()) -> str:
-    """Let links to notebooks and Markdown files lead to their pages, which are `names`.
+    """Point links to notebooks and Markdown files to their pages, which are `names`.
 
     Files in `folders`, which are next to the pages, stay linked; links to other files are removed.
     """

@@ -96,7 +96,7 @@ class FlatParameters:
             self._join_one_use(unit)
 
     def _join_one_use(self, unit: Unit) -> None:
-        """Join the gradients of one use. The profile has one gradient for all uses so far: their sum, now flat."""
+        """Join the gradients of one use. The profile has a single gradient for all uses so far: their sum, now flat."""
         if unit.name in self._used:
             self._shards.take_flat_gradient(THIS_USE, unit)
         self._shards.take_flat_gradient(JOINED, unit)
@@ -107,12 +107,14 @@ class FlatParameters:
     def _leave(self, unit: Unit) -> None:
         """Join the gradients into a flat one, reshard, and take a shard of the sum."""
         self._in_backward.discard(unit.name)
+        is_added = self._is_added(unit)
         if unit.name in self._used:
             self._shards.take_flat_gradient(OTHER_USES, unit)
         self._shards.take_flat_gradient(JOINED, unit)
         self._shards.free_gradients(unit)
         self._shards.free_flat_gradient(OTHER_USES, unit)
-        self._shards.free_flat_gradient(JOINED, unit)  # it is the flat one, or added to that of an earlier part
+        if not is_added:  # it becomes the flat one
+            self._shards.free_flat_gradient(JOINED, unit)
         self._shards.take_flat_gradient(FLAT, unit)
         self._shards.free_gathered(unit)
         if self._prefetch == "post":
@@ -121,6 +123,18 @@ class FlatParameters:
             self._reduce(unit)
         elif self._reduces:
             self._all_reduce(unit)
+        self._shards.free_flat_gradient(JOINED, unit)
+
+    def _is_added(self, unit: Unit) -> bool:
+        """Return whether autograd adds the last use's gradient to one that is there, and keeps both until FSDP1 is done.
+
+        The one may be of an earlier part, or, in a lower precision, of a later use in forward: unsharding then changes
+        the type of the flat tensor, so torch gives each use an accumulator of its own (`set_data` in
+        `torch/csrc/autograd/variable.cpp`). Otherwise, uses are added up before the accumulator.
+        """
+        sizes = self._shards.sizes
+        each_use = unit.name in self._used and sizes.gathered < sizes.kept
+        return each_use or self._shards.has_flat_gradient(FLAT, unit)
 
     def update(self) -> None:
         self._shards.update()

@@ -102,8 +102,8 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
 class Shards:
     """A ledger by units: unsharded parameters, full gradients, buffers and shards.
 
-    `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads` the shards lie in host
-    memory, and each is on the device only while it is sent or added up.
+    `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads`, the shards are in host
+    memory, and each is on the device only while it's sent or added up.
     """
 
     def __init__(
@@ -253,6 +253,9 @@ class Shards:
         """Hold a unit's full gradients in one tensor, padded like its parameters so that the ranks divide it."""
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gradients", name=f"{name}, {unit.label}", **size))
+
+    def has_flat_gradient(self, name: str, unit: Unit) -> bool:
+        return self._ledger.holds(unit.name, "gradients", f"{name}, {unit.label}")
 
     def free_flat_gradient(self, name: str, unit: Unit) -> None:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")

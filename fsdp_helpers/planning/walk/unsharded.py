@@ -1,4 +1,4 @@
-"""A rank that holds the full model: one process, or one of DDP's. No torch."""
+"""A rank that holds the full model: a single process, or a rank of DDP. No torch."""
 
 from math import prod
 

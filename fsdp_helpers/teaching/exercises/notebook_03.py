@@ -106,7 +106,7 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
 
 
 def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
-    """Train with the reader's unit, as notebook 03 does by hand, and check what is held and sent."""
+    """Train with the reader's unit, as notebook 03 does by hand, and measure the bytes that it holds and sends."""
     unit_class = import_own(module, "Unit")
     model = build_net()
     right = plain_losses(model, adam(list(model.parameters())))
@@ -146,7 +146,7 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
 
 
 def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:
-    """Return the bytes of NumPy's arrays, whoever made them, and of Python objects that the module's lines created.
+    """Return the bytes of all NumPy arrays, and of Python objects that the module's lines created.
 
     torch's tensors aren't included, since torch has its own memory trace; nor are small objects, such as tensors'
     Python objects.

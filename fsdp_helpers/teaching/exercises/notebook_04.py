@@ -132,7 +132,7 @@ class SmallTransformer(nn.Module):
 
 
 def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
-    """Let the reader shard the transformer, train it, and examine its units and what a step needs."""
+    """Let the reader shard the transformer, train it, and examine its units, peak and collectives."""
     shard_model = import_own(module, "shard_model")
     model = SmallTransformer()
     right = plain_losses(model, sgd(model))
@@ -235,8 +235,8 @@ def build_model() -> nn.Sequential:
     return nn.Sequential(Widen(), *blocks, nn.Linear(HOOKED_WIDTH, CLASSES))
 
 
-class SharddBlock:
-    """A block as the checker keeps it: this rank's shard, and `whole`, which the reader's hooks fill and empty."""
+class ShardedBlock:
+    """A sharded block in the checker: this rank's shard, and `whole`, which the reader's hooks fill and empty."""
 
     def __init__(self, block: nn.Module, rank: int, world_size: int) -> None:
         self.parameters, self.rank, self.world_size = list(block.parameters()), rank, world_size
@@ -276,7 +276,7 @@ class SharddBlock:
 class Onlooker:
     """An observer that counts the bytes of unsharded parameters in the blocks, and the blocks unsharded at once."""
 
-    def __init__(self, blocks: list[SharddBlock]) -> None:
+    def __init__(self, blocks: list[ShardedBlock]) -> None:
         self.blocks = blocks
         self.left: dict[str, int] = {}
         self.most_whole = 0
@@ -285,7 +285,7 @@ class Onlooker:
         """Record the bytes of all blocks while none of them computes."""
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
-    def computing(self, block: SharddBlock, when: str) -> None:
+    def computing(self, block: ShardedBlock, when: str) -> None:
         """Record how many blocks are unsharded while this one computes; without its bytes, the process would crash."""
         if block.whole_bytes == 0:
             first = " first" if block is self.blocks[0] and when == "backward" else ""
@@ -293,7 +293,7 @@ class Onlooker:
             raise RuntimeError(f"in {when}, a layer computes while the storage of its{because}")
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
-    def watch(self, module: Block, block: SharddBlock) -> None:
+    def watch(self, module: Block, block: ShardedBlock) -> None:
         """Observe every call of a layer of `module`."""
         for layer in (module.first, module.second):
             layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
@@ -309,7 +309,7 @@ def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks
     ends = nn.ModuleList([model[0], model[-1]])  # not sharded, and the first has no parameters
     optimizer = sgd(ends)
     modules = list(model[1:-1])
-    blocks = [SharddBlock(block, rank, world_size) for block in modules]
+    blocks = [ShardedBlock(block, rank, world_size) for block in modules]
     seen = Onlooker(blocks)
     for hooked, block in zip(modules, blocks, strict=True):
         hook_block(hooked, block.whole, block.gather)

@@ -144,5 +144,5 @@ def _host_needs(offloaded: int, *, block_params: int, **_: int) -> int:
 
 def _what_is_too_small(offloaded: int, case: dict[str, int]) -> str:
     if _device_needs(offloaded, **case) > case["device_bytes"]:
-        return "the device would be too small for what stays on it, with the active block and the activations"
+        return "the device would be too small for the blocks that stay on it, the active block and the activations"
     return "the host would be too small; how many ranks share its memory?"

@@ -113,7 +113,7 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
         least = 2 * (save_s / (2 * between_failures_s)) ** 0.5  # both are equal at the best interval
         expect(
             saving + lost_work <= (1 + FLAT) * least,
-            f"a save of {save_s:.1f} s, a failure every {between_failures_s:,.0f} s: your function says {given:,.1f} s,"
+            f"a save of {save_s:.1f} s, a failure every {between_failures_s:,.0f} s: your function says {given:,.1f} s, "
             f"where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; a different interval costs "
             "less",
         )
@@ -140,7 +140,8 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
     for step, loss in losses.items():
         expect(
             abs(loss - right[step]) < TOLERANCE,
-            f"{says}has a loss of {loss:.5f} in step {step + 1}, an uninterrupted run a different one; did one save "
+            f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has a different one; did one "
+            "save "
             "write everything it loads, and what does a step depend on besides the parameters?",
             "save-plain-optimizer-state",
             "save-schedule-lost",

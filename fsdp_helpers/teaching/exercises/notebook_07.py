@@ -78,9 +78,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
         "wrong-local-norm-logged",
         "wrong-clip-local-norm",
     )
-    expect(
-        abs(step["norm_after"] / step["norm"] - 1) < TOLERANCE, f"{says}gradient_norm changes the gradient it looks at"
-    )
+    expect(abs(step["norm_after"] / step["norm"] - 1) < TOLERANCE, f"{says}gradient_norm must not change the gradient")
 
 
 def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ class Draw:
 
 
 def as_markdown(number: int, case: Case) -> str:
-    """Return what the reader sees of a case: the code, the run's output and, if it ended, the right numbers."""
+    """Return a case as the reader sees it: the code, the run's output and, if it ended, the right numbers."""
     text = without_name(cards.as_text(case.seen), case.fault)
     if case.seen.numbers:
         text += f"\nright: {cards.in_words(case.fault.right())}"

@@ -252,7 +252,7 @@ def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> Non
     expect(not extra, f"{says}the file has {len(extra)} tensors that are not trained, {first_of(extra)} among them")
     expect(
         found.wrong is None,
-        f"{says}in the file, {found.wrong} has different values than in the model when it was saved",
+        f"{says}in the file, {found.wrong} differs from the model's values at the time of saving",
     )
     expect(
         found.restored < TOLERANCE,

@@ -60,14 +60,14 @@ def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
             for rank, found in enumerate(run_on_ranks(move_by_reader, module, world_size, folder)):
                 _expect_moved(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, and the losses of the baseline."
+    return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, with the losses of the baseline."
 
 
 def _expect_moved(found: MovedByReader, says: str) -> None:
     expect(
         not found.whole,
-        f"{says}{len(found.whole)} parameters aren't sharded, {first_of(found.whole)} among them; under FSDP2 a rank keeps"
-        " its shards",
+        f"{says}{len(found.whole)} parameters aren't sharded, {first_of(found.whole)} among them; under FSDP2, a rank "
+        "keeps only its shards",
     )
     expect(
         found.units == UNITS,

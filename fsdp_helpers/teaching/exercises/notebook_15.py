@@ -162,7 +162,9 @@ def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> No
     expect(sorted(all_places) == list(range(length)), f"{says}together, the ranks don't have every place exactly once")
     scores = [sum(call(split, tokens, rank, world_size)[2].tolist()) for rank in range(world_size)]
     same = len(set(scores)) == 1
-    expect(same, f"{says}some ranks compute more scores than others; which two pieces of 2N add up to the same?")
+    expect(
+        same, f"{says}some ranks compute more scores than others; which two of the 2N pieces add up to the same number?"
+    )
 
 
 def _three_tensors(given: Any, tokens: Tensor, world_size: int, says: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,7 +187,7 @@ NAMES = {"tensor": "tensor", "context": "context", "data": "FSDP", "pipeline": "
 
 @exercise("15")
 def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) -> str:
-    """Notebook 15: a mesh for Llama 3.1 70B on 1,024 GPUs, and what a rank sends along each of its dimensions."""
+    """Notebook 15: a mesh for Llama 3.1 70B on 1,024 GPUs, and the bytes that a rank sends along each of its dimensions."""
     expect_answered(choice)
     expect_answered(sent_gb)
     wanted = ", ".join(NAMES)

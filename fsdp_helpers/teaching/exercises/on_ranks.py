@@ -65,8 +65,8 @@ STALL_S, TIMEOUT_S = 15.0, 120.0  # for ranks that wait for one another, and for
 LONGEST = 200  # characters of an error's message; some print a whole model
 TOLERANCE = 1e-4  # fp32 sums in a different order differ by less
 IN_OUR_WORDS = {  # by torch's, which do not say what to do
-    "Invariant encountered: value was None": "a part of a unit was made a unit after it; inner ones first, the root"
-    " last",
+    "Invariant encountered: value was None": "a module inside a unit was made a unit after it; shard inner ones first, "
+    "the root last",
     "KeyError: Parameter containing": "KeyError: the optimizer has parameters that the model no longer has, since"
     " `fully_shard` has replaced them; build it afterward",
 }

@@ -229,7 +229,7 @@ CRASHES_AT_THE_ENDS = (
     Failure(
         name="crash-no-traceback",
         title="ChildFailedError, and no traceback",
-        why="torchrun's report knows a rank's exit code, and its traceback only if the rank wrote one for it. Your own error is higher up in the output, in the lines of the rank that failed first, or in its log file.",
+        why="torchrun's report has a rank's exit code, but its traceback only if the rank wrote one for torchrun. Your own error is higher up in the output, in the lines of the rank that failed first, or in its log file.",
         tell="The report says `error_file: <N/A>`. Search the output upward for the first `Traceback`; look at the rank under "
         "*Root Cause (first observed failure)*, and at its exit code: 1 is an exception, -6 an abort, -9 a kill, often for "
         "memory, -11 a crash in C++, -15 is torchrun's own SIGTERM after a different rank failed.",

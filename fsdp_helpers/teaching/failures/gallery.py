@@ -1,4 +1,4 @@
-"""All failures by name, and running one: the symptom when it's broken, the numbers when it's fixed."""
+"""All failures by name, and the code that runs one: its symptom when it's broken, its numbers when it's fixed."""
 
 import os
 import re
@@ -70,7 +70,7 @@ def find(name: str) -> Failure:
 
 
 def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: float | None = None) -> Seen:
-    """Run one rank function on two CPU ranks, and return what it showed."""
+    """Run one rank function on two CPU ranks, and return the outcome."""
     limits = {"timeout_s": LIMIT_S, "stall_s": stall_s, "group_timeout_s": group_timeout_s}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
@@ -90,7 +90,7 @@ def without_frames(text: str) -> str:
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker` with the standard error of all C++ libraries in a file. A rank function itself."""
+    """Run `worker` with the standard error of all C++ libraries in a file. This is a rank function, too."""
     with open(paths[rank], "wb") as file:
         os.dup2(file.fileno(), 2)
     return worker(rank, world_size)
@@ -150,6 +150,6 @@ def trace_broken(name: str) -> list[list[Collective]]:
 
 
 def run_logged(rank: int, world_size: int, name: str, paths: Sequence[Path]) -> Numbers:
-    """Run a broken run with this rank's collectives logged to its path. A rank function itself."""
+    """Run a broken run with this rank's collectives logged to its path. This is a rank function, too."""
     with log_collectives(paths[rank]):
         return GALLERY[name].broken(rank, world_size)

@@ -109,7 +109,7 @@ def two_ranks() -> Numbers:
     return {"ranks": 2.0}
 
 
-# ---------------------------------------------------------------- a time-out that names nobody
+# ---------------------------------------------------------------- a timeout that names nobody
 
 PATIENCE = timedelta(seconds=2)
 
@@ -195,7 +195,7 @@ HANGS = (
     ),
     Failure(
         name="hang-default-timeout",
-        title="After half an hour, a time-out that does not say who is missing",
+        title="After half an hour, a timeout that doesn't say who is missing",
         why="A collective gives up after 30 minutes unless you say otherwise, and its message has milliseconds, but no rank number. "
         "Here the limit is two seconds.",
         tell="`dist.monitored_barrier` on a gloo group names the first rank that is missing. `launch` and `--timeout` call "

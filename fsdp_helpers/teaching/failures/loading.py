@@ -289,7 +289,7 @@ LOADING = (
     Failure(
         name="crash-scalar-parameter",
         title="fully_shard doesn't support scalar parameters",
-        why="A parameter with no dimension, such as a logit scale or a layer scale, has no rows to share out.",
+        why="A parameter with no dimension, such as a logit scale or a layer scale, has no rows to divide.",
         tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` names it.",
         fix="Give it one dimension: `nn.Parameter(torch.ones(1))`; a checkpoint needs `tensor.reshape(1)` once.",
         broken=shard_a_number,

@@ -152,7 +152,7 @@ MEMORY = (
         name="memory-full-state-dict",
         title="Training fits, saving does not",
         why="`full_state_dict=True` without `cpu_offload=True` gives every rank the full model at once, and it stays on the GPU.",
-        tell="It runs out of memory in the line that saves, on all ranks together.",
+        tell="All ranks run out of memory in the line that saves.",
         fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
         broken=full_state_everywhere,
         fixed=sharded_state,

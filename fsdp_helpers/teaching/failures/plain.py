@@ -1,4 +1,4 @@
-"""A broken run under plain torchrun, without this package's launcher, to see what everyone sees.
+"""A broken run under plain torchrun, without this package's launcher, to see the output that everyone sees.
 
 torchrun --standalone --nproc-per-node 2 -m fsdp_helpers.teaching.failures.plain NAME SECONDS
 """

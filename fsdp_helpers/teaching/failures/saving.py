@@ -279,7 +279,7 @@ SAVING = (
     Failure(
         name="save-plain-optimizer-state",
         title="After resuming, the loss jumps up",
-        why="`dcp.load` fills the tensors that you hand it. A new Adam has none, so `optimizer.state_dict()` offers nothing to "
+        why="`dcp.load` fills the tensors that you give it. A new Adam has none, so `optimizer.state_dict()` offers nothing to "
         "fill, and the moments stay in the file. No error is raised.",
         tell="`optimizer.state` is empty before the first step after loading.",
         fix="`get_state_dict` and `set_state_dict`: they create the moments first, and name them by parameter.",
@@ -337,7 +337,7 @@ SAVING = (
         name="save-batch-size-changed",
         title="After resuming with a different batch size, images come twice",
         why="The checkpoint has a number of steps, and steps times the new batch size isn't where the data stopped.",
-        tell="Multiply: steps done times batch size must give the images seen.",
+        tell="Check that steps done times batch size equals the number of images seen.",
         fix="Save the number of images seen, not of steps; or refuse a different batch size.",
         broken=resume_at_the_step,
         fixed=resume_at_the_image,

@@ -1,9 +1,9 @@
 """One traced step as an animation: shards above, memory and collectives below, on one clock.
 
 Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters face each other across the network. A
-tensor's area is its bytes. Two ranks.
+tensor's area is its bytes. The picture is for two ranks.
 
-Each moving part has keyframes. `frame` reads them at one moment; `animated` hands all of them to the browser as CSS,
+Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
 which repeats the step, slowed down. The picture itself is a still, and stays one for readers who want no motion.
 """
 
@@ -58,7 +58,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """An SVG element, drawn at the origin of its motion, and its keys in time; one key for what never changes."""
+    """An SVG element, drawn at the origin of its motion, and its keyframes; one for a part that never changes."""
 
     shape: str
     keys: tuple[Key, ...] = (Key(time_s=0.0),)
@@ -314,7 +314,7 @@ def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
 
 
 def captions(step: UnitTrace) -> list[tuple[str, float, float]]:
-    """Return what happens on rank 0, with start and end times, phase by phase."""
+    """Return captions for the events on rank 0, with start and end times, phase by phase."""
     phases = step.ranks[0].trace.curve.phases
     more = "; then the unit is resharded" if len(step.units) > 1 else ""
     texts = {**CAPTIONS, "forward": CAPTIONS["forward"] + more}
@@ -401,7 +401,7 @@ def _curve(step: UnitTrace) -> Iterator[str]:
 
 
 def ddp_bytes(step: UnitTrace) -> int:
-    """Return what a DDP rank holds between steps: 16 bytes per parameter, plus 4 in its buckets."""
+    """Return the bytes a DDP rank holds between steps: 16 bytes per parameter, plus 4 in its buckets."""
     return 20 * sum(unit.full_bytes for unit in step.units) // 4
 
 

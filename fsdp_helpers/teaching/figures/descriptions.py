@@ -1,4 +1,4 @@
-"""A figure in words and numbers, for readers who can't see it, generated from what was drawn."""
+"""A figure in words and numbers, for readers who can't see it, generated from the drawing."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -24,7 +24,7 @@ WORK_COLORS = {"F": STATE_COLORS["parameters"], "B": STATE_COLORS["gradients"]}
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
     """Draw one panel per mesh of 2 x 2 ranks: in each rank's box, one line per thing it holds.
 
-    `meshes` has the names of both dimensions, rows first, and for each of them what ranks 0 and 1 along it have.
+    `meshes` has the names of both dimensions, rows first, and for each of them the contents of ranks 0 and 1 along it.
     """
     with figure_style():
         fig, axes = plt.subplots(1, len(meshes), figsize=(9, 2.5), layout="constrained")

@@ -66,7 +66,7 @@ KEY = (
 
 
 def draw_step(strategy: str, num_ranks: int = 2) -> tuple[Figure, Axes]:
-    """Draw what each rank holds at each stage of a step: one box per rank and stage, one bar per kind of state.
+    """Draw each rank's state at each stage of a step: one box per rank and stage, one bar per kind of state.
 
     `strategy` is "DDP" or "FSDP".
     """
@@ -170,7 +170,7 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
 
 
 def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
-    """Draw a GPU's two queues for each choice, one below the other; `given` says what the times are computed from."""
+    """Draw a GPU's two queues for each choice, one below the other; `given` names the assumptions behind the times."""
     colors = {"forward": FRAME_COLOR, "backward": TEXT_COLOR, **OP_COLORS}
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.9 * len(choices)), layout="constrained")

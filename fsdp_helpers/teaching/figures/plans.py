@@ -65,10 +65,10 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan], highest_gb: float | None = N
 def plot_what_fits(
     needed: Mapping[str, Mapping[int, float]], thresholds: Mapping[str, Mapping[int, int | None]]
 ) -> tuple[Figure, Axes]:
-    """Plot what a rank needs by number of ranks: a line per model, and a dashed line per device size.
+    """Plot a rank's bytes by number of ranks: a line per model, and a dashed line per device size.
 
     `needed` has the bytes by model and ranks; `thresholds`, by model and GB of a device, the fewest ranks that fit. A
-    mark shows each that lies within the ranks drawn.
+    mark shows each threshold within the plotted ranks.
     """
     sizes = sorted({size for fewest in thresholds.values() for size in fewest})
     with figure_style():

@@ -1,6 +1,6 @@
 """The look of all figures: one color per strategy through the series, one per kind of state.
 
-A color never stands alone: a label, a hatch, a line's pattern or a fixed order repeats what it says.
+Color is never the only cue: a label, a hatch, a line's pattern or a fixed order gives the same information.
 """
 
 import sys
@@ -102,7 +102,7 @@ def figure_style() -> AbstractContextManager:
 def _describe_in_notebook() -> None:
     """Have a notebook show figures with twice the pixels, for sharp screens, and below each its description, folded.
 
-    A description that only stands in a picture's metadata reaches exports; JupyterLab shows the picture without it.
+    A description in a picture's metadata alone reaches exports, but JupyterLab doesn't show it.
     """
     if "IPython" not in sys.modules:
         return

@@ -1,4 +1,4 @@
-"""One step of a run on a time line, drawn into the axes that `plots` hands over."""
+"""One step of a run on a time line, drawn into axes from `plots`."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

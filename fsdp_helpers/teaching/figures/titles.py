@@ -1,4 +1,4 @@
-"""The titles of figures: one sentence each that says what the figure shows, made from the numbers that it draws."""
+"""The titles of figures: one sentence each about the content of the figure, made from its numbers."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -114,7 +114,7 @@ def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
 
 
 def errors_within(errors: Sequence[float], bound: float) -> str:
-    """Say how many predictions lie within `bound` of the measurement, and how far off the worst one is."""
+    """Say how many predictions are within `bound` of the measurement, and how far off the worst one is."""
     within = sum(round(abs(error), 6) <= bound for error in errors)
     worst = max(abs(error) for error in errors)
     return f"{within} of {len(errors)} peaks within {_percent(bound)}; the worst is {_percent(worst, 1)} off"

@@ -45,7 +45,7 @@ def ranks_from_torchrun() -> dict[str, int | str]:
 
 
 def measure_lines(rank: int, world_size: int) -> dict[str, object]:
-    """Return what happens under FSDP2 to some lines from DDP scripts, as this rank sees it."""
+    """Return the effect of some lines from DDP scripts under FSDP2, as this rank sees it."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     found = {"inf on one rank": scale_gradients(rank, mesh)}
     layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
@@ -88,7 +88,7 @@ def scale_gradients(rank: int, mesh: dist.DeviceMesh) -> list[bool]:
 
 
 def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int, steps_done: int) -> list[str]:
-    """Return what looks wrong, one line each. Call it on every rank, after a step, before you leave the job alone.
+    """Return the problems it finds, one line each. Call it on every rank, after a step, before you leave the job alone.
 
     `num_batches` is the length of this rank's data loader, `steps_done` counts from the very first job.
     """
@@ -131,12 +131,12 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
 
 
 def visit(rank: int, world_size: int) -> dict[str, list[str]]:
-    """Return what `look_at` finds in small jobs with one fault each, and in one without."""
+    """Return the findings of `look_at` in small jobs with one fault each, and in one without."""
     return {case: visit_one(rank, world_size, case) for _, case, *_ in SYMPTOMS}
 
 
 def visit_one(rank: int, world_size: int, case: str) -> list[str]:
-    """Train for a few steps, with one fault or none, and look at the job."""
+    """Train for a few steps, with one fault or none, and check the job."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = build_model(seed=0).to(rank_device())
     optimizer = make_optimizer(model)

@@ -94,7 +94,7 @@ def make_schedule(optimizer: AdamW) -> LambdaLR:
 
 
 def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield this rank's micro-batches of each step, starting with `first_step`, wherever in an epoch that is."""
+    """Yield this rank's micro-batches of each step, starting with `first_step`, even in the middle of an epoch."""
     digits = load_data(train_images=TRAIN_IMAGES).train
     dataset = TensorDataset(digits.images, digits.labels)
     sampler = DistributedSampler(dataset, world_size, rank, shuffle=True)

@@ -88,7 +88,7 @@ def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
 
 
 def resume_without_each(rank: int, world_size: int, config: TrainConfig, folder: str) -> dict[str, list[float]]:
-    """Train half of the steps, and save. Then resume: what if one thing isn't restored? Return losses by what was lost."""
+    """Train half of the steps, and save. Then resume: what if one thing isn't restored? Return the losses for each case."""
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
     trained = build_sharded(config, seed=config.seed)

@@ -43,7 +43,7 @@ def write_own_variables(folder: Path) -> None:
 
 
 def read_variables(folder: Path) -> list[dict[str, str]]:
-    """Return what every rank wrote, in rank order."""
+    """Return the variables that every rank wrote, in rank order."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
@@ -172,7 +172,7 @@ def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
 
 
 def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
-    """Wait until a checkpoint is there. Raises RuntimeError if the run ends too early or takes too long."""
+    """Wait until a checkpoint exists. Raises RuntimeError if the run ends too early or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:

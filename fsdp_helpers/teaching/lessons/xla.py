@@ -103,7 +103,7 @@ def settings_of_run(
     checkpoint: bool = False,
     **more: object,
 ) -> dict:
-    """Return a run of train.py: `cut` is "nested", "size", "transformer" or None; `steps` says which, by default all."""
+    """Return a run of train.py: `cut` is "nested", "size", "transformer" or None; `steps` selects some steps (default: all)."""
     given = {"name": name, "model": model, "cut": cut, "flatten": flatten, "reshard": reshard, "checkpoint": checkpoint}
     return {**given, "steps": (0, None), **more}
 

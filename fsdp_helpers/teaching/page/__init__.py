@@ -1,1 +1,1 @@
-"""Tables, listings, sliders, and what a page says about its machine."""
+"""Tables, listings, sliders, and a page's information about its machine."""

@@ -32,7 +32,7 @@ def index_by(kind: str) -> str:
 
 
 def as_code(text: str) -> str:
-    """Return a code span that shows all of the text, its own backticks too."""
+    """Return a code span that shows all of the text, including its backticks."""
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
@@ -53,7 +53,7 @@ def kept_card(name: str) -> None:
 
 
 def seen_from(record: dict) -> Seen:
-    """Return what a saved run showed."""
+    """Return the outcome of a saved run."""
     return Seen(**record | {"numbers": tuple(record["numbers"])})
 
 
@@ -66,7 +66,7 @@ def draw(failure: Failure, broken: Seen, fixed: Seen) -> None:
 
 
 def what_you_see(failure: Failure, broken: Seen) -> str:
-    """Return what a broken run shows here and, if it ends in an error, what torchrun showed, from a saved run."""
+    """Return a broken run's output here and, if it ends in an error, its output under torchrun, from a saved run."""
     here = f"**What you see**\n\n```text\n{as_text(broken)}\n```"
     saved = plain_runs().get(failure.name)
     return f"{here}\n\nUnder plain torchrun (a saved run):\n\n```text\n{plain_text(saved)}\n```" if saved else here
@@ -89,7 +89,7 @@ def reasons(failure: Failure) -> str:
 
 
 def as_text(seen: Seen) -> str:
-    """Return what a run showed: its error, shortened, or the numbers of each rank."""
+    """Return a run's outcome: its error, shortened, or the numbers of each rank."""
     if seen.error:
         error = "\n".join(filter(None, [seen.error, seen.last_words]))
         return error if len(error) <= MOST_OF_ERROR else f"{error[:MOST_OF_ERROR]} ..."

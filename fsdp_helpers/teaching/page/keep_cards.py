@@ -1,8 +1,8 @@
 """Run failures again and save their output in notebooks/reference/failures.json, for 11's saved cards.
 
-python -m fsdp_helpers.teaching.page.keep_cards              all of them (a quarter of an hour)
-python -m fsdp_helpers.teaching.page.keep_cards NAME ...     some
-python -m fsdp_helpers.teaching.page.keep_cards --tools      py-spy and the debug server, which need packages of their own
+python -m fsdp_helpers.teaching.page.keep_cards              all of them (a quarter of an hour) python -m
+fsdp_helpers.teaching.page.keep_cards NAME ...     some python -m fsdp_helpers.teaching.page.keep_cards --tools
+py-spy and the debug server, which need extra packages
 """
 
 import json
@@ -31,7 +31,7 @@ def keep(failure: Failure, kept: dict) -> None:
 
 
 def keep_tools(kept: dict) -> None:
-    """Add the output of the tools that need packages of their own."""
+    """Add the output of the tools that need extra packages."""
     two_ranks = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": gallery.LIMIT_S}
     dump = launch(tools.dump_with_py_spy, **two_ranks)[1]
     kept["py-spy"] = dump[dump.index("Thread ") :].splitlines()[:4]  # down to the rank function

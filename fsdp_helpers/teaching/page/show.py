@@ -151,7 +151,7 @@ def _is_numeric(column: list[str]) -> bool:
 def machine(
     device: str, num_ranks: int, *, data: str | None = None, needs_bytes: int | None = None, fixed: bool = False
 ) -> str:
-    """Set a notebook up on `device` and show what its numbers are measured on; return the device, "cpu" or "cuda".
+    """Set a notebook up on `device` and describe the machine; return the device, "cpu" or "cuda".
 
     The variable FSDP_DEVICE overrides `device`, unless that's `fixed`. On the CPU, GPUs are hidden from this kernel and
     from every process it starts. The data are prepared, unless `data` says why none are needed. It shows versions,

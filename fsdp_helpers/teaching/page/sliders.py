@@ -48,7 +48,7 @@ def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recomput
 
 
 def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
-    """Return the verdict in a few words, and what else would have to change to make it fit."""
+    """Return the verdict in a few words and, if it doesn't fit, further changes that would make it fit."""
     if plan.fits:
         return f"fits, {plan.spare_bytes / GB:,.0f} GB free", ""
     too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"
@@ -63,9 +63,9 @@ def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
 class Controls:
     """Widgets and, for pages that show none, their first frame as an image.
 
-    The frame is an image whose value changes. `ipywidgets.interact` would display it in an `Output` widget, and whatever
-    executes a notebook without a browser then has to answer for that widget. nbclient does so on the socket that brings
-    the cell's reply, may miss that reply, and then waits until its time-out.
+    The frame is an image whose value changes. `ipywidgets.interact` would display it in an `Output` widget, and without
+    a browser, the client that executes the notebook has to answer for that widget. nbclient does so on the socket that
+    carries the cell's reply, so it may miss that reply and wait until its timeout.
     """
 
     def __init__(self, box: Any, picture: str, metadata: dict[str, Any]) -> None:

@@ -39,8 +39,10 @@ def text_of(page: str) -> str:
 
 def small_notebook() -> nbformat.NotebookNode:
     attempt = nbformat.v4.new_code_cell("answer = ...", metadata={"tags": ["exercise"]}, outputs=[NOT_YET])
+    printing = nbformat.v4.new_code_cell("print(n / 2)", outputs=[nbformat.v4.new_output("stream", text="it is 0.5")])
     last = nbformat.v4.new_markdown_cell("## What you can now say\n\nA half is a half.")
-    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# 20 · Halves"), *exercise(), attempt, last])
+    title = nbformat.v4.new_markdown_cell("# 20 · Halves")
+    return nbformat.v4.new_notebook(cells=[title, printing, *exercise(), attempt, last])
 
 
 def exercise() -> list[nbformat.NotebookNode]:
@@ -49,7 +51,7 @@ def exercise() -> list[nbformat.NotebookNode]:
 
 def test_a_handout_has_the_hints_at_its_end_and_no_answer():
     told = text_of(handouts.handout(small_notebook(), solutions=False))
-    assert "Write half of n." in told and "answer = ..." in told
+    assert "Write half of n." in told and "answer = ..." in told and "it is 0.5" in told
     assert told.index("A half is a half.") < told.index("Hints") < told.index("What is twice the answer?")
     assert "Exercise 1 · Halve it · Hint." in told
     assert "n // 2" not in told and "Not yet" not in told

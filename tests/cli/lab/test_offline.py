@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from leftovers import PROJECT
+from runs import mostly_long
 
 NAMES = {f"{part}-ubyte" for part in ("train-images", "train-labels", "t10k-images", "t10k-labels")}
 # What pip is told, and where from, is what the tests look at; pip itself has nothing to install.
@@ -64,7 +65,7 @@ def set_up(folder: Path, source: str, where: Path) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=where, env=variables, capture_output=True, text=True, check=False, timeout=240)
 
 
-@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("served", mostly_long([True, False]))
 def test_a_laptop_gets_all_of_it(folder, address, tmp_path, served):
     source = address if served else str(folder)
     done = set_up(folder, source, tmp_path / "laptop")

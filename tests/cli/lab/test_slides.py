@@ -40,7 +40,7 @@ def test_a_cell_shows_its_figure_or_its_code_with_what_it_printed():
     figure = nbformat.v4.new_output("display_data", {"image/png": PIXEL}, metadata={"image/png": {"alt": "a curve"}})
     printed = nbformat.v4.new_output("stream", text="f, 2 ranks on cpu: ended after 1.0 s\nhalf: 0.5\n")
     left_out = nbformat.v4.new_code_cell("x = 1")
-    done = shown(markdown("## Cutting"), code("draw()", figure), left_out, code("print(half)", printed))
+    done = shown(markdown("## Halves\n\n### Cutting"), code("draw()", figure), left_out, code("print(half)", printed))
     assert done == [("Cutting", "figure", ""), ("Cutting", "code", "print(half)\nhalf: 0.5")]
 
 

@@ -67,7 +67,7 @@ class TestCut(BuildTestsOnRanks):
                 ("    blocks = list", "    fully_shard(model, mesh=mesh)\n    blocks = list"),
                 ("    fully_shard(model, mesh=mesh)  # the root, last: embed and head\n", ""),
             ],
-            "my_cut.py fails in line 8: a part of a unit was made a unit after it; inner ones first, the root last",
+            "my_cut.py fails in line 8: a module inside a unit was made a unit after it; shard inner ones first, the root last",
         ),
         (
             [("fully_shard(model, mesh=mesh)  # the root", "pass  # the root")],

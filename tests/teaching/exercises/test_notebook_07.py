@@ -80,7 +80,7 @@ class TestAccumulation(BuildTestsOnRanks):
         ([WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))], "gradient_norm returns a DTensor; it should be a number"),
         (
             [WITH_TORCH, (BY_SQUARES, CLIPPED.format(0.1).rstrip() + ".full_tensor()\n")],
-            "gradient_norm changes the gradient it looks at",
+            "gradient_norm must not change the gradient",
         ),
     ]
 

@@ -154,7 +154,9 @@ WRONG = [
     ([("--max-restarts=3", "--max-restart=three")], "torchrun doesn't accept its arguments: .*invalid int value"),
     ([("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")], "kills ranks 120 s after SIGTERM; saving takes up to 300 s"),
     ([("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")], "kills ranks 30 s after SIGTERM; saving takes up to 300 s"),
-    ([('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM"),
+    pytest.param(
+        [('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM", marks=pytest.mark.long
+    ),
     ([("train.py &\n", "train.py\n"), ("wait $!", "true")], "0 of 2 torchruns got SIGTERM.*only between commands"),
     # in the trap, before srun has ended
     ([('"$SLURM_JOB_ID"\' USR1', '"$SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"\' USR1')], QUEUED_EARLY),

@@ -55,7 +55,7 @@ def test_what_was_not_seen_here_names_its_source(name, sight):
         assert sight.text.partition(" torch.bfloat16")[0] in " ".join(source.read_text().replace('"', "").split())
 
 
-FAST = ("crash-connection-closed", "crash-no-traceback")
+FAST = ("crash-connection-closed",)
 UNDER_TORCHRUN = [
     pytest.param(name, marks=[] if name in FAST else pytest.mark.long) for name in sorted(KEPT["torchrun"])
 ]

@@ -34,7 +34,6 @@ from fsdp_helpers.teaching.figures.bars import peak_parts
 from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
 from fsdp_helpers.teaching.figures.style import (
     OP_COLORS,
-    STRATEGY_COLORS,
 )
 
 MB = 10**6
@@ -122,22 +121,6 @@ def test_every_axis_has_room_for_its_label_and_a_unit(name):
         assert re.search(r"\(.+\)", label) or label.startswith(COUNTS), label
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        ("plot_digits", (IMAGES[:1], LABELS[:1])),
-        ("plot_collectives", ([step_trace()], "a step without phases")),
-        ("plot_step", ([step_trace()], "a step without phases")),
-        ("plot_memory_curve", (step_trace().curve, "a step without phases")),
-        ("plot_ladder", (RUNGS[:1],)),
-        ("plot_comparison", (ROWS[:1],)),
-    ],
-)
-def test_one_of_a_kind(name, arguments):
-    fig, axes = getattr(plots, name)(*arguments)
-    assert list(np.ravel(axes)) == drawn(fig)
-
-
 def texts(ax: Axes) -> list[str]:
     return [text.get_text().strip() for text in ax.texts]
 
@@ -152,15 +135,6 @@ def test_bars_are_as_long_as_the_bytes():
         *((0, 4), (4, 4), (8, 8), (16, 6), (22, 4), (26, 10)),
     ]
     assert [bar.get_hatch() for bar in ax.patches].index("////") == 7  # gradients that are not averaged yet
-
-
-def test_one_process_has_its_gradients_in_one_look_between_steps_and_at_the_peak():
-    ax = plots.plot_held_and_peak({"one process": run_of(rank_record())}, {"one process": peak_of(gradients=6)})[1]
-    hatches = {bars.get_label(): {bar.get_hatch() for bar in bars} for bars in ax.containers}
-    assert {label: found for label, found in hatches.items() if "gradients" in label} == {
-        "held, gradients": {None},
-        "at the peak, gradients": {None},
-    }
 
 
 def test_gradients_have_one_color_in_either_api_and_gloos_copy_has_its_own():
@@ -183,16 +157,6 @@ def test_ranks_that_are_alike_share_a_row():
     assert rows == ["one", "two,\neach of 2 ranks", "three, rank 0", "three, rank 1"]
 
 
-def test_a_variant_of_a_strategy_has_its_color_and_a_broken_line():
-    ax = plots.plot_peak_by_ranks(*FIGURES["plot_peak_by_ranks"])[1]
-    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines] == [
-        ([1, 2], [15, 12.5]),  # 30 MB for two million parameters: 15 bytes each
-        ([1, 2], [15, 10]),
-    ]
-    assert {line.get_color() for line in ax.lines} == {STRATEGY_COLORS["ddp"]}
-    assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
-
-
 def test_copies_are_marked_when_they_begin():
     back = replace(COPY, way=TO_HOST, start_s=0.25)
     trace = replace(step_trace(*PHASES), began_s=0.02)
@@ -208,18 +172,6 @@ def test_bars_of_collectives_say_what_the_rank_sends():
     ax = plots.plot_collectives([step_trace(*PHASES)], "One step")[1]
     # Each has a full tensor of 4 MB, of which the rank sends 2
     assert sorted(texts(ax)) == ["2.0", "2.0", "2.0", *sorted(PHASES)]
-
-
-def test_bars_without_room_for_a_number_are_added_up():
-    short = [
-        Collective(op="all_gather", bytes=3 * MB, sent_bytes=sent, start_s=0.1 * i, end_s=0.1 * i + 0.001)
-        for i, sent in enumerate((2 * MB, 3 * MB))
-    ]
-    trace = replace(step_trace(*PHASES), collectives=(*short, *step_trace().collectives[2:]))
-    ax = plots.plot_collectives([trace, trace], "One step")[1]
-    # Two bars of 1 ms in 300 send 2 + 3 MB; the third, of 50 ms, has its number
-    for note in ("2.0", "2 narrow bars: 5.0"):
-        assert texts(ax).count(note) == 2  # one for each rank
 
 
 def test_traffic_and_memory_lie_on_one_time_line():
@@ -240,35 +192,6 @@ def test_a_rung_says_its_peak_and_the_change():
     assert [bar.get_width() for bar in memory_ax.patches] == [40, 30, 32, 9, 9, 9]
     assert [line.get_xdata()[0] for line in memory_ax.lines] == [39, 39, 39]  # the predictions
     assert [bar.get_width() for bar in time_ax.patches] == [10, 10, 10]
-
-
-def test_notes_stand_above_the_curve_at_their_moments():
-    trace = step_trace(*PHASES)
-    ax = plots.plot_memory_curve(trace.curve, "One step", plots.moments_of_one_unit(trace))[1]
-    # The gather ends at 50 ms, forward at 100, where the reduce-scatter begins, backward at 200; memory rises from 16 to
-    # 40 MB and falls again
-    lines = dict(zip(texts(ax)[-4:], ax.lines[2:], strict=True))
-    moments = {text.split()[0]: (round(line.get_xdata()[0]), line.get_ydata()[0]) for text, line in lines.items()}
-    assert moments == {
-        "all-gather:": (50, 16),
-        "forward": (100, 40),
-        "backward": (100, 40),
-        "reduced:": (200, 16),
-    }
-    # Each text begins at its line and lies lower than the one before, above the peak: no line crosses a text
-    ends = sorted((line.get_xdata()[0], -line.get_ydata()[1]) for line in lines.values())
-    heights = [-lower for _, lower in ends]
-    assert heights == sorted(set(heights), reverse=True) and min(heights) > 40
-    assert {text.get_ha() for text in ax.texts[-4:]} == {"left"}
-
-
-def test_the_comparison_draws_held_in_front_of_peak():
-    (memory_ax, time_ax), _ = plots.plot_comparison(ROWS)[1]
-    # The two rows of "shallow": peak 20 MB in the light color, then held 9 MB in the solid one; 5 MB moved are no bar
-    assert [(bar.get_width(), bar.get_alpha()) for bar in memory_ax.patches] == [(20, 0.35)] * 2 + [(9, None)] * 2
-    assert [bar.get_width() for bar in time_ax.patches] == [10, 10]
-    assert [tick.get_text() for tick in memory_ax.get_yticklabels()] == ["ddp", "fsdp (fsdp1)"]
-    assert texts(memory_ax) == ["9.0", "9.0", "20.0", "20.0"] and texts(time_ax) == ["10", "10"]
 
 
 def title_of(name: str, *arguments: object) -> list[str]:
@@ -307,22 +230,6 @@ def test_a_title_states_what_was_found_or_there_is_none():
 )
 def test_titles_are_computed_from_what_is_drawn(name, found):
     assert title_of(name) == found
-
-
-def test_a_step_says_what_is_sent_and_where_it_peaks():
-    different = [step_trace(*PHASES), replace(step_trace(*PHASES), collectives=())]
-    assert title_of("plot_step", different, "One step") == [
-        "In 3 collectives rank 0 sends 6.00 MB; numbers are MB\nOne step",
-        "The peak comes in backward, 2.5 times what is held between steps",
-    ]
-
-
-def test_the_lowest_peak_is_named_with_its_share():
-    lower = replace(ROWS[1], peak_bytes=12 * MB)
-    # 12 of 20 MB
-    assert title_of("plot_comparison", [ROWS[0], lower]) == [
-        "shallow: the lowest peak is that of fsdp (fsdp1), 60 % of ddp's"
-    ]
 
 
 @pytest.fixture
@@ -381,20 +288,3 @@ def test_every_figure_is_described_with_its_numbers(name):
     text = describe(getattr(plots, name)(*FIGURES[name])[0])
     assert all(part in text for part in SAID[name]), text
     assert len(text) <= MOST_CHARACTERS and "\n" not in text and "_child" not in text
-
-
-def test_many_bars_are_counted():
-    fig, ax = plt.subplots()
-    for _ in range(70):
-        ax.barh(0, 1, label="all_gather")
-    ax.set_yticks([0], ["rank 0"])
-    assert describe(fig) == "Numbers of bars: rank 0: all_gather 70."
-
-
-def test_axes_without_row_names_have_those_on_their_left():
-    fig, (left, right) = plt.subplots(1, 2)
-    left.barh([0, 1], [20, 9])
-    left.set_yticks([0, 1], ["ddp", "fsdp"])
-    right.barh([0, 1], [10, 12])
-    right.set(yticks=[], title="time (ms)")
-    assert describe(fig) == "Bars: ddp: 20; fsdp: 9. Figure: time (ms). Bars: ddp: 10; fsdp: 12."

@@ -7,19 +7,23 @@ import pytest
 import torch
 from chapters import read_chapter
 from torch.distributed.fsdp import FullyShardedDataParallel
+from workers_for_tests import with_constants
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import from_fsdp1
 
+FEW_STEPS = {"MOVED_AT": 3, "LAST_STEP": 5}
+
 
 def run(worker, *arguments, world_size: int = 2):
-    return launch(worker, *arguments, world_size=world_size, device="cpu", timeout_s=240, progress=False)[0]
+    arguments = (from_fsdp1.__name__, FEW_STEPS, worker, *arguments)
+    return launch(with_constants, *arguments, world_size=world_size, device="cpu", timeout_s=240, progress=False)[0]
 
 
 def test_both_kinds_of_checkpoint_go_on(digits_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("FSDP_DATA_DIR", str(digits_dir))
-    right = run(from_fsdp1.train_fsdp1, str(tmp_path))[from_fsdp1.MOVED_AT :]
+    right = run(from_fsdp1.train_fsdp1, str(tmp_path))[FEW_STEPS["MOVED_AT"] :]
     one_file = from_fsdp1.write_one_file(str(tmp_path))
     assert from_fsdp1.count_twins(one_file) == (0, 55)
     damaged = 55 if torch.__version__ >= "2.15" else 0  # of the file that FSDP1 wrote itself, as 14 says

@@ -10,17 +10,20 @@ import pytest
 import torch
 from chapters import body, defined, read_chapter, statements
 from take_home_workers import FOLDER
+from workers_for_tests import with_constants
 from written_files import importable, written_files
 
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons import moved_job
 from fsdp_helpers.teaching.lessons.moved_job import Job, compare_checkpoints
 
-MOVED_AT, LAST_STEP = 10, 12  # steps: the second is in the middle of the second epoch of eight
+MOVED_AT, LAST_STEP = 3, 5  # steps: the first is in the middle of the second epoch of two
+SMALL = {"TRAIN_IMAGES": 96}
 
 
 def run(worker, job: Job, world_size: int = 2) -> moved_job.Record:
-    return launch(worker, job, world_size=world_size, device="cpu", timeout_s=240, progress=False)[0]
+    arguments = (moved_job.__name__, SMALL, worker, job)
+    return launch(with_constants, *arguments, world_size=world_size, device="cpu", timeout_s=240, progress=False)[0]
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def test_nothing_lost_is_nothing_lost(found):
 
 
 def test_killed_while_writing(config, tmp_path):
-    risky = replace(config, checkpoint_dir=str(tmp_path), checkpoint_every=2)
+    risky = replace(config, model="simple", checkpoint_dir=str(tmp_path), checkpoint_every=2)
     with pytest.raises(RankError, match="rank 0 of 2 failed: the process was ended by SIGKILL"):
         launch(lessons.train_and_be_killed, risky, 4, world_size=2, device="cpu")
     assert find_steps(tmp_path) == [2]
