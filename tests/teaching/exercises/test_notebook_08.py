@@ -129,7 +129,7 @@ class TestStart(BuildTestsOnRanks):
         ([(ADD_KEY, "")], MISSING_KEY),
         (
             [(ADD_KEY, ""), ("broadcast_from_rank0=True)", "broadcast_from_rank0=True, strict=False)")],
-            "from weights without blocks.3.linear1.weight your model starts, too",
+            "from weights without blocks.3.linear1.weight your model also starts",
         ),
         (
             [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],
