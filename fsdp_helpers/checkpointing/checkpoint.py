@@ -133,7 +133,7 @@ def _packed(plain: dict[str, Any]) -> bytes:
     except (pickle.UnpicklingError, pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             "a checkpoint holds numbers, text, lists, dicts and full tensors, but no other objects "
-            "({_first_line(error)}). In `extra`, pass an object's state_dict(), a number, or a tensor"
+            f"({_first_line(error)}). In `extra`, pass an object's state_dict(), a number, or a tensor"
         ) from error
     return written.getvalue()
 

@@ -14,7 +14,6 @@ import torch
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.rank_of_n import RankOfN, measure_rank_of_n, measure_this_rank
 from fsdp_helpers.measuring.step_profile import measure_run, units_of
-from fsdp_helpers.planning.other_tools import accelerate_bytes, deepspeed_zero3_bytes
 from fsdp_helpers.planning.own_shards import own_state
 from fsdp_helpers.planning.peak import walk_step
 from fsdp_helpers.planning.profile import StepProfile
@@ -49,7 +48,7 @@ RUNS = [Run(model, variant, *ranks) for model, variant, ranks in product(THRESHO
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """One run: the prediction for rank 0, the measurement, and the answers of two other tools."""
+    """One run: the prediction for rank 0, and the measurement."""
 
     model: str
     variant: str
@@ -62,8 +61,6 @@ class ErrorRow:
     state_bytes: int
     predicted_sent_bytes: int
     sent_bytes: int
-    accelerate_bytes: int
-    deepspeed_bytes: int
 
     @property
     def run(self) -> Run:
@@ -129,8 +126,6 @@ def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequen
         state_bytes=measured.state.total_bytes,
         predicted_sent_bytes=step.sent_bytes,
         sent_bytes=sum(seen.sent_bytes for seen in measured.collectives if seen.op != "broadcast"),
-        accelerate_bytes=accelerate_bytes(profile, config.precision),
-        deepspeed_bytes=deepspeed_zero3_bytes(profile, ranks),
     )
 
 

@@ -251,7 +251,7 @@ def test_an_extra_that_is_not_plain_is_refused(tmp_path):
     schedule = MultiStepLR(optimizer, [1])
     for extra in ({"schedule": schedule}, [{1: (schedule,)}], {"rule": lambda: 1}):
         with pytest.raises(
-            ValueError, match=r"keeps numbers, text, lists, dicts and whole .*pass an object's state_dict"
+            ValueError, match=r"holds numbers, text, lists, dicts and full .*pass an object's state_dict"
         ):
             save(tmp_path / "one", model, optimizer, extra=extra)
     assert os.listdir(tmp_path) == []

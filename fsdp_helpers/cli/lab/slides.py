@@ -27,7 +27,7 @@ REVEAL = Path(__file__).resolve().parent / "reveal"
 CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels, of a slide of 1,280 x 720 below its heading
 MIN_CODE_PX, MAX_CODE_PX = 18, 24  # readable from the last row
 LINE, CHARACTER = 1.25, 0.61  # height of a line and width of a character, in heights of the type
-ROW_PX, ROW_CHARACTERS = 38, 78  # a table's row of one line, and the characters that fit into it
+ROW_PX, ROW_CHARACTERS = 38, 68  # a table's row of one line, and the characters that fit into it
 START = "Reveal.initialize({width: 1280, height: 720, margin: 0, center: false, hash: true, slideNumber: 'c/t', transition: 'none'});"
 CLOCKED = re.compile(r"^.* ranks? on \w+: ended after .*$\n?", re.MULTILINE)
 Body = tuple[str, str]  # a kind, which the style sheet knows, and HTML
@@ -54,7 +54,11 @@ def slides_of(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, Body]]:
 
 
 def of_text(source: str) -> Iterator[Body]:
-    """Yield a Markdown cell's tables and listings; the text itself, without its heading and folds, if there are none."""
+    """Yield a Markdown cell's tables and listings; the text itself, without its heading and folds, if there are none.
+
+    What ends a chapter, from its questions or sources on, is for the page alone.
+    """
+    source = re.split(r"^\*\*(?:Questions|Sources)\b", source, flags=re.MULTILINE)[0]
     text = re.sub(r"<details>.*?</details>|^#{1,3} [^\n]+$", "", source, flags=re.DOTALL | re.MULTILINE)
     listings = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
     tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)

@@ -23,9 +23,7 @@ def planned(ranks: int, memory: float = 10e9):
 
 
 def error_row(variant: str, real: bool, predicted_bytes: int) -> ErrorRow:
-    sizes = dict.fromkeys(
-        ("predicted_state_bytes", "state_bytes", "predicted_sent_bytes", "sent_bytes", "accelerate_bytes"), 5
-    )
+    sizes = dict.fromkeys(("predicted_state_bytes", "state_bytes", "predicted_sent_bytes", "sent_bytes"), 5)
     return ErrorRow(
         model="m",
         variant=variant,
@@ -34,7 +32,6 @@ def error_row(variant: str, real: bool, predicted_bytes: int) -> ErrorRow:
         when="",
         predicted_bytes=predicted_bytes,
         peak_bytes=100,
-        deepspeed_bytes=5,
         **sizes,
     )
 
