@@ -109,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return write_plan(options)
     if options.command == "doctor":  # it has to run where an import fails
         return doctor_command(options)
+    if options.command == "explain":  # so does this one, and at once
+        return explain_command(options)
     if problem := _wrong_place(options):  # before torch is loaded, for each rank and each restart
         return _complain(BAD_INPUT, problem)
     from fsdp_helpers.checkpointing.folder import CheckpointError
@@ -215,7 +217,10 @@ def doctor_command(options: argparse.Namespace) -> int:
 def explain_command(options: argparse.Namespace) -> int:
     from fsdp_helpers.cli.explain import explain_text, read_message
 
-    print(explain_text(read_message(options.message)))
+    try:
+        print(explain_text(read_message(options.message)))
+    except ValueError as error:
+        return _complain(BAD_INPUT, str(error))
     return 0
 
 

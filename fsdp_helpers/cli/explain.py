@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import nlargest
 from itertools import pairwise
+
+from fsdp_helpers.teaching.failures.sights import CARDS, SIGHTS
 
 MOST_CARDS = 3
 LEAST_SCORE = 0.5  # of a line's words, weighted by how rare they are; below it, nothing is known
@@ -15,11 +18,16 @@ FEWEST_WORDS = 3  # that a description and a card must share; fewer are chance
 QUOTED = 10.0  # how much more a full quoted message counts than likeness
 SHORTEST_QUOTE = 8  # characters
 KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind, and the word by which a text names it
-SAME_KIND = 1.3  # how much more a card counts if it's of the kind that the text names
+SAME_KIND = (
+    1.3  # how much more a card counts if it's of the kind that the text names, and less if it's of one that it doesn't
+)
+SECOND = 0.5  # how much a card's second-best phrase counts, next to its best one
+ALL_OF_IT = 2.0  # how much all that a card says counts, next to its best phrase
 UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of one that every third card has
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
 # These cards' messages appear next to those of others, which say more.
 WRAPPERS = ("crash-no-traceback", "slow-threads", "crash-nccl-system-error")
+EXIT_CODE = re.compile(r"\b(?:exit|return)[ -]?(?:code|status)\s*[:=]?\s*(-?\d+)")
 ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")
 PAGE = "notebooks/11_when_it_breaks.ipynb"
 
@@ -43,18 +51,16 @@ def read_message(words: Sequence[str]) -> str:
 
 def explain_text(text: str) -> str:
     """Return the matching cards as text, best first, each with its fix; or say that there is none."""
-    from fsdp_helpers.teaching.failures.gallery import GALLERY
-
     matches = find_cards(text)
     if not matches:
         return f"No card matches this message. {PAGE} has an index by what you see; `doctor` checks the machine."
     parts = []
     for match in matches[:MOST_CARDS]:
-        card = GALLERY[match.name]
+        card = CARDS[match.name]
         parts.append(
-            f"{card.name}: {card.title}\n  seen as:  {match.phrase}\n  why:      {card.why}\n  tell:     {card.tell}"
+            f"{match.name}: {card.title}\n  seen as:  {match.phrase}\n  why:      {card.why}\n  tell:     {card.tell}"
         )
-        parts.append(f"  fix:      {card.fix}\n  card:     {PAGE}#{card.name}\n")
+        parts.append(f"  fix:      {card.fix}\n  card:     {PAGE}#{match.name}\n")
     return "\n".join(parts).rstrip()
 
 
@@ -70,9 +76,9 @@ def find_cards(text: str) -> list[Match]:
     found = []
     for name, phrases in phrases_of_cards().items():
         score, phrase = best_of(phrases, whole, lines)
-        score += covered(described, name)
-        if KIND.get(name.partition("-")[0]) in described:
-            score *= SAME_KIND
+        score += ALL_OF_IT * covered(described, name)
+        if kind := KIND.get(name.partition("-")[0]):
+            score *= SAME_KIND if kind in described else 1 / SAME_KIND
         if name in WRAPPERS:
             score = min(score, QUOTED)
         if score >= LEAST_SCORE:
@@ -81,12 +87,14 @@ def find_cards(text: str) -> list[Match]:
 
 
 def best_of(phrases: Sequence[str], whole: str, lines: Sequence[frozenset[str]]) -> tuple[float, str]:
-    """Return how well a card's phrases match and the best one: above QUOTED if the text contains any, else up to 1."""
+    """Return how well a card's phrases match and the best one: above QUOTED if the text contains any, else up to 1.5."""
     quoted = [phrase for phrase in phrases if is_quote(phrase) and normalized(phrase) in whole]
     if quoted:
         words = frozenset().union(*(words_of(phrase) for phrase in quoted))
         return QUOTED + weight(words), max(quoted, key=len)
-    return max((likeness(words_of(phrase), line), phrase) for phrase in phrases for line in lines or [frozenset()])
+    alike = [(max(likeness(words_of(phrase), line) for line in lines or [frozenset()]), phrase) for phrase in phrases]
+    (best, phrase), (second, _) = nlargest(2, [*alike, (0.0, "")])
+    return best + SECOND * second, phrase
 
 
 def is_quote(phrase: str) -> bool:
@@ -126,18 +134,13 @@ def rarity() -> dict[str, float]:
 @cache
 def phrases_of_cards() -> dict[str, tuple[str, ...]]:
     """Return, for each card, the phrases it can be found by: its rows in the index, and its title."""
-    from fsdp_helpers.teaching.failures.gallery import GALLERY
-    from fsdp_helpers.teaching.failures.sights import SIGHTS
-
-    return {name: (*(sight.text for sight in SIGHTS[name]), card.title) for name, card in GALLERY.items()}
+    return {name: (*(sight.text for sight in SIGHTS[name]), card.title) for name, card in CARDS.items()}
 
 
 @cache
 def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the words of a card's rows in the index, and those of its explanation."""
-    from fsdp_helpers.teaching.failures.gallery import GALLERY
-
-    card = GALLERY[name]
+    card = CARDS[name]
     seen = frozenset().union(*(words_of(phrase) for phrase in phrases_of_cards()[name]))
     return seen, words_of(" ".join([card.why, card.tell, card.fix]))
 
@@ -155,22 +158,28 @@ def stem(word: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """Return lowercase text, with # for each number but an exit code such as -9, and single spaces."""
-    return re.sub(r"(?<![-\d])\d+|(?<=-)\d{3,}", "#", " ".join(text.lower().split()))
+    """Return lowercase text, with # for each number but an exit code's, which is the negative signal, and single spaces."""
+    text = EXIT_CODE.sub(lambda found: f"exit code {signal_of(int(found[1]))}", " ".join(text.lower().split()))
+    return re.sub(r"(?<![-\d])(?<!exit code )\d+|(?<=-)\d{3,}", "#", text)
+
+
+def signal_of(code: int) -> int:
+    """Return an exit code as Python writes it: -9 for a shell's 137, which is 128 and the signal."""
+    return 128 - code if 128 < code < 160 else code
 
 
 COMMON = frozenset(
     "a an and are as at be but by for from in into is it its me my not of on or our so than that the their then there "
     "they this to was we were when while with you your has have had i if no do does did can error runtimeerror file "
     "line torch py module name named use using used get got will would which any some also just only after before all "
-    "try trying way how what why like same issue problem code run running set please help".split()
+    "try trying way how what why like same issue problem code run running set please help cannot import importerror out".split()
 )
 # People's words, translated into those of the cards; without endings.
 SAME = {
     said: word
     for word, others in {
-        "hang": "freez froz frozen stuck stall halt deadlock lock dead block forever indefinitely wait",
-        "memory": "oom outofmemoryerror ram vram",
+        "hang": "freez froz frozen stuck stall halt deadlock lock dead block forever indefinitely wait hung idl unrespons",
+        "memory": "oom outofmemoryerror ram vram mem",
         "train": "finetun fine-tun",
         "sav": "stor dump",
         "nod": "machin host multi-nod multinod server",
@@ -181,8 +190,25 @@ SAME = {
         "checkpoint": "ckpt snapshot",
         "resum": "restart continu restor reload",
         "decreas": "converg learn improv drop",
-        "evaluat": "validat valid validation evaluation eval inferenc test",
-        "accuracy": "accuraci metric score",
+        "evaluat": "validat valid validation evaluation eval inferenc test val",
+        "accuracy": "accuraci metric score acc",
+        "grow": "increas ris leak",
+        "start": "begin startup",
+        "end": "finish complet",
+        "differ": "different differenc",
+        "sampl": "exampl imag video record item",
+        "container": "docker pod kubernet k8s",
+        "crash": "fail abort",
+        "data": "dataset",
+        "loader": "dataloader",
+        "gather": "allgather all_gather",
+        "reduc": "allreduc all_reduc",
+        "ddp": "distributeddataparallel",
+        "fsdp": "fullyshardeddataparallel fsdp1 fsdp2",
+        "rate": "lr",
+        "parameter": "param",
+        "gradient": "grad",
+        "second": "sec",
     }.items()
     for said in others.split()
 }

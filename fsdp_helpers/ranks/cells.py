@@ -12,8 +12,7 @@ import re
 import signal
 import sys
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_helpers.ranks.errors import Failure, describe_error
+from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
 from fsdp_helpers.ranks.group import limit_waiting, process_group, rank_device
 from fsdp_helpers.ranks.output import without_addresses
 from fsdp_helpers.ranks.pickling import dumps
@@ -31,15 +30,6 @@ INTERRUPT = signal.SIGUSR2  # the parent's request to end a cell; SIGINT is for 
 WIDTH = 110  # of a value that is shown over several lines
 LONGER_S = 300.0  # for a collective while another rank may compile
 CELLS = "<cells>"  # the file of the module in which all cells run
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A rank's answer to a cell, or to the name of a variable."""
-
-    value: Any = None  # of the last line, as it is shown; of the variable
-    failure: Failure | None = None  # with the frames that are the reader's
-    collectives: Mapping[tuple, int] = field(default_factory=dict)  # of each group (name and ranks): how many so far
 
 
 @dataclass(frozen=True)
@@ -55,13 +45,13 @@ def serve(rank: int, setup: Setup, send: Send, link: Connection) -> None:
     """Join the group, then run cells until the parent ends or closes the link."""
     with process_group(rank, setup.world_size, **setup.group):
         cells = Cells(rank, setup, send)
-        send("answer", (0, Answer()))
+        send("answer", Answer(0))
         while True:
             try:
-                number, kind, content = pickle.loads(link.recv_bytes())
+                message = pickle.loads(link.recv_bytes())
             except (EOFError, OSError):
                 return
-            send("answer", (number, cells.answer(kind, *content)))
+            send("answer", cells.answer(*message))
 
 
 class Cells:
@@ -87,7 +77,7 @@ class Cells:
         if self.running:
             raise KeyboardInterrupt
 
-    def answer(self, kind: str, *content: str) -> Answer:
+    def answer(self, number: int, kind: str, *content: str) -> Answer:
         """Run a cell, or look up a variable: return the value, or the exception that ended it."""
         value = failure = None
         try:
@@ -99,7 +89,7 @@ class Cells:
             here = f"{os.getcwd()}{os.sep}"
             failure = Failure(*(without_addresses(said.replace(here, "")) for said in describe_error(error, _is_shown)))
         flush()
-        return Answer(value, failure, self._count_collectives())
+        return Answer(number, value, failure, self._count_collectives())
 
     def _look_up(self, name: str) -> list:
         """Return the variable as the only item of a list, which is empty if there is none of this name."""
@@ -115,11 +105,11 @@ class Cells:
             last = statements.pop()
         try:
             for statement in statements:
-                self.send("line", statement.lineno)  # a process that dies cannot say it any more
+                self.send("note", statement.lineno)  # a process that dies cannot say it any more
                 exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)  # type: ignore[arg-type]
             if last is None:
                 return None
-            self.send("line", last.lineno)
+            self.send("note", last.lineno)
             value = eval(self.compile(ast.Expression(last.value), file, "eval"), self.names)  # type: ignore[arg-type]
             return None if value is None or text.rstrip().endswith(";") else show_value(value)
         finally:

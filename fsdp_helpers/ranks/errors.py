@@ -2,10 +2,11 @@
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "launch.py"))
 
@@ -17,6 +18,16 @@ class Failure:
     summary: str  # the last line of the traceback
     details: str = ""
     when_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank's answer to a message: it has joined, its worker has returned, a cell has run, or it has failed."""
+
+    number: int | None  # of the message; None if the rank ends
+    value: Any = None
+    failure: Failure | None = None
+    collectives: Mapping[tuple, int] = field(default_factory=dict)  # of each group (name and ranks): how many so far
 
 
 class RankError(RuntimeError):

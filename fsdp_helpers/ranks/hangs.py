@@ -4,7 +4,6 @@ Time alone can't tell. On a busy machine, a correct program takes long, but it u
 wait in a collective use none, or a hundredth of a core if they wait at the store.
 """
 
-import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,23 +11,19 @@ from contextlib import suppress
 import psutil
 
 WAITING_SHARE = 0.03  # of a core: a rank that takes less only waits
-LOOK_S = 0.5  # between two looks at processes, which take milliseconds
+LOOK_S = 0.5  # between two looks at processes; one takes milliseconds
 
 
 class HangDetector:
-    """A clock that runs while nothing moves, from `begin` on; without a limit (`stall_s` is None) it never runs out."""
+    """A clock that runs while nothing moves; without a limit (`stall_s` is None) it never runs out."""
 
     def __init__(self, stall_s: float | None) -> None:
         self.stall_s = stall_s
-        self._since_s, self._spent_s = math.inf, {}
-
-    def begin(self) -> None:
-        self._since_s, self._spent_s = time.monotonic(), {}
+        self.moved()
 
     def moved(self) -> None:
-        """Restart the clock if it runs: a rank has sent something, or computed."""
-        if self._since_s < math.inf:
-            self.begin()
+        """Restart the clock: a rank has sent something, or computed."""
+        self._since_s, self._spent_s = time.monotonic(), {}
 
     def lasts(self, pids: Iterable[int]) -> bool:
         """Return True once none of these processes, nor any that they started, has moved for `stall_s` seconds."""

@@ -1,27 +1,25 @@
 """Live ranks: processes in one group that run a cell, keep its variables, and wait for the next one."""
 
 import atexit
-import math
-import pickle
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits
 from fsdp_helpers.ranks import stacks
-from fsdp_helpers.ranks.cells import INTERRUPT, Answer, serve
-from fsdp_helpers.ranks.errors import Failure, Interrupted, RankError, shown_by_message
+from fsdp_helpers.ranks.cells import INTERRUPT, serve
+from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, shown_by_message
 from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size
 from fsdp_helpers.ranks.output import CellOutput
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.roll_call import list_ranks, waited_in_vain
-from fsdp_helpers.ranks.server import check_not_imported, interrupts_wait
+from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 
 START_S = 300.0  # for all ranks to load what they need and to join
-GRACE_S = 0.3  # after a failure: for what the other ranks have to say
 BACK_S = 2.0  # after a failure, or Stop: for the other ranks to come back; else the group restarts
 KEPT = "The ranks keep their variables."
 GONE = "The ranks were restarted, and their variables are gone."
@@ -59,14 +57,14 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, device: str = "auto", timeout_s: float | None = 20.0) -> None:
-        check_not_imported()
+        check_not_a_rank()
         with shown_by_message(ValueError):
             check_world_size(world_size)
             check_seconds(timeout_s=timeout_s)
             self.device = choose_device(device, world_size)
         self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S
         self._processes: Processes | None = None
-        self._num_cells = self._num_asked = 0
+        self._num_cells = 0
         with shown_by_message(RankError):
             self._start()
             self._await_start()
@@ -104,38 +102,35 @@ class Ranks:
         """The private folder in which the group meets."""
         return None if self._processes is None else self._processes.folder
 
-    def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
+    def run(self, code: str, ranks: Sequence[int] | None = None, name: str | None = None) -> None:
         """Run `code` on every rank, or on `ranks`; show what it prints and the value of its last line.
 
-        Output is shown once if all ranks agree, else rank by rank. Raises SyntaxError before anything runs, RankError
-        if a rank fails or dies, Interrupted after ^C or Stop, ValueError for a rank that doesn't exist.
+        Output is shown once if all ranks agree, else rank by rank. Tracebacks call the code `name`, "cell 1" and so on by
+        default. Raises SyntaxError before anything runs, RankError if a rank fails or dies, Interrupted after ^C or
+        Stop, ValueError for a rank that doesn't exist.
         """
         self._num_cells += 1
-        self.run_cell(code, ranks, f"cell {self._num_cells}")
-
-    def run_cell(self, code: str, ranks: Sequence[int] | None, name: str) -> None:
-        """Run a cell under this name, which tracebacks show."""
+        name = name or f"cell {self._num_cells}"
         chosen = list(range(self.world_size)) if ranks is None else sorted(set(ranks))
         if wrong := [rank for rank in chosen if rank not in range(self.world_size)]:
             with shown_by_message(ValueError):
                 raise ValueError(f"there is no {list_ranks(wrong)}; these ranks are 0 to {self.world_size - 1}")
         compile(code, name, "exec")  # a syntax error runs on no rank
         self._get_ready()
-        self._cell, self._lines = name, {}
         output = CellOutput()
         self._processes.on_output = output.add
         try:
-            self._ask(chosen, "cell", code, name)
+            answers = self._ask(chosen, "cell", code, name)
         except KeyboardInterrupt:
             with interrupts_wait():
                 output.finish({})
-                _, lines = self._settle(chosen, failed=False)
+                lines = self._settle(chosen, None)
             raise Interrupted("\n".join(["interrupted", *lines])) from None
-        output.finish({rank: answer.value for rank, answer in self._answers.items()})
-        if self._find_cause():
+        output.finish({rank: answer.value for rank, answer in answers.items()})
+        if cause := self._find_cause(name):
             with interrupts_wait():
-                (rank, failure), lines = self._settle(chosen, failed=True)
-            raise RankError(rank, self.world_size, failure.summary, "\n".join(lines))
+                lines = self._settle(chosen, cause)
+            raise RankError(cause[0], self.world_size, cause[1].summary, "\n".join(lines))
 
     def __getitem__(self, name: str) -> list:
         """Return this variable on every rank, in rank order.
@@ -145,37 +140,33 @@ class Ranks:
         """
         everyone = range(self.world_size)
         self._get_ready()
-        self._ask(everyone, "get", name)
-        if missing := [rank for rank in everyone if rank not in self._answers or not self._answers[rank].value]:
+        answers = self._ask(everyone, "get", name)
+        if missing := [rank for rank in everyone if rank not in answers or not answers[rank].value]:
             with shown_by_message(NameError):
                 raise NameError(f"{name!r} is not defined on {list_ranks(missing)}")
-        return [self._answers[rank].value[0] for rank in everyone]
+        return [answers[rank].value[0] for rank in everyone]
+
+    def _ask(self, ranks: Sequence[int], *message: str) -> dict[int, Answer]:
+        """Send a message to these ranks; return the answers, all of them unless a rank fails."""
+        self._processes.tell(ranks, *message)
+        self._processes.collect(ranks)
+        return self._processes.answers
 
     # ------------------------------------------------------------ starting and restarting
 
     def _start(self) -> None:
         """Start new ranks; `_await_start` waits until they have joined."""
-        self._number, self._answers, self._lines = 0, {}, {}  # of the last message, and what came back
-        self._counts: dict[int, dict] = {}  # per rank: how many collectives of each group it has taken part in
+        self._counts: dict[int, Mapping] = {}  # per rank: how many collectives of each group it has taken part in
         self._processes = Processes(serve, self.world_size, self.device, CellOutput().add, timeout_s=self.timeout_s)
         self._joining = True
 
     def _await_start(self) -> None:
-        everyone = range(self.world_size)
         try:
-            self._collect(everyone, START_S)
-            if cause := self._find_cause():
-                raise RankError(cause[0], self.world_size, cause[1].summary, cause[1].details)
-            if len(self._answers) < self.world_size:
-                raise TimeoutError(f"the ranks didn't start within {START_S:.0f} s")
+            self._processes.answers_of_all(time.monotonic(), START_S)
         except BaseException:
             self.close()
             raise
         self._joining = False
-
-    def _restart(self) -> None:
-        self._processes.end()
-        self._start()
 
     def _get_ready(self) -> None:
         """Make sure that there are ranks to run a cell: if some have ended since the last one, say so, and start new ones."""
@@ -188,41 +179,16 @@ class Ranks:
         if self._processes.ends:
             ends = [f"Rank {rank} had ended: {self._processes.describe_end(rank)}." for rank in self._processes.ends]
             with interrupts_wait():
-                self._restart()
+                self._processes.end()
+                self._start()
             print(*ends, GONE, file=sys.stderr)
             self._await_start()
-
-    # ------------------------------------------------------------ one message and its answers
-
-    def _ask(self, ranks: Iterable[int], kind: str, *content: str) -> None:
-        """Send a message to these ranks, and collect their answers."""
-        self._number, self._answers = self._number + 1, {}
-        for rank in ranks:
-            with suppress(OSError):  # it has just ended, as `_collect` will see
-                self._processes.links[rank].send_bytes(pickle.dumps((self._number, kind, content)))
-        self._collect(ranks)
-
-    def _collect(self, ranks: Iterable[int], limit_s: float = math.inf, failed: bool = False) -> None:
-        """Receive the answers to the last message; after one failure or end, only those that arrive soon."""
-        until_s = time.monotonic() + limit_s
-        while waiting := [rank for rank in ranks if rank not in self._answers and rank not in self._processes.ends]:
-            if (left_s := until_s - time.monotonic()) <= 0:
-                return
-            for rank, kind, content in self._processes.wait(waiting, left_s):
-                if kind == "line":
-                    self._lines[rank] = content
-                elif kind == "failure":  # not of a cell: of the rank
-                    self._answers[rank] = Answer(failure=content)
-                elif kind == "answer" and content[0] == self._number:  # else of a cell that was interrupted
-                    self._answers[rank] = content[1]
-                    self._counts[rank] = content[1].collectives
-            if not failed and (self._processes.ends or any(answer.failure for answer in self._answers.values())):
-                failed, until_s = True, time.monotonic() + GRACE_S
 
     # ------------------------------------------------------------ a cell that did not end well
 
     def _behind(self) -> dict[int, int]:
         """Return by how many collectives ranks are behind the others of a group; {} if all are equal."""
+        self._counts |= {rank: answer.collectives for rank, answer in self._processes.answers.items() if answer.number}
         most: dict[tuple, int] = {}
         for counts in self._counts.values():
             most |= {group: max(most.get(group, 0), count) for group, count in counts.items()}
@@ -232,32 +198,27 @@ class Ranks:
         }
         return {rank: count for rank, count in behind.items() if count}
 
-    def _find_cause(self) -> tuple[int, Failure] | None:
-        """Return the first rank that failed by itself, and how; None if all did their part.
-
-        The others fail because they wait for it.
-        """
-        failures = {rank: answer.failure for rank, answer in sorted(self._answers.items()) if answer.failure}
-        own = {rank: failure for rank, failure in failures.items() if not waited_in_vain(failure.summary)}
-        ends = [(rank, self._describe_end(rank)) for rank in sorted(self._processes.ends.keys() - own.keys())]
-        missed = [(rank, Failure(f"it {_no_part_in(count)}")) for rank, count in sorted(self._behind().items())]
-        return next(iter([*own.items(), *ends, *failures.items(), *missed]), None)
-
-    def _describe_end(self, rank: int) -> Failure:
-        line = self._lines.get(rank)
-        at_line = f"It was at {self._cell} line {line}." if line is not None else ""
-        return Failure(self._processes.describe_end(rank), at_line)
-
-    def _settle(self, chosen: list[int], failed: bool) -> tuple[tuple[int, Failure] | None, list[str]]:
-        """Get all ranks ready for the next cell, restarting them if necessary; return the cause, and the lines that describe it."""
+    def _find_cause(self, cell: str) -> tuple[int, Failure] | None:
+        """Return the rank that failed by itself, or that took no part in a collective, and how; None if all is well."""
+        behind = sorted(self._behind().items())
         self._processes.note_ends()
-        cause, answers = self._find_cause() if failed else None, dict(self._answers)
-        running = [rank for rank in chosen if rank not in answers and rank not in self._processes.ends]
+        rank, failure = self._processes.find_cause() or (-1, None)
+        if failure and not failure.details and (line := self._processes.notes.get(rank)):
+            failure = replace(failure, details=f"It was at {cell} line {line}.")  # as it can't say itself any more
+        elif not failure and behind:
+            rank, failure = behind[0][0], Failure(f"it {_no_part_in(behind[0][1])}")
+        return (rank, failure) if failure else None
+
+    def _settle(self, chosen: list[int], cause: tuple[int, Failure] | None) -> list[str]:
+        """Get all ranks ready for the next cell, restarting them if necessary; return the lines that say what became of each."""
+        answers = dict(self._processes.answers)  # those of now: more come because the ranks are asked to stop
+        running = self._processes.missing(chosen)
         found = self._processes.stacks(running)
         for rank in running:
             self._processes.signal(rank, INTERRUPT)
+        # One in a collective doesn't come back: others have ended it.
         if not all(map(stacks.is_in_collective, found.values())):
-            self._collect(running, BACK_S, failed=True)  # one in a collective doesn't come back: others have ended it
+            self._processes.collect(running, time.monotonic() + BACK_S, failed=True)
         at_fault, details = (cause[0], cause[1].details) if cause else (None, "")
         lines = [details] if details else []
         for rank in chosen:
@@ -266,10 +227,12 @@ class Ranks:
             elif rank != at_fault:
                 lines.append(f"rank {rank} {self._describe(rank, answers.get(rank), details)}")
         in_vain = any(answer.failure and waited_in_vain(answer.failure.summary) for answer in answers.values())
-        kept = len(self._answers) == len(chosen) and not (self._processes.ends or in_vain or self._behind())
+        is_complete = len(self._processes.answers) == len(chosen) and not self._processes.ends
+        kept = is_complete and not in_vain and not self._behind()
         if not kept:
-            self._restart()
-        return cause, [*lines, KEPT if kept else GONE]
+            self._processes.end()
+            self._start()
+        return [*lines, KEPT if kept else GONE]
 
     def _describe(self, rank: int, answer: Answer | None, details: str) -> str:
         """Say what became of a rank that is neither running nor at fault; `details` are those of the one at fault."""

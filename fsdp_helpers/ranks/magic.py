@@ -25,7 +25,7 @@ def ranks(line: str, cell: str) -> None:
     # The magic itself is the cell's first line.
     code, file = f"\n{cell}", f"Cell In[{get_ipython().execution_count}]"
     try:
-        opened_last().run_cell(code, chosen, file)
+        opened_last().run(code, chosen, file)
     except SyntaxError as error:
         raise CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip()) from None
 

@@ -13,22 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fsdp_helpers.gpus import hide_gpus
-from fsdp_helpers.ranks.errors import Failure, describe_error
+from fsdp_helpers.ranks import server
+from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
 from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
 from fsdp_helpers.ranks.stacks import written_on_request
 
 STREAMS = ("stdout", "stderr")
-Send = Callable[[str, Any], None]  # send(kind, content): a message to the parent
+Send = Callable[[str, Any], None]  # send("answer", an Answer), or send("note", what the parent should know on the way)
 
 
 @dataclass(frozen=True)
 class Setup:
     """The settings that all ranks of a group start with."""
 
-    body: Callable  # what each rank runs, as body(rank, setup, send, link)
+    body: Callable  # what each rank runs, as body(rank, setup, send, link); it may return a last answer
     world_size: int
     device: str
     folder: str  # private to the group: it meets there
@@ -48,10 +49,11 @@ class Setup:
 def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> None:
     """Prepare this process, run the body of the group, and leave; `start_processes` calls this.
 
-    Each rank has its ends of a link for messages and of one or two pipes for its output. Every end of the body but a
-    normal one is told to the parent, sys.exit() included.
+    `ends` are each rank's ends of a link for messages and of one or two pipes for its output. The parent is told at once
+    if the body ends in any other way than by returning, sys.exit() included; its last answer is sent at the very end.
     """
     link, *outputs = ends[rank]
+    server.is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     os.setsid()
     adopt_orphans()
@@ -72,17 +74,20 @@ def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> N
         except OSError:  # the parent has ended: the thread that watches it removes the folder, and ends this process
             threading.Event().wait()
 
+    answer = None
     try:
         with written_on_request(setup.stack_file(rank)):
-            setup.body(rank, setup, send, link)
+            answer = setup.body(rank, setup, send, link)
     except BaseException as error:
-        send("failure", Failure(*describe_error(error)))
-        leave(1)
-    leave(0)
+        send("answer", Answer(None, failure=Failure(*describe_error(error))))
+    _tidy_up()
+    if answer is not None:
+        send("answer", answer)
+    os._exit(0)
 
 
-def leave(status: int) -> NoReturn:
-    """Exit without Python's cleanup, but with multiprocessing's, and after waiting for non-daemon threads.
+def _tidy_up() -> None:
+    """Do what Python does at its end, but for its own cleanup; wait for non-daemon threads.
 
     gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     """
@@ -92,7 +97,6 @@ def leave(status: int) -> NoReturn:
             thread.join()
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
-    os._exit(status)
 
 
 def write_into(outputs: Sequence[Connection]) -> None:

@@ -39,7 +39,7 @@ PRELOADED = [
 MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 
 start_lock = threading.RLock()  # while ranks are started: what has just been forked is no orphan
-_loads_worker = False
+is_rank = False  # `run_rank` sets it
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -128,29 +128,18 @@ def interrupts_wait() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-@contextmanager
-def loading_worker() -> Iterator[None]:
-    """Within the block, this process imports its worker's module, and `launch` refuses."""
-    global _loads_worker
-    _loads_worker = True
-    try:
-        yield
-    finally:
-        _loads_worker = False
-
-
-def check_not_imported() -> None:
-    """Exit or raise if this is a rank that's importing a program that launches: ranks must not launch ranks.
+def check_not_a_rank() -> None:
+    """Exit or raise if this is a rank, which may be importing a program that launches: ranks must not launch ranks.
 
     A rank imports the program's script, which calls `launch` again if it has no main guard, and its worker's module.
     """
-    if _loads_worker:
-        raise RuntimeError(
-            "the worker's module calls launch while a rank imports it; put the call under "
-            '`if __name__ == "__main__":`, or into a function'
-        )
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
         os._exit(NO_MAIN_GUARD)  # whoever started it is told
+    if is_rank:
+        raise RuntimeError(
+            "a rank calls launch, perhaps because its worker's module does; put the call under "
+            '`if __name__ == "__main__":`, or into a function'
+        )
 
 
 def main_guard_advice() -> str:

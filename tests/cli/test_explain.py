@@ -2,6 +2,7 @@
 
 import io
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -89,6 +90,35 @@ def test_nothing_to_explain_is_bad_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert main_in_process("explain") == 2
     assert re.fullmatch(r"fsdp_helpers: explain: give a message.*\n", capsys.readouterr().err)
+
+
+def test_it_answers_where_torch_cannot_be_imported():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from fsdp_helpers.__main__ import main; sys.exit(main(['explain', 'exitcode: -9']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "memory-every-rank-loads: " in done.stdout, done.stderr
+
+
+CODES = {
+    "exitcode: -9": "memory-every-rank-loads",
+    "exit code 137": "memory-every-rank-loads",
+    "Exit Code: 137": "memory-every-rank-loads",
+    "failed with exit code 139": "crash-segfault",
+    "exitcode: -11": "crash-segfault",
+    "exit status 134": "hang-after-last-step",
+    "exitcode: -6": "hang-after-last-step",
+    "exit code 135": "crash-shared-memory",
+    "exit code 143": "crash-hangup",
+    "exitcode: -15": "crash-hangup",
+    "exit code 124": "crash-slurm-node-failed",
+}
+
+
+@pytest.mark.parametrize("said, name", CODES.items())
+def test_an_exit_code_alone_leads_to_its_card(said, name):
+    assert name in [match.name for match in explain.find_cards(said)[: explain.MOST_CARDS]]
 
 
 def test_rare_words_count_more():

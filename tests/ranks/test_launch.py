@@ -20,9 +20,10 @@ import pytest
 import torch
 from programs import is_running, running_python, wait_until
 
-from fsdp_helpers.ranks.errors import Failure
+from fsdp_helpers.ranks.errors import Answer, Failure
 from fsdp_helpers.ranks.hangs import HangDetector
-from fsdp_helpers.ranks.launch import RankError, RankTimeout, _Launch, launch
+from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
+from fsdp_helpers.ranks.processes import Processes
 
 # ---------------------------------------------------------------- results
 
@@ -101,30 +102,52 @@ def test_a_rank_that_is_killed():
         launch(workers.kill_itself, 1, world_size=2, device="cpu")
 
 
+class Told(Processes):
+    """Processes that never started; what they say is given: (after how many seconds, rank, its failure or exit code)."""
+
+    def __init__(self, *said: tuple[float, int, Failure | int]) -> None:
+        self.world_size, self.number, self.hang = len(said), 1, HangDetector(None)
+        self.answers, self.ends, self._processes = {}, {}, [SimpleNamespace(pid=0)] * len(said)
+        self._said, self._began_s = sorted(said, key=lambda one: one[0]), time.monotonic()
+
+    def _listen(self, ranks, wait_s):
+        after_s, rank, said = self._said[0]
+        left_s = self._began_s + after_s - time.monotonic()
+        time.sleep(min(max(0.0, left_s), wait_s))
+        if left_s <= wait_s:
+            self._said.pop(0)
+            known = self.ends if isinstance(said, int) else self.answers
+            known[rank] = said if isinstance(said, int) else Answer(None, failure=said)
+
+
 @pytest.mark.parametrize("times_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (3.0, 2.0, 1.0)])
 def test_of_several_failures_the_first_is_told(times_s):
     """Whichever message is read first: the others fail because of it."""
-    said = [(rank, "failure", Failure(f"failed at {when_s} s", when_s=when_s)) for rank, when_s in enumerate(times_s)]
-    run = _Launch(3, None, HangDetector(None), names=False)
-    run.processes = SimpleNamespace(ends=dict.fromkeys(range(3)), wait=lambda *_: said)
-    for message in said:
-        run._receive(*message)
+    said = [(0.0, rank, Failure(f"failed at {when_s} s", when_s=when_s)) for rank, when_s in enumerate(times_s)]
     with pytest.raises(RankError) as caught:
-        run.collect(None)
+        Told(*said).answers_of_all(time.monotonic(), None)
     assert str(caught.value) == f"rank {times_s.index(1.0)} of 3 failed: failed at 1.0 s"
+
+
+@pytest.mark.parametrize("cause", [-signal.SIGKILL, Failure("MemoryError")])
+def test_a_cause_that_is_heard_after_its_effect(cause):
+    """The connection breaks at once; what broke it arrives a moment later."""
+    effect = Failure("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:29500", when_s=0.0)
+    with pytest.raises(RankError, match="rank 1 of 2 failed: (the process was ended by SIGKILL|MemoryError)"):
+        Told((0.0, 0, effect), (0.2, 1, cause)).answers_of_all(time.monotonic(), None)
 
 
 def test_a_rank_that_leaves():
     with pytest.raises(RankError, match="SystemExit: 0"):
         launch(workers.leave_with, 0, world_size=2, device="cpu")
-    with pytest.raises(RankError, match="left with exit status 7 before its worker returned"):
+    with pytest.raises(RankError, match="rank 0 of 1 failed: the process left with exit status 7"):
         launch(workers.leave_at_once, 7, world_size=1, device="cpu")
 
 
 def test_a_result_that_cannot_travel():
     with pytest.raises(RankError, match="rank [01] of 2 failed: ValueError: the result of 'return_unpicklable' is of"):
         launch(workers.return_unpicklable, world_size=2, device="cpu")
-    with pytest.raises(RankError, match="rank 0 of 1 failed: its result arrived, but can't be read: ValueError: inv"):
+    with pytest.raises(RankError, match="rank 0 of 1 failed: its answer arrived, but can't be read: ValueError: inv"):
         launch(workers.return_what_cannot_be_read, world_size=1, device="cpu")
 
 
@@ -338,5 +361,5 @@ def test_ranks_have_the_environment_of_their_launch(monkeypatch):
 def test_freed_memory_is_used_again():
     faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
     assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
-    # In long runs of the tests, one or two of eight rounds needed a new buffer; without the settings, all of them do.
-    assert sum(count > 100 for count in faults[2:]) <= 3
+    # In long runs of the tests, up to four of eight rounds needed one new buffer; without the settings, all need three.
+    assert sum(faults[2:]) < 8 * faults[0] / 2

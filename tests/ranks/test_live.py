@@ -127,6 +127,12 @@ def test_messages_from_rank_to_rank_are_not_collectives(ranks, capsys):
     assert shown(ranks, capsys, code) == "rank 0: tensor([0.])\nrank 1: tensor([7.])\n"
 
 
+def test_an_answer_to_what_was_interrupted_is_not_taken_for_another_cells(ranks, capsys):
+    ranks._processes.tell([0, 1], "get", "rank")  # as where Stop came before the answers
+    assert shown(ranks, capsys, "'its own'") == "'its own'\n"
+    assert ranks["rank"] == [0, 1]
+
+
 def test_a_syntax_error_runs_on_no_rank(ranks):
     with pytest.raises(SyntaxError):
         ranks.run("print('never')\ndef f(:")

@@ -52,6 +52,18 @@ def test_errors_of_both_libraries_are_known(words, monkeypatch):
         raise RuntimeError(words)
 
 
+@pytest.mark.parametrize("waited_s, said", [(0.0, "did not answer any more"), (4.0, "did not answer within 4 s")])
+def test_a_connection_that_breaks_at_once_is_no_time_out(waited_s, said, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(roll_call.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(roll_call, "call_the_roll", lambda rank, world_size, wait_s: [1])
+    monkeypatch.setattr(roll_call.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(roll_call.dist, "get_world_size", lambda: 2)
+    with pytest.raises(roll_call.SilentRanks, match=f"rank 1 {said}"), roll_call.silent_ranks_named(4.0):
+        clock[0] += waited_s
+        raise RuntimeError("gloo: Connection closed by peer")
+
+
 def test_an_error_of_its_own_calls_no_roll(monkeypatch):
     monkeypatch.setattr(roll_call, "gather_over_ranks", lambda own: [own, own])
     monkeypatch.setattr(roll_call, "call_the_roll", lambda *_: pytest.fail("the roll was called"))

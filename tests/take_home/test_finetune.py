@@ -145,6 +145,11 @@ def test_each_epoch_has_each_document_once(alone):
     assert epochs[0] != epochs[1]
     script.LONGEST = 8
     assert script.load_batch([torch.arange(50)], 0)[0].shape == (24, 7)
+    _, targets = script.load_batch([torch.tensor([1, 2, 3]), torch.arange(50)], 0)
+    assert set(map(tuple, targets.tolist())) == {
+        (1, 2, 3, 4, 5, 6, 7),
+        (2, 3, *[IGNORED] * 5),
+    }  # padding counts nothing
 
 
 def test_the_learning_rate_rises_falls_and_obeys_an_edit(alone, monkeypatch):

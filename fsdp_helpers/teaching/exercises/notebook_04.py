@@ -95,7 +95,7 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
     )
     expect(
         found.peak_bytes < limit_bytes,
-        f"{says}the peak is {format_bytes(found.peak_bytes)}, the target below {format_bytes(limit_bytes)}",
+        f"{says}the peak is {format_bytes(found.peak_bytes)}; the target is below {format_bytes(limit_bytes)}",
         "memory-root-only",
     )
     expect(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
@@ -80,6 +81,36 @@ def run_one_head_per_rank(rank: int, world_size: int) -> Numbers:
 
 def run_both_heads(rank: int, world_size: int) -> Numbers:
     return gradients_of(shard_heads(BothHeads()), rank)
+
+
+# ---------------------------------------------------------------- a head that no rank uses, under DDP
+
+
+def train_one_head(model: nn.Module, rank: int) -> Numbers:
+    for _ in range(2):
+        model.zero_grad()
+        model(samples_of(rank), chosen=0).square().mean().backward()
+    return {"gradient norm": gradient_norm_of_body(model)}
+
+
+def gradient_norm_of_body(model: nn.Module) -> float:
+    (body,) = [parameter for name, parameter in model.named_parameters() if name.endswith("body.weight")]
+    return norm_of(body.grad)
+
+
+def leave_a_head_out(rank: int, world_size: int) -> Numbers:
+    return train_one_head(DistributedDataParallel(TwoHeads()), rank)
+
+
+def find_the_unused_head(rank: int, world_size: int) -> Numbers:
+    return train_one_head(DistributedDataParallel(TwoHeads(), find_unused_parameters=True), rank)
+
+
+def one_head_alone() -> Numbers:
+    model = TwoHeads()
+    losses = [model(samples_of(rank), chosen=0).square().mean() for rank in range(2)]
+    (sum(losses) / 2).backward()
+    return {"gradient norm": gradient_norm_of_body(model)}
 
 
 # ---------------------------------------------------------------- a recomputation that takes a different path
@@ -190,32 +221,26 @@ def step_alone() -> Numbers:
 BRANCHES = (
     Failure(
         name="wrong-unused-parameters",
-        title="Ranks use different heads, and their gradients are mixed up",
-        why="FSDP2 reduces the gradients that a unit has, one after another in one buffer. Rank 0 has one for head 0 and rank 1 has one for head 1; both go into the same place in the buffer, and are added up. In DDP, `find_unused_parameters=True` handles this. No error is raised.",
-        tell="The gradient of one head contains the other's. Compare with one process, or with DDP.",
-        fix="`model.set_reduce_scatter_unused_params(True)` (PyTorch 2.13 or later): parameters without a gradient send zeros.",
         broken=reduce_what_was_used,
         fixed=reduce_zeros_too,
         right=gradients_alone,
         since="2.13",
     ),
     Failure(
+        name="crash-unused-parameters",
+        broken=leave_a_head_out,
+        fixed=find_the_unused_head,
+        right=one_head_alone,
+        says="Expected to have finished reduction",
+    ),
+    Failure(
         name="wrong-unused-units",
-        title="Each rank runs a different unit: experts, heads, LayerDrop",
-        why="A unit all-gathers when it's called. Rank 0 calls one unit and rank 1 a different one, and their all-gathers are matched: each gets halves of two layers. With different shapes, gloo aborts and NCCL hangs.",
-        tell="Trace the forward of each rank: the units, or their number, differ.",
-        fix="Call every unit on every rank, in the same order, with a weight of 0 where its output isn't wanted; or keep the layers that only some ranks use in the root unit, with `set_reduce_scatter_unused_params(True)`.",
         broken=run_one_head_per_rank,
         fixed=run_both_heads,
         right=gradients_alone,
     ),
     Failure(
         name="crash-checkpoint-branch",
-        title="A different number of tensors was saved during the original forward and recomputation",
-        why="Activation checkpointing runs the forward again in backward and expects the same operations. A branch on a counter, "
-        "a cache, a random number drawn outside torch, or a `use_cache=True` takes a different path the second time.",
-        tell="`torch.utils.checkpoint.set_checkpoint_debug_enabled(True)` prints both lists of operations.",
-        fix="Decide outside, and pass the decision in: `checkpoint(block, x, is_odd, use_reentrant=False)`.",
         broken=branch_inside,
         fixed=branch_outside,
         right=first_branch_alone,
@@ -223,10 +248,6 @@ BRANCHES = (
     ),
     Failure(
         name="memory-after-oom",
-        title="Out of memory once, and every later step takes more memory and trains wrongly",
-        why="An exception in the middle of backward leaves the units unsharded. If you catch it and take the next batch, they stay that way: each rank holds full parameters and full gradients, and reduces nothing. No error is raised.",
-        tell="Memory between two steps is higher than before the failure; `type(next(model.parameters()))` isn't DTensor.",
-        fix="After catching the exception, call `model.reset_iter_state()` on the root, on every rank, then `zero_grad()`.",
         broken=step_after_the_failure,
         fixed=reset_after_the_failure,
         right=step_alone,

@@ -44,6 +44,41 @@ def two_steps() -> Numbers:
     return {"steps": 2}
 
 
+# ---------------------------------------------------------------- a unit that is never called
+
+
+class TwoBlocks(nn.Module):
+    """A model that calls the blocks in its list one by one, never the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([small_model(), nn.Linear(2, 2)])
+
+    def forward(self, samples: Tensor) -> Tensor:
+        for block in self.blocks:
+            samples = block(samples)
+        return samples
+
+
+def shard_the_list(rank: int, world_size: int) -> Numbers:
+    model = TwoBlocks()
+    fully_shard(model.blocks, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    return {"sum of outputs": model(images()).sum().item()}
+
+
+def shard_the_blocks(rank: int, world_size: int) -> Numbers:
+    model = TwoBlocks()
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    return {"sum of outputs": model(images()).sum().item()}
+
+
+def blocks_alone() -> Numbers:
+    return {"sum of outputs": TwoBlocks()(images()).sum().item()}
+
+
 # ---------------------------------------------------------------- past the hooks
 
 
@@ -153,11 +188,6 @@ def encoder_alone() -> Numbers:
 CRASHES = (
     Failure(
         name="crash-skipped-step",
-        title="One rank skips a batch, and a process is aborted",
-        why="Rank 1 skips a step whose loss is NaN. Its next all-gather is matched with rank 0's gradient reduction, and gloo receives more bytes than it expects, so it aborts the process from C++. NCCL would hang instead, or mix up the data.",
-        tell="*Received data size doesn't match expected size*, the last line on standard error: two ranks are in "
-        "different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` says which.",
-        fix="Decide together: reduce the flag over all ranks, and skip everywhere or nowhere.",
         broken=skip_bad_loss,
         fixed=skip_bad_loss_together,
         right=two_steps,
@@ -165,12 +195,6 @@ CRASHES = (
     ),
     Failure(
         name="crash-mixed-tensor-dtensor",
-        title="got mixed torch.Tensor and DTensor",
-        why="The unit's hooks unshard its parameters when the unit itself is called. Calling `model.forward` or a layer inside "
-        "the unit bypasses them and finds shards, which are DTensors.",
-        tell="The traceback has no line of the unit's `__call__` above the failing layer.",
-        fix="Call the unit. If you need an inner part by itself, make it a unit; for a method such as `generate`, use "
-        "`register_fsdp_forward_method(model, 'generate')`.",
         broken=call_part_of_a_unit,
         fixed=call_the_unit,
         right=features_alone,
@@ -178,10 +202,6 @@ CRASHES = (
     ),
     Failure(
         name="crash-tied-weights",
-        title="Parameter is shared with a parameter already managed by another FSDP group",
-        why="The head of a language model often uses the embedding's weight. One tensor can't belong to two units. FSDP1 fails later, with a shape that doesn't fit; FSDP2 of PyTorch 2.11 raises no error.",
-        tell="`model.head.weight is model.embedding.weight` is true before sharding.",
-        fix="Put both into one unit: `fully_shard([model.embedding, model.head])`, or leave both to the root.",
         broken=tied_in_two_units,
         fixed=tied_in_one_unit,
         right=tied_alone,
@@ -189,11 +209,14 @@ CRASHES = (
         not_in="2.11",
     ),
     Failure(
+        name="crash-container",
+        broken=shard_the_list,
+        fixed=shard_the_blocks,
+        right=blocks_alone,
+        says="containers that do not implement forward",
+    ),
+    Failure(
         name="crash-frozen-flat",
-        title="Must flatten tensors with uniform requires_grad",
-        why="FSDP1 flattens all parameters of a unit into one, which either needs gradients or doesn't. A frozen layer and a trained one can't share a flat parameter.",
-        tell="The error comes while the model is wrapped, before the first step. FSDP2 has no such limit.",
-        fix="Pass `use_orig_params=True`, give frozen layers their own units, or move to FSDP2.",
         broken=freeze_in_a_flat_unit,
         fixed=freeze_with_original_parameters,
         right=outputs_alone,
@@ -201,11 +224,6 @@ CRASHES = (
     ),
     Failure(
         name="crash-encoder-fast-path",
-        title="Training works, evaluation fails inside nn.TransformerEncoderLayer",
-        why="In evaluation, PyTorch's encoder layer takes a fast path, which reads the weights of its inner layers instead of "
-        "calling them. If those are FSDP1 units, their weights are empty or flat at that moment.",
-        tell="Only `eval()` with `no_grad` fails, and the traceback ends in the encoder layer, not in a Linear.",
-        fix="Make the whole encoder layer the unit.",
         broken=units_inside_the_encoder_layer,
         fixed=the_encoder_layer_as_unit,
         right=encoder_alone,

@@ -180,12 +180,6 @@ def meet_where_the_store_is(rank: int, world_size: int) -> Numbers:
 CRASHES_AT_THE_ENDS = (
     Failure(
         name="crash-no-torchrun",
-        title="environment variable RANK expected, but not set",
-        why="`init_process_group` takes rank, world size and address from variables that torchrun sets. If you start it with `python train.py`, there are none, and a script that doesn't check trains alone: each process is rank 0 of 1.",
-        tell="`env | grep -E 'RANK|WORLD_SIZE|MASTER'` is empty. A collective without `init_process_group` says *Default "
-        "process group has not been initialized*.",
-        fix="`torchrun --standalone --nproc-per-node 8 train.py`; under Slurm, one torchrun per node, as in "
-        "[10](10_many_machines.ipynb).",
         broken=start_with_python,
         fixed=start_with_torchrun,
         right=answer,
@@ -193,10 +187,6 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-main-guard",
-        title="An attempt has been made to start a new process before its bootstrapping phase has finished",
-        why="A spawned process imports the script that started it. Lines at its top level run again there, including `mp.spawn` or a `DataLoader` with workers.",
-        tell="The traceback shows the script's own lines twice, below `multiprocessing/spawn.py`.",
-        fix='`if __name__ == "__main__":` in front of everything that starts processes.',
         broken=spawn_without_a_guard,
         fixed=spawn_from_a_module,
         right=answer,
@@ -204,10 +194,6 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-connection-closed",
-        title="A healthy rank is the one that fails",
-        why="Rank 1 had fewer batches, finished and exited. Rank 0 then finds its connection closed, and its traceback points at an innocent all-reduce.",
-        tell="The message is about a connection, not about your code. Look at the *other* ranks: which one ended first, and with what exit status? `launch` calls the roll and names the missing rank.",
-        fix="Agree on the number of steps before the loop; here all ranks take the smallest.",
         broken=end_early,
         fixed=end_together,
         right=both_ranks,
@@ -217,10 +203,6 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-port-in-use",
-        title="The server socket has failed to listen: address already in use",
-        why="A fixed port such as 29500 belongs to whoever takes it first: someone else's run, or an orphan of your own.",
-        tell="The error names the port. `ss -ltnp | grep PORT` shows who has it; `doctor` lists leftovers.",
-        fix="Let the system choose: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
         broken=meet_at_a_fixed_port,
         fixed=meet_at_a_free_port,
         right=one_store,
@@ -228,25 +210,12 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-no-traceback",
-        title="ChildFailedError, and no traceback",
-        why="torchrun's report has a rank's exit code, but its traceback only if the rank wrote one for torchrun. Your own error is higher up in the output, in the lines of the rank that failed first, or in its log file.",
-        tell="The report says `error_file: <N/A>`. Search the output upward for the first `Traceback`; look at the rank under "
-        "*Root Cause (first observed failure)*, and at its exit code: 1 is an exception, -6 an abort, -9 a kill, often for "
-        "memory, -11 a crash in C++, -15 is torchrun's own SIGTERM after a different rank failed.",
-        fix="Put `@record` (`torch.distributed.elastic.multiprocessing.errors`) above `main()`; `torchrun --log-dir logs --tee 3` "
-        "keeps what each rank prints.",
         broken=run_without_record,
         fixed=run_with_record,
         right=the_line_that_failed,
     ),
     Failure(
         name="hang-dead-address",
-        title="The client socket has timed out while trying to connect",
-        why="A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. The variables are left over from a different job, "
-        "rank 0 hasn't started or has failed, or the name resolves to a machine that doesn't answer.",
-        tell="The message has the address and the port: is a rank 0 there? `python -m fsdp_helpers doctor` finds stale variables.",
-        fix="`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`, and `torchrun --standalone` on one machine; on several, one "
-        "`--rdzv-endpoint=HOST:PORT` for all.",
         broken=meet_where_no_one_is,
         fixed=meet_where_the_store_is,
         right=one_store,
@@ -255,11 +224,6 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-notebook-function",
-        title="Can't get attribute 'worker' on module '__main__'",
-        why="A spawned process imports the module of its function. A function from a notebook cell belongs to `__main__`, "
-        "which in the new process is a different program.",
-        tell="The error comes from the child, from `multiprocessing.spawn`, before any of your lines runs.",
-        fix="Put the function into a module; `%%writefile` in a cell is enough.",
         broken=spawn_from_a_cell,
         fixed=spawn_from_a_module,
         right=answer,

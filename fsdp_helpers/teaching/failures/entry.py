@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from fsdp_helpers.teaching.failures.sights import CARDS
+
 SYMPTOMS = {
     "hang": "it hangs",
     "crash": "it crashes",
@@ -27,10 +29,6 @@ class Failure:
     """
 
     name: str
-    title: str
-    why: str
-    tell: str
-    fix: str
     broken: RankFunction | None = None
     fixed: RankFunction | None = None
     right: Callable[[], Numbers] | None = None
@@ -38,17 +36,38 @@ class Failure:
     tolerance: float = 1e-5
     group_timeout_s: float | None = None  # of the broken run's collectives
     stall_s: float = 2.0  # a broken run whose ranks have not moved for this long is taken to wait forever
-    source: str = ""  # of a failure that is not run here
     not_in: str = ""  # the last PyTorch known not to show the symptom, as "2.11"
     since: str = ""  # the first PyTorch that has the fix, as "2.13"
 
     def __post_init__(self) -> None:
         if self.symptom not in SYMPTOMS:
             raise ValueError(f"{self.name!r} begins with none of the symptoms {', '.join(SYMPTOMS)}")
+        if self.name not in CARDS:
+            raise ValueError(f"{self.name!r} has no text; sights.toml has {', '.join(CARDS)}")
 
     @property
     def symptom(self) -> str:
         return self.name.partition("-")[0]
+
+    @property
+    def title(self) -> str:
+        return CARDS[self.name].title
+
+    @property
+    def why(self) -> str:
+        return CARDS[self.name].why
+
+    @property
+    def tell(self) -> str:
+        return CARDS[self.name].tell
+
+    @property
+    def fix(self) -> str:
+        return CARDS[self.name].fix
+
+    @property
+    def source(self) -> str:
+        return CARDS[self.name].source
 
     @property
     def is_run(self) -> bool:

@@ -18,7 +18,6 @@ from fsdp_helpers.records import Collective
 from fsdp_helpers.teaching.failures.branches import BRANCHES
 from fsdp_helpers.teaching.failures.crashes import CRASHES
 from fsdp_helpers.teaching.failures.crashes_at_the_ends import CRASHES_AT_THE_ENDS
-from fsdp_helpers.teaching.failures.documented import DOCUMENTED
 from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers, RankFunction, same_numbers
 from fsdp_helpers.teaching.failures.hangs import HANGS
 from fsdp_helpers.teaching.failures.loading import LOADING
@@ -26,6 +25,7 @@ from fsdp_helpers.teaching.failures.memory import MEMORY
 from fsdp_helpers.teaching.failures.outside import OUTSIDE
 from fsdp_helpers.teaching.failures.precision import PRECISION
 from fsdp_helpers.teaching.failures.saving import SAVING
+from fsdp_helpers.teaching.failures.sights import table
 from fsdp_helpers.teaching.failures.slow import SLOW
 from fsdp_helpers.teaching.failures.wrong import WRONG
 from fsdp_helpers.teaching.failures.wrong_data import WRONG_DATA
@@ -48,6 +48,7 @@ RUN = (
     *SLOW,
     *SAVING,
 )
+DOCUMENTED = tuple(Failure(name=name) for name in table("documented.toml"))
 GALLERY = {
     failure.name: failure for symptom in SYMPTOMS for failure in (*RUN, *DOCUMENTED) if failure.symptom == symptom
 }

@@ -60,6 +60,40 @@ def norm_alone() -> Numbers:
     return {"norm": small_model()[0].weight.norm().item()}
 
 
+# ---------------------------------------------------------------- a decision of each rank's own
+
+VALIDATION_LOSSES = ((0.5, 0.2, 0.1), (0.7, 0.6, 0.1))  # of rank 0, of rank 1, epoch by epoch
+GOOD_ENOUGH = 0.3
+
+
+def stop_on_own_loss(rank: int, world_size: int) -> Numbers:
+    epochs = 0
+    for loss in VALIDATION_LOSSES[rank]:
+        dist.all_reduce(torch.ones(1))  # an epoch's gradients
+        epochs += 1
+        if loss < GOOD_ENOUGH:
+            break
+    dist.barrier()
+    return {"epochs": epochs}
+
+
+def stop_on_mean_loss(rank: int, world_size: int) -> Numbers:
+    epochs = 0
+    for loss in map(torch.tensor, VALIDATION_LOSSES[rank]):
+        dist.all_reduce(torch.ones(1))  # an epoch's gradients
+        epochs += 1
+        dist.all_reduce(loss)
+        if loss / world_size < GOOD_ENOUGH:
+            break
+    dist.barrier()
+    return {"epochs": epochs}
+
+
+def stop_by_hand() -> Numbers:
+    means = [sum(losses) / len(losses) for losses in zip(*VALIDATION_LOSSES, strict=True)]
+    return {"epochs": 1 + next(epoch for epoch, mean in enumerate(means) if mean < GOOD_ENOUGH)}
+
+
 # ---------------------------------------------------------------- collectives in a different order
 
 
@@ -148,10 +182,6 @@ def rank_1_is_missing() -> Numbers:
 HANGS = (
     Failure(
         name="hang-uneven-batches",
-        title="The evaluation of a sharded model never ends",
-        why="There are five images on two ranks, so rank 0 has one more batch. Each forward all-gathers every unit, so rank 0 waits in an all-gather while rank 1 is already in the all-reduce of the results. Under DDP, or with one unit that stays unsharded, the same loop works, because its forward has no collective.",
-        tell="One rank waits inside the model, the other after the loop. Count the batches of each rank.",
-        fix="Give every rank the same number of batches, even if some are empty. An empty batch runs the all-gathers, too.",
         broken=evaluate_own_images,
         fixed=evaluate_even_batches,
         right=evaluate_alone,
@@ -159,23 +189,20 @@ HANGS = (
     ),
     Failure(
         name="hang-gather-on-rank-0",
-        title="Training stops as soon as rank 0 logs or saves",
-        why="`full_tensor()`, `get_model_state_dict` and `summon_full_params` are collectives: every rank has to contribute "
-        "its shard. Inside `if rank == 0`, only one does.",
-        tell="Rank 0 waits in `full_tensor()`, the others in whatever comes next. Search for collectives below `if rank`.",
-        fix="All-gather on every rank; print or write on one.",
         broken=gather_on_rank_0,
         fixed=gather_on_every_rank,
         right=norm_alone,
         says=r"full_tensor\(\), called from hangs.py",
     ),
     Failure(
+        name="hang-local-decision",
+        broken=stop_on_own_loss,
+        fixed=stop_on_mean_loss,
+        right=stop_by_hand,
+        says=r"in stop_on_own_loss",
+    ),
+    Failure(
         name="hang-order",
-        title="Two ranks wait in two different collectives",
-        why="Collectives are matched by their order, not by their names. A loop over a set or over a dictionary that each "
-        "rank filled itself may run in a different order on each rank.",
-        tell="All ranks wait, each in a different collective. `compare_collectives` names the first place where their traces diverge.",
-        fix="Use the same order on every rank: sort the names.",
         broken=log_in_own_order,
         fixed=log_in_sorted_order,
         right=logged_by_hand,
@@ -183,11 +210,6 @@ HANGS = (
     ),
     Failure(
         name="hang-new-group",
-        title="Making a smaller process group hangs",
-        why="`new_group` is itself a collective of all ranks, including those that won't belong to it. Here rank 1 "
-        "never calls it.",
-        tell="A rank waits inside `new_group`, before any tensor has moved.",
-        fix="Call `new_group` on every rank, in the same order; `init_device_mesh` does that for you.",
         broken=make_group_on_rank_0,
         fixed=make_group_on_every_rank,
         right=two_ranks,
@@ -195,13 +217,6 @@ HANGS = (
     ),
     Failure(
         name="hang-default-timeout",
-        title="After half an hour, a timeout that doesn't say who is missing",
-        why="A collective gives up after 30 minutes unless you say otherwise, and its message has milliseconds, but no rank number. "
-        "Here the limit is two seconds.",
-        tell="`dist.monitored_barrier` on a gloo group names the first rank that is missing. `launch` and `--timeout` call "
-        "the roll and name all of them.",
-        fix="Pass `timeout=` to `init_process_group`, more than your longest step and longest checkpoint take. To find the culprit, "
-        "put a monitored barrier before the collective.",
         broken=wait_without_a_name,
         fixed=wait_with_a_name,
         right=rank_1_is_missing,

@@ -222,12 +222,6 @@ def write_full_tensors(rank: int, world_size: int) -> Numbers:
 LOADING = (
     Failure(
         name="save-one-ranks-shards",
-        title="The saved file is too small, and doesn't load: size mismatch",
-        why="A sharded model's tensors are this rank's shards. A file that rank 0 writes from them has only its shard of each tensor; FSDP1's flat ones and ZeRO-3's are empty unless unsharded (`torch.Size([0])`).",
-        tell="The file has 1/N of the model's bytes, or a few hundred kB. The message says *copying a param with shape*, and "
-        "the first dimension is a part of the right one, or 0.",
-        fix="`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on every rank, then "
-        "write on rank 0; or save shards with `dcp.save` and consolidate.",
         broken=write_own_shards,
         fixed=write_full_tensors,
         right=trained_outputs,
@@ -235,42 +229,24 @@ LOADING = (
     ),
     Failure(
         name="memory-every-rank-loads",
-        title="The host runs out of memory while the model is loaded",
-        why="Each rank reads the full model before it keeps its shard, so eight ranks on a machine need host memory for eight models. Linux kills a process for it, without a message of its own.",
-        tell="torchrun reports exit code -9, and `dmesg` names a process that ran out of memory. It happens before the first step.",
-        fix="Read on rank 0 and `set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, "
-        "broadcast_from_rank0=True))`, with the model on the meta device elsewhere; or load shards with `dcp.load`.",
         broken=read_on_every_rank,
         fixed=read_on_rank_0,
         right=one_copy,
     ),
     Failure(
         name="save-not-loaded",
-        title="Loading succeeds, and the model is untrained",
-        why="With `strict=False`, names that don't match are skipped. `torch.compile` puts `_orig_mod.` in front of every name, and DDP `module.`; then all of them are skipped, and no error is raised.",
-        tell="Print what loading returns: every key is missing, and every key is unexpected. The first loss is that of a new model.",
-        fix="`strict=True` (the default), and `name.removeprefix('_orig_mod.')` or a save with `get_model_state_dict(model)`.",
         broken=load_what_fits,
         fixed=load_under_the_right_names,
         right=trained_outputs,
     ),
     Failure(
         name="save-not-set",
-        title="dcp.load read the checkpoint, and the model did not change",
-        why="`dcp.load` fills the dictionary that it gets. A sharded state dict shares its memory with the model; a full one, or one on the CPU, is a copy, and loading doesn't change the model.",
-        tell="A parameter's norm is the same before and after loading.",
-        fix="`set_model_state_dict(model, state, ...)` after `dcp.load(state, ...)`, and `set_optimizer_state_dict` too.",
         broken=fill_a_copy,
         fixed=hand_the_copy_over,
         right=trained_outputs,
     ),
     Failure(
         name="crash-meta-tensor",
-        title="Cannot copy out of meta tensor; no data!",
-        why="A model built on the meta device has shapes but no values, so there is nothing to move. Used as it is, it fails with "
-        "*is not on the expected device meta*, and a sharded one with *should be materialized from meta device*.",
-        tell="`[name for name, p in model.named_parameters() if p.is_meta]` isn't empty.",
-        fix="`model.to_empty(device=...)` after `fully_shard`, then load or initialize: parameters, and buffers too.",
         broken=move_from_meta,
         fixed=allocate_then_load,
         right=trained_outputs,
@@ -278,20 +254,12 @@ LOADING = (
     ),
     Failure(
         name="wrong-schedule-per-rank",
-        title="Each rank steps with a different learning rate",
-        why="A schedule starts from the optimizer's `initial_lr`. `broadcast_from_rank0` delivers it only to rank 0; the other ranks use the current learning rate instead. No error is raised.",
-        tell="Log the learning rate of every rank, not only rank 0's.",
-        fix="Optimizer, schedule, load, in this order: `schedule = LambdaLR(optimizer, ...)` before `set_optimizer_state_dict`.",
         broken=schedule_after_the_load,
         fixed=schedule_before_the_load,
         right=a_third,
     ),
     Failure(
         name="crash-scalar-parameter",
-        title="fully_shard doesn't support scalar parameters",
-        why="A parameter with no dimension, such as a logit scale or a layer scale, has no rows to divide.",
-        tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` names it.",
-        fix="Give it one dimension: `nn.Parameter(torch.ones(1))`; a checkpoint needs `tensor.reshape(1)` once.",
         broken=shard_a_number,
         fixed=shard_a_row_of_one,
         right=scaled_alone,

@@ -121,22 +121,12 @@ def one_number() -> Numbers:
 OUTSIDE = (
     Failure(
         name="wrong-unwrapped-module",
-        title="Each rank trains a model of its own",
-        why="DDP reduces gradients in hooks that the wrapper's forward prepares. `model.module(batch)`, or an earlier `model = model.module`, bypasses the wrapper: no gradient is sent, and no error is raised.",
-        tell="If you delay one rank, the others don't wait for it. After a step, the ranks' parameters differ.",
-        fix="Call the wrapper in training: `loss = model(batch)`. `model.module` is for saving, and for an evaluation on one rank.",
         broken=train_the_module,
         fixed=train_the_wrapper,
         right=norm_alone,
     ),
     Failure(
         name="crash-ready-twice",
-        title="Expected to mark a variable ready only once",
-        why="DDP counts each parameter's gradient once per backward. Reentrant activation checkpointing starts a second backward "
-        "inside the first, which DDP's search for unused parameters didn't see; a module that's used twice has the "
-        "same effect.",
-        tell="It happens with `use_reentrant=True`, the old default of transformers' gradient checkpointing, but not without checkpointing. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names the parameter.",
-        fix="`checkpoint(layer, x, use_reentrant=False)`; in transformers `gradient_checkpointing_kwargs={'use_reentrant': False}`.",
         broken=recompute_reentrantly,
         fixed=recompute_without_reentry,
         right=norm_alone,
@@ -144,10 +134,6 @@ OUTSIDE = (
     ),
     Failure(
         name="crash-no-sharding-strategy",
-        title="Sharding propagation failed: an operation that DTensor doesn't know",
-        why="An operation on a sharded parameter or gradient has to say how it works on shards. Rare ones don't, for example in logged statistics, a custom optimizer, or an initialization.",
-        tell="The message names the operation, which begins with `aten.`. The same line works before `fully_shard`.",
-        fix="If the operation is elementwise, apply it to the shard, `parameter.to_local()`. Otherwise, use `parameter.full_tensor()` on every rank.",
         broken=count_values_of_shards,
         fixed=count_values_of_the_full_tensor,
         right=values_alone,
@@ -155,13 +141,6 @@ OUTSIDE = (
     ),
     Failure(
         name="crash-dtype-mismatch",
-        title="mat1 and mat2 must have the same dtype",
-        why="Weights are in bf16 and an input is in fp32, or the reverse. `MixedPrecisionPolicy` casts the inputs of a unit's "
-        "forward; it doesn't cast where the model was converted by hand, or where a layer gets its input from outside "
-        "the unit's forward.",
-        tell="Print `x.dtype` and `layer.weight.dtype` in the line that fails. An adapter, a norm in fp32 or a value head is often the culprit.",
-        fix="Keep the model in fp32 and compute in bf16: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`; for a single odd "
-        "layer `layer(x.to(layer.weight.dtype))`.",
         broken=feed_fp32_into_bf16,
         fixed=let_the_policy_cast,
         right=two_per_image,
@@ -169,10 +148,6 @@ OUTSIDE = (
     ),
     Failure(
         name="memory-graph-kept",
-        title="Memory grows with every batch of an evaluation",
-        why="Without `torch.no_grad()`, a forward keeps its activations for a backward. Adding the loss itself to a total keeps every batch's graph, with all its tensors, until the total is gone.",
-        tell="`total.grad_fn` isn't None; memory grows by the same amount per batch, and it runs out in evaluation.",
-        fix="`with torch.no_grad():` around an evaluation, and `total += loss.detach()` in training.",
         broken=add_up_losses,
         fixed=add_up_losses_without_graphs,
         right=one_number,

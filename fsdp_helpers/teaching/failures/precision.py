@@ -96,23 +96,12 @@ def two_outputs_per_image() -> Numbers:
 PRECISION = (
     Failure(
         name="wrong-bf16-masters",
-        title="A model loaded in bf16 hardly learns",
-        why="bf16 keeps 8 significant bits, so an update below about 1/256 of a weight is rounded away. With a learning rate of 1e-5, that's nearly every update. `fully_shard` keeps weights, gradients and Adam's state in the dtype in which the model was loaded. No error is raised.",
-        tell="`next(model.parameters()).dtype` is bf16 where the optimizer sees it. Count the weights that a step changes.",
-        fix="Load in fp32, and compute in bf16: `fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`.",
         broken=train_a_model_loaded_in_bf16,
         fixed=train_a_model_loaded_in_fp32,
         right=all_of_them,
     ),
     Failure(
         name="wrong-fp16-nan",
-        title="The loss becomes nan in mixed precision",
-        why="fp16 ends at 65,504: larger activations, losses and gradients become inf, and inf - inf is nan. Small gradients "
-        "become 0. A `GradScaler` is for the small ones, and skips steps in which a gradient overflowed; it must skip on all "
-        "ranks together. `torch.autocast` on top of a `MixedPrecisionPolicy` casts twice.",
-        tell="Check `torch.isfinite` of the loss and of each layer's output, and find the first that's false. In bf16, the same step is finite.",
-        fix="`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`: bf16 has fp32's range. If it must be fp16, use "
-        "`torch.amp.GradScaler`, which finds an inf in any rank's shard, and no `autocast`.",
         broken=compute_in_fp16,
         fixed=compute_in_bf16,
         right=norm_in_fp32,
@@ -120,11 +109,6 @@ PRECISION = (
     ),
     Failure(
         name="crash-uniform-dtype",
-        title="FSDP expects uniform original parameter dtype",
-        why="A unit's trained parameters are all-gathered and reduced in one buffer, so they need the same dtype. Adapters in fp32 on a trained base in bf16 have two. FSDP1 says *Must flatten tensors with uniform dtype*, for frozen parameters too.",
-        tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
-        fix="`model.float()` before `fully_shard`, and `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` to compute in bf16; "
-        "or make the adapters separate units.",
         broken=shard_two_formats,
         fixed=shard_one_format,
         right=two_outputs_per_image,

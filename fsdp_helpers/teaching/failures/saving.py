@@ -278,11 +278,6 @@ def none_twice() -> Numbers:
 SAVING = (
     Failure(
         name="save-plain-optimizer-state",
-        title="After resuming, the loss jumps up",
-        why="`dcp.load` fills the tensors that you give it. A new Adam has none, so `optimizer.state_dict()` offers nothing to "
-        "fill, and the moments stay in the file. No error is raised.",
-        tell="`optimizer.state` is empty before the first step after loading.",
-        fix="`get_state_dict` and `set_state_dict`: they create the moments first, and name them by parameter.",
         broken=resume_from_plain_state,
         fixed=resume_from_named_state,
         right=undisturbed,
@@ -290,11 +285,6 @@ SAVING = (
     ),
     Failure(
         name="save-missing-key",
-        title="Missing key in checkpoint state_dict",
-        why="`dcp.load` needs every entry of the dictionary that it fills. The checkpoint has the entry under a different name (by number, with a prefix, nested differently), or doesn't have it: Adam has no moments for a parameter that has had no "
-        "gradient yet, such as a late head, and a new optimizer asks for them.",
-        tell="`sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)` lists the names in the checkpoint.",
-        fix="Save and load the same `get_state_dict(model, optimizer)`, and remove entries that the index doesn't have from the dictionary.",
         broken=ask_for_all_moments,
         fixed=ask_for_saved_moments,
         right=three_layers,
@@ -302,20 +292,12 @@ SAVING = (
     ),
     Failure(
         name="save-schedule-lost",
-        title="After resuming, the learning rate is that of the first step",
-        why="The schedule has its own step counter. If it isn't saved, the next job warms up, or decays, from the beginning.",
-        tell="Log the learning rate of every step; it jumps where the job was resumed.",
-        fix="Save `schedule.state_dict()` together with the optimizer's.",
         broken=forget_the_schedule,
         fixed=save_the_schedule,
         right=three_halvings,
     ),
     Failure(
         name="save-half-written",
-        title="PytorchStreamReader failed reading zip archive",
-        why="The job was killed while it wrote, over its only checkpoint.",
-        tell="The file is smaller than the one before. A folder of `torch.distributed.checkpoint` lacks its `.metadata`.",
-        fix="Write to a new, temporary name, and rename the file when it's complete. Keep the last two.",
         broken=save_over_the_last,
         fixed=save_beside_and_rename,
         right=the_last_whole_one,
@@ -323,11 +305,6 @@ SAVING = (
     ),
     Failure(
         name="save-module-prefix",
-        title="Missing key(s) in state_dict",
-        why="DDP is a module around yours, and its names begin with `module.`. `torch.compile` and activation checkpointing "
-        "add prefixes of their own.",
-        tell="The message lists the same names twice, once as missing and once, with a prefix, as unexpected.",
-        fix="Save `model.module.state_dict()`, or `get_model_state_dict(model)`, which knows all these wrappers.",
         broken=save_the_wrapper,
         fixed=save_the_module,
         right=the_model_that_was_saved,
@@ -335,20 +312,12 @@ SAVING = (
     ),
     Failure(
         name="save-batch-size-changed",
-        title="After resuming with a different batch size, images come twice",
-        why="The checkpoint has a number of steps, and steps times the new batch size isn't where the data stopped.",
-        tell="Check that steps done times batch size equals the number of images seen.",
-        fix="Save the number of images seen, not of steps; or refuse a different batch size.",
         broken=resume_at_the_step,
         fixed=resume_at_the_image,
         right=none_twice,
     ),
     Failure(
         name="save-average-lost",
-        title="The averaged weights score well, and the file holds different ones",
-        why="The root unit stays unsharded after a forward, since a backward usually follows. After an evaluation, none does, so a swap (EMA) changes the unsharded copy. The next forward uses that copy, and saving reshards and drops it.",
-        tell="Before the swap, `type(next(model.parameters()))` is a plain parameter, not a DTensor.",
-        fix="Call `model.reshard()` after every evaluation, then swap with `set_model_state_dict`.",
         broken=swap_after_an_evaluation,
         fixed=reshard_before_the_swap,
         right=average_alone,

@@ -1,7 +1,7 @@
-"""The index by what you see: each card's messages, numbers and behavior, read from the two tables next to this module."""
+"""The cards' text and the index by what you see, read from the two tables beside this module. No torch import."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,17 @@ class Sight:
     source: str = ""
 
 
+@dataclass(frozen=True)
+class Card:
+    """A card's text; its source, if the failure isn't run here."""
+
+    title: str
+    why: str
+    tell: str
+    fix: str
+    source: str = ""
+
+
 @cache
 def table(name: str) -> dict[str, dict]:
     """Return a table of cards by name."""
@@ -33,3 +44,8 @@ def rows_of(card: dict) -> tuple[Sight, ...]:
 
 
 SIGHTS = {name: rows_of(card) for part in TABLES for name, card in table(part).items()}
+CARDS = {
+    name: Card(**{part.name: card[part.name] for part in fields(Card) if part.name in card})
+    for each in TABLES
+    for name, card in table(each).items()
+}

@@ -151,43 +151,24 @@ def one_download() -> Numbers:
 SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
-        title="Accumulation over four micro-batches makes the network four times as busy",
-        why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
-        tell="Count the all-gathers of one step: they grow with the number of micro-batches.",
-        fix="Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
-        "`model.set_reshard_after_backward(is_last)` for each micro-batch.",
         broken=gather_for_every_micro_batch,
         fixed=keep_parameters_between,
         right=one_gather_per_unit,
     ),
     Failure(
         name="slow-head-per-chunk",
-        title="A chunked loss all-gathers the head again for each chunk",
-        why="The logits of a chunk are computed by calling the head. If the head is a unit, each call all-gathers it, and so does each recomputation in backward.",
-        tell="Count the all-gathers of one step with 1 chunk and with 4: they grow with the chunks.",
-        fix="Leave the head to the root, `fully_shard(model)` without `fully_shard(model.head)`: the root stays unsharded "
-        "from forward to backward.",
         broken=head_as_a_unit,
         fixed=head_in_the_root,
         right=body_twice_and_root_once,
     ),
     Failure(
         name="slow-many-units",
-        title="Each step has hundreds of small collectives",
-        why="If every linear layer is a unit, each all-gathers separately. A collective costs its latency however small it is, and the peak hardly falls any further.",
-        tell="Count the collectives of one step; compare the largest unit with the mean.",
-        fix="One unit per block: `for block in model.blocks: fully_shard(block)`.",
         broken=shard_every_layer,
         fixed=shard_every_block,
         right=two_gathers_per_block,
     ),
     Failure(
         name="slow-every-rank-downloads",
-        title="The start takes long, and now and then the data are damaged",
-        why="Every rank prepares the same folder at the same time: N downloads, and files that one rank reads while a "
-        "different one still writes them.",
-        tell="The download appears in the log once per rank.",
-        fix="`if rank == 0: download()`, then `dist.barrier()` on all ranks; on several machines, rank 0 of each.",
         broken=download_on_every_rank,
         fixed=download_on_one_rank,
         right=one_download,

@@ -175,63 +175,36 @@ def orthogonalized_alone() -> Numbers:
 WRONG = (
     Failure(
         name="wrong-same-data",
-        title="Eight ranks learn no faster than one",
-        why="Without a sampler, or without its rank, each process reads the same images. The mean of equal gradients is the "
-        "gradient of one rank's batch.",
-        tell="The gradient and the first step's loss don't change with the number of ranks.",
-        fix="Give every rank its own images: `DistributedSampler(dataset)`, or `images[rank::world_size]`.",
         broken=train_on_the_same_images,
         fixed=train_on_own_images,
         right=gradient_of_all_images,
     ),
     Failure(
         name="wrong-summed-loss",
-        title="A recipe for one GPU learns too slowly on eight",
-        why="DDP and FSDP average gradients over the ranks. If the loss is a sum, the result is the gradient of the full batch divided by the number of ranks.",
-        tell="The gradient norm is exactly N times smaller than in one process.",
-        fix="Use a mean over the batch; if the loss must be a sum, `(loss * world_size).backward()`.",
         broken=sum_the_loss,
         fixed=sum_the_loss_and_scale,
         right=gradient_of_the_sum,
     ),
     Failure(
         name="wrong-mean-of-means",
-        title="The loss depends on how texts are shared among the ranks",
-        why="Each rank takes the mean over its own tokens, and the mean of those means gives more weight to a token on the rank with fewer of them. Here one rank has six tokens and the other two.",
-        tell="Compare the gradient of the first step with that of one process with all tokens.",
-        fix="`dist.all_reduce(num_tokens)`, then `(loss_sum * world_size / num_tokens).backward()`.",
         broken=mean_of_means,
         fixed=mean_over_all_tokens,
         right=gradient_of_all_images,
     ),
     Failure(
         name="wrong-clip-local-norm",
-        title="Gradients are clipped by a different factor on each rank",
-        why="The norm of this rank's shards isn't the norm of the gradient. Each rank then scales its shards by a different factor, and the direction changes.",
-        tell="Take the norm again after clipping: it is above the limit.",
-        fix="`nn.utils.clip_grad_norm_` understands DTensors. With FSDP1 call `model.clip_grad_norm_`.",
         broken=clip_by_own_shard,
         fixed=clip_by_the_whole_norm,
         right=clipped,
     ),
     Failure(
         name="wrong-local-norm-logged",
-        title="The logged gradient norm shrinks with the number of ranks",
-        why="A norm of local gradients covers only this rank's shards: about the full norm divided by the square root of N.",
-        tell="Ranks log different norms.",
-        fix="Take the norm of the DTensors, as `clip_grad_norm_` returns it, and call `full_tensor()` on it on every rank.",
         broken=log_local_norm,
         fixed=log_full_norm,
         right=gradient_of_all_images,
     ),
     Failure(
         name="wrong-muon-local-rows",
-        title="Muon on shards: updates of the wrong size and direction",
-        why="Muon orthogonalizes a full matrix. On this rank's rows alone, it gives a different update: by 30 to 69% of its length "
-        "in random matrices from 8 x 8 to 1,024 x 256 on 2 to 8 ranks. No error is raised. `torch.optim.Muon` on "
-        "DTensors is right, but pays for it: it all-gathers each matrix in every iteration of its Newton-Schulz loop.",
-        tell="Compare one step's update of one matrix with that of one process.",
-        fix="`torch.optim.Muon(matrices)` with the DTensors themselves, not with `to_local()`; all else goes to AdamW.",
         broken=orthogonalize_own_rows,
         fixed=orthogonalize_the_matrix,
         right=orthogonalized_alone,
@@ -239,12 +212,6 @@ WRONG = (
     ),
     Failure(
         name="wrong-bf16-reduction",
-        title="Convergence is a little worse than in one process",
-        why="Through PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` alone also reduces gradients in bf16, which "
-        "keeps 8 significant bits; since 2.15 it reduces in fp32. FSDP1 still uses bf16. The more ranks there are, the "
-        "more is lost to rounding.",
-        tell="Compare the gradient's norm of one step with fp32's: here they differ in the fourth digit.",
-        fix="`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. It doubles the bytes of the reduction.",
         broken=reduce_in_bf16,
         fixed=reduce_in_fp32,
         right=gradient_of_all_images,

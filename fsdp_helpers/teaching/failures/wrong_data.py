@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.small_job import WIDTH, images
+from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, gradient_norm, images, small_model
 
 # ---------------------------------------------------------------- the sampler
 
@@ -53,6 +55,62 @@ def count_each_image_once(rank: int, world_size: int) -> Numbers:
 
 def five_images() -> Numbers:
     return {"images evaluated": 5}
+
+
+# ---------------------------------------------------------------- a metric of one rank
+
+HITS = (3.0, 1.0)  # of four images on each rank
+
+
+def report_own_accuracy(rank: int, world_size: int) -> Numbers:
+    return {"accuracy": HITS[rank] / 4}
+
+
+def report_common_accuracy(rank: int, world_size: int) -> Numbers:
+    hits_and_images = torch.tensor([HITS[rank], 4.0])
+    dist.all_reduce(hits_and_images)
+    hits, num_images = hits_and_images
+    return {"accuracy": (hits / num_images).item()}
+
+
+def accuracy_alone() -> Numbers:
+    return {"accuracy": sum(HITS) / 8}
+
+
+# ---------------------------------------------------------------- a batch without a label
+
+IGNORED = -100  # `cross_entropy` leaves these labels out
+LABELS = (torch.tensor([0, 1] * 4), torch.full((8,), IGNORED))  # rank 1's texts are all prompt
+
+
+def mean_of_no_labels(rank: int, world_size: int) -> Numbers:
+    model = fully_shard(small_model(), mesh=cpu_mesh())
+    loss = cross_entropy(model(images()), LABELS[rank], ignore_index=IGNORED)
+    loss.backward()
+    return {"loss": mean_over_ranks(loss), "gradient norm": gradient_norm(model)}
+
+
+def mean_of_all_labels(rank: int, world_size: int) -> Numbers:
+    model = fully_shard(small_model(), mesh=cpu_mesh())
+    loss_sum = cross_entropy(model(images()), LABELS[rank], ignore_index=IGNORED, reduction="sum")
+    num_labels = (LABELS[rank] != IGNORED).sum()
+    dist.all_reduce(num_labels)
+    loss = loss_sum * world_size / num_labels.clamp(min=1)
+    loss.backward()
+    return {"loss": mean_over_ranks(loss), "gradient norm": gradient_norm(model)}
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    mean = loss.detach() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.item()
+
+
+def labels_alone() -> Numbers:
+    model = small_model()
+    loss = cross_entropy(model(images().repeat(2, 1)), torch.cat(LABELS), ignore_index=IGNORED)
+    loss.backward()
+    return {"loss": loss.item(), "gradient norm": gradient_norm(model)}
 
 
 # ---------------------------------------------------------------- statistics and metrics
@@ -110,46 +168,36 @@ def metrics_by_hand() -> Numbers:
 WRONG_DATA = (
     Failure(
         name="wrong-set-epoch",
-        title="Every epoch has the same order",
-        why="`DistributedSampler` shuffles by its seed and its epoch, and only you know which epoch it is.",
-        tell="Print the first indices of two epochs: they're equal.",
-        fix="`sampler.set_epoch(epoch)` at the start of every epoch.",
         broken=forget_set_epoch,
         fixed=call_set_epoch,
         right=drawn_by_hand,
     ),
     Failure(
         name="wrong-sampler-padding",
-        title="The accuracy depends on the number of ranks",
-        why="`DistributedSampler` pads: with five images on two ranks, it repeats one, so that both have three. In training, that hardly matters. In an evaluation, one image counts twice.",
-        tell="Add up the images that the ranks evaluated, and compare with the length of the data set.",
-        fix="Split the images among ranks without padding, and divide the sum of hits by the number of images.",
         broken=count_padded_images,
         fixed=count_each_image_once,
         right=five_images,
     ),
     Failure(
+        name="wrong-local-metric",
+        broken=report_own_accuracy,
+        fixed=report_common_accuracy,
+        right=accuracy_alone,
+    ),
+    Failure(
+        name="wrong-no-labels",
+        broken=mean_of_no_labels,
+        fixed=mean_of_all_labels,
+        right=labels_alone,
+    ),
+    Failure(
         name="wrong-batchnorm",
-        title="Ranks disagree in evaluation",
-        why="The running mean and variance of a BatchNorm are buffers: they aren't sharded, and nothing synchronizes them. Each "
-        "rank computes them from its own images, and a checkpoint keeps one rank's.",
-        tell="Compare `running_mean` and `running_var` across the ranks.",
-        fix="Average over the ranks, variance included, before you evaluate or save: `dist.all_reduce(buffer); buffer /= "
-        "world_size`. The averaged variance leaves out the distance between the ranks' means: next to nothing with "
-        "shuffled data, but 1.05 instead of 1.96 if one of two ranks has values larger by 2. `SyncBatchNorm`, on GPUs, "
-        "includes it; GroupNorm "
-        "has no statistics at all.",
         broken=keep_own_statistics,
         fixed=average_statistics,
         right=statistics_alone,
     ),
     Failure(
         name="wrong-metric-order",
-        title="Logged numbers are impossible",
-        why="Two all-reduces of the same shape, in a different order on one rank: they match, so nothing waits, and the loss of "
-        "one rank is added to the image count of the other.",
-        tell="Trace the collectives: their sizes agree, but their meanings don't. Log a constant whose sum you know.",
-        fix="Reduce in the same order on every rank, or reduce all metrics as one tensor.",
         broken=reduce_in_own_order,
         fixed=reduce_in_sorted_order,
         right=metrics_by_hand,

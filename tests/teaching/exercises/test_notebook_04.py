@@ -55,7 +55,7 @@ class TestCut(BuildTestsOnRanks):
     worker = staticmethod(notebook_04.train_readers_cut)
     starter = "on 2 ranks, rank 0: 100 parameters aren't in any unit"
     wrong = [
-        ([AS_ONE_UNIT], "the peak is .* the target below"),
+        ([AS_ONE_UNIT], "the peak is .* the target is below"),
         ([("fully_shard(list(pair), mesh=mesh)", "[fully_shard(one, mesh=mesh) for one in pair]")], "26 collectives"),
         # four single blocks, and four are the root's: few collectives, and a low peak
         (

@@ -115,7 +115,7 @@ class TestStart(BuildTestsOnRanks):
     alone = (MISSING_KEY,)  # rank 0 alone reads the weights
     starter = "on 2 ranks, rank 0: 97 tensors aren't in any unit"
     wrong = [
-        ([('with torch.device("meta")', "if True")], "besides what stays, .* there for a moment"),
+        ([('with torch.device("meta")', "if True")], "on top of what stays, .* in memory for a moment"),
         ([("    model.fill_buffers()\n", "")], "the buffer doesn't have its values.*wrong-meta-buffers"),
         ([("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; one per block"),
         (
@@ -129,7 +129,7 @@ class TestStart(BuildTestsOnRanks):
         ([(ADD_KEY, "")], MISSING_KEY),
         (
             [(ADD_KEY, ""), ("broadcast_from_rank0=True)", "broadcast_from_rank0=True, strict=False)")],
-            "from weights without blocks.3.linear1.weight your model starts, too",
+            "from weights without blocks.3.linear1.weight your model also starts",
         ),
         (
             [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],
