@@ -1,4 +1,4 @@
-"""A reader's answer: requested, called, refused in one line, or counted as solved."""
+"""Check a reader's answer: ask for it, call it, refuse it in one line, or count it as solved."""
 
 import functools
 import random
@@ -9,13 +9,13 @@ from typing import Any
 
 from fsdp_helpers.teaching.failures.entry import link_to
 
-BEYOND_ALL = 1e300  # nothing counted here comes near; infinity and NaN are not below it
+BEYOND_ALL = 1e300  # no answer comes near it; infinity and NaN aren't below it, so they're refused
 
 
 class NotYet(AssertionError):
-    """The answer is missing or wrong; a notebook shows only the message, behind an amber label.
+    """Raised when an answer is missing or wrong; a notebook shows only the message, behind an amber label.
 
-    `cards` are the cards of 11 about this failure; the notebook links to them above the message.
+    `cards` names the cards of notebook 11 about this failure; the notebook links to them above the message.
     """
 
     look = "\x1b[30;43m"  # black on amber
@@ -33,7 +33,7 @@ class NotYet(AssertionError):
 
 
 class Crash(NotYet):
-    """The answer failed while it ran; the label is red."""
+    """Raised when the answer fails while it runs; the label is red."""
 
     look = "\x1b[97;41m"  # white on red
 
@@ -41,7 +41,7 @@ class Crash(NotYet):
 class Solved(str):
     """The verdict on a right answer; a notebook shows it in green, with the number of exercises solved."""
 
-    count: str  # type: ignore[assignment]  # the method of str is of no use here
+    count: str  # type: ignore[assignment]  # hides str.count, which isn't needed here
 
     def _repr_html_(self) -> str:
         look = "color:#15803d;font-weight:600"
@@ -51,14 +51,14 @@ class Solved(str):
         printer.text(f"✓ {self} ({self.count})")
 
 
-_exercises: dict[str, set[str]] = {}  # a notebook's number: its checkers
+_exercises: dict[str, set[str]] = {}  # by notebook number, the names of its checkers
 _solved: set[str] = set()
 
 
 def exercise(notebook: str) -> Callable:
-    """Make a function the checker of one of this notebook's exercises: its verdict counts, and it raises only NotYet.
+    """Return a decorator for a notebook's checkers: their right verdicts are counted, and they raise only NotYet.
 
-    An unexpected kind of answer must not end in the checker's traceback, which would show the solution.
+    An answer of an unexpected kind mustn't end in the checker's own traceback, which would show the solution.
     """
 
     def register(checker: Callable[..., str]) -> Callable[..., Solved]:
@@ -83,38 +83,38 @@ def exercise(notebook: str) -> Callable:
 
 
 def show_links(cards: Sequence[str]) -> None:
-    """Show links to cards of 11; the text of an error can't be clicked."""
-    from IPython.display import Markdown, display  # ranks import this module too, and need no IPython
+    """Show links to these cards of notebook 11, since links in an error's text can't be clicked."""
+    from IPython.display import Markdown, display  # ranks import this module too, and don't need IPython
 
     display(Markdown(f"Notebook 11 breaks the same thing on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
 
 
 def expect(holds: bool, message: str, *cards: str) -> None:
-    """Raise NotYet with `message` unless it holds; `cards` are the names of related cards in 11."""
+    """Raise NotYet with `message` unless the condition holds; `cards` are the names of related cards in notebook 11."""
     if not holds:
         raise NotYet(message, *cards)
 
 
 def expect_answered(answer: Any) -> None:
-    """Raise NotYet for an untouched starter."""
+    """Raise NotYet if the answer is still the starter's `...` or None."""
     expect(answer is not None and answer is not ..., "replace the ... with your answer")
 
 
 def expect_number(given: Any) -> None:
-    """Raise NotYet unless the answer is a finite number; a text, a list or True is not."""
+    """Raise NotYet unless the answer is a finite number; strings, lists and booleans aren't numbers here."""
     expect_answered(given)
     is_number = isinstance(given, Real) and not isinstance(given, bool) and abs(given) < BEYOND_ALL  # type: ignore[operator]
     expect(is_number, f"the answer is {in_short(given)}; it should be a number")
 
 
 def expect_whole(given: Any) -> None:
-    """Raise NotYet unless the answer is a whole number; 3.0 is one."""
+    """Raise NotYet unless the answer is a whole number; 3.0 counts as one."""
     expect_number(given)
-    expect(given == int(given), f"the answer is {given}; only whole numbers count here")
+    expect(given == int(given), f"the answer is {given}; it should be a whole number")
 
 
 def call(function: Callable | None, *arguments: object, **named: object) -> Any:
-    """Call the reader's function and return its result. Raises NotYet if that fails, or if it's still the dots or None."""
+    """Call the reader's function and return its result; raise NotYet if it fails, or if either is `...` or None."""
     given = call_or_none(function, *arguments, **named)
     expect_answered(given)
     return given
@@ -140,7 +140,7 @@ def error_line(error: BaseException) -> str:
 
 
 def in_short(value: Any) -> str:
-    """Return a value as a message shows it: its type and its beginning, in one line."""
+    """Describe a value for a message, in one line: its type and the start of its repr."""
     text = " ".join(repr(value).split())
     return f"a {type(value).__name__}, {text[:60]}{'...' if len(text) > 60 else ''}"
 
@@ -149,11 +149,11 @@ def in_short(value: Any) -> str:
 
 
 FRESH_CASES = 5
-DRAW = random.SystemRandom()  # not to be foreseen, whatever a notebook seeds
+DRAW = random.SystemRandom()  # unpredictable, even if a notebook sets a seed
 
 
 def sizes_and_ranks(*edge_cases: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield a number of bytes or parameters, and a number of ranks that divides it: edge cases, then fresh ones."""
+    """Yield sizes (bytes or parameters), each with a number of ranks that divides it: edge cases, then fresh ones."""
     yield from edge_cases
     for _ in range(FRESH_CASES):
         world_size = DRAW.randint(2, 64)

@@ -1,4 +1,4 @@
-"""Exercises of notebook 02: the smallest bucket that hides latency, and bucketed averaging of gradients."""
+"""Exercises of notebook 02: find the smallest bucket that hides latency, and average gradients in buckets."""
 
 from collections.abc import Callable
 
@@ -19,52 +19,53 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 from fsdp_helpers.teaching.exercises.small_net import NET_PARAMS, build_net, train_averaging
 
 NET_BYTES = 4 * NET_PARAMS
-BUCKET_SIZES = (41_000, 1_000_000)  # the largest gradient fits into either; all of them fit into the second
+BUCKET_SIZES = (41_000, 1_000_000)  # bytes; the largest gradient fits in either, all gradients fit in the second
 
 
 @exercise("02")
 def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] | None) -> str:
-    """Notebook 02: bytes of the smallest bucket for which latency is at most a tenth of a ring all-reduce's time."""
-    # A pass over a link takes its latency, and then the time of a part: fresh links from loopback to another building.
+    """Notebook 02: the smallest bucket, in bytes, for which latency is at most a tenth of a ring all-reduce's time."""
+    # One pass takes the link's latency plus the time to send one part. Fresh links range from loopback to another
+    # building's.
     fresh = [(DRAW.randint(2, 2_048), DRAW.uniform(1, 200) * 1e-6, DRAW.uniform(0.1, 900) * 1e9) for _ in range(5)]
     for world_size, latency_s, bytes_per_s in [(2, 1e-5, 1e10), (8, 1e-5, 1e10), (8, 2e-5, 1e10), *fresh]:
         given = call(smallest_bucket, world_size, latency_s, bytes_per_s)
         expect_number(given)
         says = (
-            f"{world_size} ranks, {latency_s * 1e6:.1f} µs and {bytes_per_s / 1e9:.1f} GB/s: your function says"
+            f"for {world_size} ranks, {latency_s * 1e6:.1f} µs and {bytes_per_s / 1e9:.1f} GB/s your function says"
             f" {given:,.0f} bytes; "
         )
         expect(given > 0, f"{says}an empty bucket sends nothing")
         passes = 2 * (world_size - 1)
         latency, bytes_on_their_way = passes * latency_s, passes * given / world_size / bytes_per_s
         share = latency / (latency + bytes_on_their_way)
-        expect(share < 0.1 + 1e-6, f"{says}latency then takes {share:.1%} of the all-reduce")
-        expect(share > 0.1 - 1e-6, f"{says}latency takes only {share:.1%} of it, so a smaller one will do")
-    return "Right: nine times the latency, in bytes, for each rank. Twice the ranks need buckets of twice the size."
+        expect(share < 0.1 + 1e-6, f"{says}latency then takes {share:.1%} of the all-reduce's time")
+        expect(share > 0.1 - 1e-6, f"{says}latency takes only {share:.1%} of the time; a smaller bucket will do")
+    return "Right: per rank, the bytes that a link sends in nine latencies. Twice the ranks, twice the bucket."
 
 
 @exercise("02")
 def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 02: `average_gradients(model, bucket_bytes)`; losses as under DDP, in as few all-reduces as buckets."""
+    """Notebook 02: `average_gradients(model, bucket_bytes)` gets DDP's losses, with one all-reduce per bucket."""
     read_module(module, "average_gradients")
     for world_size in ranks:
         answer = run_on_ranks(average_by_reader, module, world_size)[0]
         for bucket_bytes, (losses, right, seen) in answer.items():
             says = f"on {world_size} ranks, with buckets of {format_bytes(bucket_bytes)}, "
-            # Two consecutive buckets together exceed the size of one; otherwise they would be one.
+            # Two neighboring buckets together exceed the limit of one; otherwise they'd be a single bucket.
             most = 2 * NET_BYTES // bucket_bytes + 1
             expect(len(seen) > 0, f"{says}there was no collective; gradients that aren't sent aren't averaged")
-            expect_same_losses(losses, right, f"{says}the losses aren't those of DDP", "wrong-summed-loss")
+            expect_same_losses(losses, right, f"{says}the losses don't match DDP's", "wrong-summed-loss")
             expect(len(seen) <= most, f"{says}{len(seen)} collectives in a step; {most} are enough")
             largest = max(collective.bytes for collective in seen)
             expect(largest <= bucket_bytes, f"{says}{format_bytes(largest)} were sent in one collective")
-    return f"Right: the losses of DDP, on {in_words(ranks)} ranks, and a collective for each bucket."
+    return f"Right: the same losses as DDP on {in_words(ranks)} ranks, with one collective per bucket."
 
 
 def average_by_reader(
     rank: int, world_size: int, module: str
 ) -> dict[int, tuple[list[float], list[float], list[Collective]]]:
-    """Return, by bucket size, the losses with the reader's averaging and with DDP, and a last step's collectives."""
+    """Return, by bucket size, the losses with the reader's averaging, DDP's losses, and the last step's collectives."""
     average_gradients = import_own(module, "average_gradients")
     model = DistributedDataParallel(build_net())
     right = train_averaging(model, rank, world_size, lambda: None)

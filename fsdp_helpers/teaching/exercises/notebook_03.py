@@ -1,4 +1,4 @@
-"""Exercises of notebook 03: a lower peak, and a unit written by the reader."""
+"""Exercises of notebook 03: lower a run's peak, and write a unit."""
 
 import tracemalloc
 from dataclasses import dataclass, replace
@@ -34,15 +34,15 @@ from fsdp_helpers.teaching.exercises.small_net import (
 from fsdp_helpers.training.run import train
 
 LOWER_PEAK = RunTask(peak_bytes=30_000_000, fixed={"model": "shallow", "global_batch_size": 96, **AS_IT_IS})
-SLACK_BYTES = 4_000  # step counters, a loss, a batch
+SLACK_BYTES = 4_000  # for step counters, a loss, a batch
 BUILT = "the unit is built"  # a mark in the trace
-SMALLEST_BYTES = 500  # of an object that may hold values; the bookkeeping of a step has smaller ones
-SAME_PEAK = 0.01  # by which the peak of the same run may differ
+SMALLEST_BYTES = 500  # objects at least this large may hold parameter values; a step's bookkeeping is smaller
+SAME_PEAK = 0.01  # relative difference allowed between the peaks of two runs with the same settings
 
 
 @exercise("03")
 def check_lower_peak(record: RunRecord | None) -> str:
-    """Notebook 03: ShallowNet below 30 MB on every rank, with the same batch."""
+    """Notebook 03: a run of ShallowNet that peaks below 30 MB on every rank, with the same batch."""
     verdict = judge_run(record, LOWER_PEAK)
     again = train(
         replace(record.config, max_steps=3), world_size=record.world_size, device=record.device, progress=False
@@ -50,20 +50,20 @@ def check_lower_peak(record: RunRecord | None) -> str:
     for told, measured in zip(record.ranks, again.ranks, strict=True):
         expect(
             abs(told.peak_bytes - measured.peak_bytes) <= SAME_PEAK * measured.peak_bytes,
-            f"your record says {format_bytes(told.peak_bytes)} at the peak of rank {told.rank}; the same settings, run"
-            f" once more, need {format_bytes(measured.peak_bytes)}",
+            f"your record says that rank {told.rank} peaks at {format_bytes(told.peak_bytes)}; when the same"
+            f" settings ran again, it peaked at {format_bytes(measured.peak_bytes)}",
         )
     return verdict
 
 
 @exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 03: `Unit`: `shard`, `unshard`, `reduce_gradients`, `reshard`; trains like one process, with 16 P/N."""
+    """Notebook 03: a `Unit` with `shard`, `unshard`, `reduce_gradients` and `reshard`; a rank holds 16 P / N bytes."""
     read_module(module, "Unit")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(train_readers_unit, module, world_size)):
             _expect_unit(found, -(-NET_PARAMS // world_size), f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: the losses of one process on {in_words(ranks)} ranks, and 16 P / N held on each."
+    return f"Right: the same losses as one process on {in_words(ranks)} ranks, and 16 P / N bytes held on each."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,12 @@ class TrainedUnit:
     """The result of training with a reader's unit, on one rank."""
 
     losses: list[float]
-    right: list[float]  # those of one process
+    right: list[float]  # one process's losses
     shard_values: int
     built_bytes: int  # held after `__init__`
     held_bytes: int  # held between steps
-    elsewhere_bytes: int  # held between steps outside of torch, as NumPy's arrays or by the reader's lines
-    counts: dict[str, int]  # collectives of a step, by kind
+    elsewhere_bytes: int  # held between steps outside of torch: NumPy arrays, and objects from the reader's lines
+    counts: dict[str, int]  # collectives in a step, by kind
 
 
 def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
@@ -87,7 +87,7 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
     )
     expect(
         found.shard_values == expected_values,
-        f"{says}a shard of {found.shard_values:,} values; do all ranks have the same number?",
+        f"{says}the shard has {found.shard_values:,} values; do all ranks' shards have the same size?",
     )
     expect(
         found.built_bytes <= 4 * expected_values + SLACK_BYTES,
@@ -102,11 +102,11 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
         f"{says}{found.elsewhere_bytes:,} bytes are held between steps outside of torch, in NumPy or Python; a rank keeps"
         " its shard and nothing else",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process", "wrong-summed-loss")
+    expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's", "wrong-summed-loss")
 
 
 def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
-    """Train with the reader's unit, as notebook 03 does by hand, and measure the bytes that it holds and sends."""
+    """Train with the reader's unit, as notebook 03 does by hand, and measure its held bytes and its collectives."""
     unit_class = import_own(module, "Unit")
     model = build_net()
     right = plain_losses(model, adam(list(model.parameters())))
@@ -146,10 +146,10 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
 
 
 def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:
-    """Return the bytes of all NumPy arrays, and of Python objects that the module's lines created.
+    """Return the bytes of all NumPy arrays, and of the Python objects that the module's lines created.
 
-    torch's tensors aren't included, since torch has its own memory trace; nor are small objects, such as tensors'
-    Python objects.
+    Tensors' storage isn't included, since torch has its own memory trace; neither are small objects, such as the
+    Python objects of tensors.
     """
     arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
     own_lines = tracemalloc.Filter(inclusive=True, filename_pattern=f"*{module}.py")

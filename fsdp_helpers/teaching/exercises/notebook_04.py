@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: a threshold, the units of a transformer, and blocks whose parameters come and go."""
+"""Exercises of notebook 04: choose a threshold and a transformer's units, and write hooks that unshard and reshard."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +54,8 @@ THRESHOLD = RunTask(
         **AS_IT_IS,
     },
 )
-CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}  # one unit less needs more, one more is one too many
+# By world size: with one unit fewer the peak is higher; with one more, there are too many collectives.
+CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}
 CUT_COLLECTIVES = 14
 
 
@@ -66,7 +67,7 @@ def check_threshold(record: RunRecord | None) -> str:
 
 @exercise("04")
 def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: `shard_model(model, mesh)` chooses the units of the checker's transformer, below a peak, with few collectives."""
+    """Notebook 04: `shard_model(model, mesh)` chooses a transformer's units, for a low peak with few collectives."""
     read_module(module, "shard_model")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(train_readers_cut, module, world_size)):
@@ -82,9 +83,9 @@ class TrainedCut:
     """The result of training a model whose units a reader chose, on one rank."""
 
     losses: list[float]
-    right: list[float]  # those of one process
+    right: list[float]  # one process's losses
     whole: list[str]  # parameters that are not sharded
-    in_root: list[str]  # blocks with parameters that no unit but the root has
+    in_root: list[str]  # blocks with parameters that belong only to the root
     peak_bytes: int
     num_collectives: int
 
@@ -108,7 +109,7 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
         f"{says}{', '.join(found.in_root)} belong only to the root, which stays unsharded from forward to backward",
         "memory-root-only",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process")
+    expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
 
 
 class SmallTransformer(nn.Module):
@@ -132,7 +133,7 @@ class SmallTransformer(nn.Module):
 
 
 def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
-    """Let the reader shard the transformer, train it, and examine its units, peak and collectives."""
+    """Let the reader's code shard the transformer; train it, and record its units, peak and collectives."""
     shard_model = import_own(module, "shard_model")
     model = SmallTransformer()
     right = plain_losses(model, sgd(model))
@@ -170,8 +171,8 @@ def has_unit(module: nn.Module) -> bool:
 # ---------------------------------------------------------------- hooks
 
 
-HOOKED_BLOCKS, HOOKED_WIDTH = 4, 37  # a block has 2,812 parameters, which 3 does not divide
-GATHERS = 2 * HOOKED_BLOCKS  # in a step: before each block's forward, and before its backward
+HOOKED_BLOCKS, HOOKED_WIDTH = 4, 37  # a block has 2,812 parameters, not a multiple of 3
+GATHERS = 2 * HOOKED_BLOCKS  # per step: one before each block's forward, and one before its backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,31 +180,31 @@ class TrainedHooks:
     """The result of training with a reader's hooks, on one rank."""
 
     losses: list[float]
-    right: list[float]  # those of one process
+    right: list[float]  # one process's losses
     num_gathers: int  # in the last step
-    left: dict[str, int]  # bytes that blocks have when none of them computes, by moment
-    most_whole: int  # blocks that are unsharded while one of them computes
+    left: dict[str, int]  # by moment, the bytes of blocks' full parameters while no block computes
+    most_whole: int  # the most blocks that are unsharded at once while one computes
 
 
 @exercise("04")
 def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: `hook_block(block, whole, gather)`, so that `whole` has bytes only while its block computes."""
+    """Notebook 04: `hook_block(block, whole, gather)` lets `whole` have bytes only while its block computes."""
     read_module(module, "hook_block")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(train_readers_hooks, module, world_size)):
             _expect_hooks(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: on {in_words(ranks)} ranks, {GATHERS} gathers in a step, and no bytes in between."
+    return f"Right: on {in_words(ranks)} ranks, {GATHERS} all-gathers per step, and no full parameters in between."
 
 
 def _expect_hooks(found: TrainedHooks, says: str) -> None:
     for moment, num_bytes in found.left.items():
-        expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage is not emptied?")
+        expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage wasn't emptied?")
     expect(
         found.num_gathers == GATHERS,
-        f"{says}{found.num_gathers} gathers in a step, not {GATHERS}: each block needs one in forward, one in backward",
+        f"{says}{found.num_gathers} all-gathers per step, not {GATHERS}: a block needs one in forward, one in backward",
     )
     expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are unsharded at once while one computes")
-    expect_same_losses(found.losses, found.right, f"{says}the losses are not those of one process")
+    expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
 
 
 class Block(nn.Module):
@@ -218,7 +219,7 @@ class Block(nn.Module):
 
 
 class Widen(nn.Module):
-    """Repeat the columns, without a parameter: the output needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
+    """Repeat the columns; without parameters, the output doesn't need a gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.repeat(1, -(-HOOKED_WIDTH // WIDTH))[:, :HOOKED_WIDTH]
@@ -227,8 +228,8 @@ class Widen(nn.Module):
 def build_model() -> nn.Sequential:
     """Build four blocks and a plain layer, the same on every rank. (B, WIDTH) -> (B, CLASSES)
 
-    A block comes first, as in a model whose inputs are data: there, a hook that waits for the gradient of the block's
-    inputs would run too early.
+    The first block's inputs don't need a gradient, as in a model that gets data directly: a hook that waits for the
+    gradient of that block's inputs would run too early.
     """
     torch.manual_seed(0)
     blocks = [Block() for _ in range(HOOKED_BLOCKS)]
@@ -236,7 +237,7 @@ def build_model() -> nn.Sequential:
 
 
 class ShardedBlock:
-    """A sharded block in the checker: this rank's shard, and `whole`, which the reader's hooks fill and empty."""
+    """The checker's sharded block: this rank's shard, and `whole`, which the reader's hooks fill and empty."""
 
     def __init__(self, block: nn.Module, rank: int, world_size: int) -> None:
         self.parameters, self.rank, self.world_size = list(block.parameters()), rank, world_size
@@ -256,12 +257,12 @@ class ShardedBlock:
     def gather(self, whole: Tensor) -> None:
         """Fill `whole` from all ranks; the reader's hooks call this."""
         if whole.data_ptr() == 0:
-            raise ValueError("gather fills a tensor whose storage is still empty")
+            raise ValueError("gather can't fill a tensor whose storage is still empty")
         dist.all_gather_into_tensor(whole, self.shard)
         self.num_gathers += 1
 
     def step(self, learning_rate: float) -> None:
-        """Update the shard with its part of the mean gradient; the full gradients are freed."""
+        """Update the shard with its part of the mean gradient, and free the full gradients."""
         gradient = self._flatten([parameter.grad for parameter in self.parameters])
         dist.all_reduce(gradient)
         self.shard -= learning_rate * gradient.chunk(self.world_size)[self.rank] / self.world_size
@@ -274,7 +275,7 @@ class ShardedBlock:
 
 
 class Onlooker:
-    """An observer that counts the bytes of unsharded parameters in the blocks, and the blocks unsharded at once."""
+    """An observer that counts the blocks' bytes of full parameters, and how many blocks are unsharded at once."""
 
     def __init__(self, blocks: list[ShardedBlock]) -> None:
         self.blocks = blocks
@@ -286,7 +287,7 @@ class Onlooker:
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
-        """Record how many blocks are unsharded while this one computes; without its bytes, the process would crash."""
+        """Count the unsharded blocks while this one computes; raise if it isn't one of them: the process would crash."""
         if block.whole_bytes == 0:
             first = " first" if block is self.blocks[0] and when == "backward" else ""
             because = f"{first} block is empty{', before its last gradient: its inputs need none' if first else ''}"
@@ -301,7 +302,7 @@ class Onlooker:
 
 
 def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks:
-    """Train four blocks with the reader's hooks, and note when each of them has bytes."""
+    """Train four blocks with the reader's hooks, and record when they have bytes."""
     hook_block: Callable = import_own(module, "hook_block")
     plain = build_model()
     right = plain_losses(plain, sgd(plain))

@@ -1,4 +1,4 @@
-"""Exercises of notebook 05: where offloaded bytes are, how to hide their copies, and which blocks to offload."""
+"""Exercises of notebook 05: where offloaded bytes live, how to hide copying them, and which blocks to offload."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,7 +19,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import read_module
 
 @exercise("05")
 def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None) -> str:
-    """Notebook 05: (device bytes, host bytes) that a rank holds between steps with everything offloaded."""
+    """Notebook 05: the (device bytes, host bytes) that a rank holds between steps with everything offloaded."""
     for num_params, world_size in sizes_and_ranks((1_000_000, 1), (94_104_234, 2)):
         given = call(split, num_params, world_size)
         is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -27,7 +27,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
         for number in given:
             expect_number(number)
         on_device, on_host = given
-        says = f"{format_count(num_params)} parameters over {world_size} rank(s), your function says "
+        says = f"for {format_count(num_params)} parameters on {world_size} rank(s) your function says "
         expect(
             abs(on_device) < 1,
             f"{says}{on_device:,.0f} bytes on the device; which of a unit's bytes are there between steps?",
@@ -44,21 +44,22 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
 def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float], int] | None) -> str:
     """Notebook 05: the fewest images per rank whose arithmetic takes at least as long as the copies of a step.
 
-    Called with parameters, those of them in the root, ranks, seconds of arithmetic per image, and bytes per second of
-    the link in either direction; both directions run at once, and in parallel with the arithmetic.
+    The arguments are the number of parameters, how many of them are in the root, the number of ranks, the seconds of
+    arithmetic per image, and the link's bytes per second in each direction; both directions run at once, in parallel
+    with the arithmetic.
     """
     for num_params, root_params, world_size, image_s, bytes_per_s in _links():
         given = call(images_to_hide, num_params, root_params, world_size, image_s, bytes_per_s)
         expect_whole(given)
         copies_s = 4 * (2 * num_params - root_params) / world_size / bytes_per_s  # the slower direction
         says = (
-            f"{format_count(num_params)} parameters, {format_count(root_params)} of them in the root, {world_size}"
+            f"for {format_count(num_params)} parameters, {format_count(root_params)} of them in the root, {world_size}"
             f" rank(s), {1e3 * image_s:.2f} ms per image, {format_bytes(round(bytes_per_s))}/s: your function says {given}; "
         )
         expect(given >= 1, f"{says}a step has at least one image")
         expect(
             given * image_s >= (1 - 1e-9) * copies_s,
-            f"{says}their arithmetic ends before the copies do. Which bytes are copied to the device, and how often?",
+            f"{says}the arithmetic ends before the copies do. Which bytes are copied to the device, how many times?",
         )
         expect(
             given == 1 or (given - 1) * image_s < (1 + 1e-9) * copies_s,
@@ -70,7 +71,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
 
 def _links() -> Iterator[tuple[int, int, int, float, float]]:
     """Yield models, ranks and links: edge cases, then fresh ones with few and with many images."""
-    yield 1_000_000, 0, 1, 1e-3, 1e9  # 8 MB at 1 GB/s are 8 ms: 8 images
+    yield 1_000_000, 0, 1, 1e-3, 1e9  # 8 MB at 1 GB/s take 8 ms: 8 images
     yield 1_000_000, 1_000_000, 1, 1e-3, 1e9  # the root alone: 4 ms
     yield 1_000_000, 0, 8, 1e-2, 1e9  # 1 ms, less than an image takes
     for num_params, world_size in sizes_and_ranks():
@@ -82,7 +83,7 @@ def _links() -> Iterator[tuple[int, int, int, float, float]]:
 
 @exercise("05")
 def check_plan(module: str = "my_plan") -> str:
-    """Notebook 05: `blocks_to_offload(...)`, the fewest blocks whose state must leave the device; None if none do."""
+    """Notebook 05: `blocks_to_offload(...)`, the fewest blocks to offload; None if no number fits."""
     plan = read_module(module, "blocks_to_offload")
     for case in _plan_cases():
         given = _plan_of_reader(plan, case)
@@ -98,7 +99,7 @@ def check_plan(module: str = "my_plan") -> str:
 
 
 def _plan_cases() -> list[dict[str, int]]:
-    """Cases with a known outcome at their edges, and fresh ones: all combinations of roomy and tight memories."""
+    """Return cases for fresh models: all combinations of roomy and tight memories, exact limits included."""
     draw = DRAW.randint
     cases = []
     for _ in range(20):
@@ -132,13 +133,13 @@ def _fits(offloaded: int, **case: int) -> bool:
 
 
 def _device_needs(offloaded: int, *, num_blocks: int, block_params: int, world_size: int, **memory: int) -> float:
-    """Return the bytes of the blocks that stay, of the active block's full parameters and gradients, and of activations."""
+    """Return the device bytes: blocks that stay, the active block's full parameters and gradients, and activations."""
     staying = 16 * block_params * (num_blocks - offloaded) / world_size
     return staying + 8 * block_params + memory["activation_bytes"]
 
 
 def _host_needs(offloaded: int, *, block_params: int, **_: int) -> int:
-    """Return the host bytes: all ranks of the machine share its memory, and together they hold full blocks."""
+    """Return the host bytes; all ranks share the machine's memory, and together they hold offloaded blocks in full."""
     return 16 * block_params * offloaded
 
 

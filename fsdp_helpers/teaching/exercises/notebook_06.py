@@ -1,4 +1,4 @@
-"""Exercises of notebook 06: bytes, files and intervals of checkpoints, and a loop that saves and resumes."""
+"""Exercises of notebook 06: a checkpoint's bytes and files, the interval between saves, and a loop that resumes."""
 
 import io
 import os
@@ -42,22 +42,23 @@ from fsdp_helpers.teaching.exercises.small_net import (
 FLAT = 1e-4  # the time lost barely changes near the best interval: being off by 1% costs half of this
 LOOP_STEPS = 17
 SAVED_EVERY = 2
-KILLED_AFTER = 14  # steps, during the save that follows; beyond 9, as names that are not padded sort wrongly then
+KILLED_AFTER = 14  # steps, in the save that follows; above 9, since unpadded names sort wrongly from there
 IN_SAVE, IN_STEP = 77, 78  # exit statuses
 NEWEST_WHOLE = {IN_SAVE: KILLED_AFTER - SAVED_EVERY, IN_STEP: KILLED_AFTER}  # steps in the checkpoint to continue from
-BACKGROUND_S = 0.4  # for a save that runs alongside the steps
+BACKGROUND_S = 0.4  # time for a save that runs in the background
 
 
 @exercise("06")
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
-    """Notebook 06: bytes of a checkpoint with Adam in fp32, for any strategy and number of ranks."""
+    """Notebook 06: the bytes of a checkpoint with Adam in fp32, for any strategy and any number of ranks."""
     for num_params in (1_199_882, 7 * 10**9, *(DRAW.randint(1, 10**10) for _ in range(FRESH_CASES))):
         given = call(checkpoint_bytes, num_params)
         expect_number(given)
         expect(
             abs(given - 12 * num_params) < 1,
-            f"{format_count(num_params)} parameters: your function says {format_bytes(int(given))}, too"
-            f" {'many' if given > 12 * num_params else 'few'}; which of a parameter's values does the next step need?",
+            f"for {format_count(num_params)} parameters your function says {format_bytes(int(given))}, too"
+            f" {'much' if given > 12 * num_params else 'little'}; which"
+            " of a parameter's values does the next step need?",
         )
     return "Right: 12 P, whatever the number of ranks."
 
@@ -67,8 +68,8 @@ def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]]
     """Notebook 06: which old ranks' files a new rank opens, for a tensor sharded along its first dimension."""
     draw = DRAW.randint
     fresh = [(draw(1, 200), draw(1, 9), draw(1, 9)) for _ in range(4 * FRESH_CASES)]
-    # on the same number of ranks; with rows for only three of four ranks; with ranges that meet and do not overlap;
-    # with places beyond the last row that two ranks would share
+    # the same number of ranks; rows for only three of four ranks; ranges that touch but don't overlap; padding
+    # after the last row that two ranks would share
     edges = (12, 4, 4), (5, 4, 4), (3, 2, 4), (12, 4, 3), (12, 4, 1), (128, 4, 3), (10, 4, 2)
     for num_rows, saved, loading in (*edges, *fresh):
         for rank in range(loading):
@@ -93,14 +94,14 @@ def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: st
 
 
 def _rows(num_rows: int, world_size: int, rank: int) -> range:
-    """Return the rows of a tensor that FSDP gives to a rank, as `torch.chunk` does; the last ranks may get none."""
+    """Return the rows that FSDP gives a rank, split as by `torch.chunk`; the last ranks may get none."""
     rows_a_rank = -(-num_rows // world_size)
     return range(min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows))
 
 
 @exercise("06")
 def check_saving_interval(interval_s: Callable[[float, float], float] | None) -> str:
-    """Notebook 06: seconds between two checkpoints that lose the least, by Young's formula."""
+    """Notebook 06: the seconds between checkpoints for which the least time is lost, by Young's formula."""
     draw = DRAW.uniform
     for save_s, between_failures_s in (
         (10.0, 86_400.0),
@@ -113,9 +114,9 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
         least = 2 * (save_s / (2 * between_failures_s)) ** 0.5  # both are equal at the best interval
         expect(
             saving + lost_work <= (1 + FLAT) * least,
-            f"a save of {save_s:.1f} s, a failure every {between_failures_s:,.0f} s: your function says {given:,.1f} s, "
-            f"where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; a different interval costs "
-            "less",
+            f"for saves of {save_s:.1f} s and a failure every {between_failures_s:,.0f} s your function says "
+            f"{given:,.1f} s, where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; "
+            "a different interval costs less",
         )
     return "Right: the square root of 2 x save time x time between failures."
 
@@ -162,16 +163,16 @@ def _run_until_killed(module: str, world_size: int, folder: str) -> int:
 
 
 def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
-    """Raise NotYet unless `steps`, with which `loss_of` was called, continue from the newest complete checkpoint."""
+    """Raise NotYet unless the `steps` that `loss_of` was called for continue from the newest complete checkpoint."""
     expect(bool(steps), f"{says}doesn't take any steps")
-    expect(steps[0] > 0, f"{says}begins with step 1: nothing was loaded")
+    expect(steps[0] > 0, f"{says}starts at step 1, so nothing was loaded")
     expect(
         steps[0] == newest_whole,
         f"{says}continues with step {steps[0] + 1}; it saves after every second step, and has to load the newest "
         f"complete checkpoint",
     )
     expected = list(range(newest_whole, LOOP_STEPS))
-    expect(steps == expected, f"{says}takes the steps {[step + 1 for step in steps]}, not each of them once")
+    expect(steps == expected, f"{says}takes the steps {[step + 1 for step in steps]} instead of each step once")
 
 
 def run_readers_loop(
@@ -179,8 +180,8 @@ def run_readers_loop(
 ) -> tuple[dict[int, float], list[float]]:
     """Return the losses of the steps that the reader's loop took, and those of an uninterrupted run in one process.
 
-    With `is_killed`, all ranks end in the save after KILLED_AFTER steps or, if that writes no known files, in a step
-    soon after it.
+    With `is_killed`, all ranks exit in the save after KILLED_AFTER steps or, if that save doesn't write through DCP or
+    `torch.save`, in a step soon after it.
     """
     model = shard_net(world_size)
     optimizer = adam(list(model.parameters()))
@@ -213,7 +214,7 @@ def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """Within the block, the save after KILLED_AFTER `taken` steps writes only some of its files, and ends the rank.
+    """Within the block, the save after KILLED_AFTER `taken` steps writes only some of its files, then exits.
 
     With DCP, only rank 0's file is written. `torch.save` writes half of its file.
     """
@@ -225,12 +226,12 @@ def cut_short(taken: dict[int, Tensor]):
             return write_data(writer, plan, planner)
         if dist.get_rank() == 0:
             write_data(writer, plan, planner).wait()
-        with suppress(RuntimeError):  # where rank 0 saves alone, the others never come
+        with suppress(RuntimeError):  # if only rank 0 saves, the other ranks never get here
             dist.barrier(dying)
         os._exit(IN_SAVE)
 
     def save_half(value: Any, file: object, *arguments: object, **settings: object) -> None:
-        if len(taken) != KILLED_AFTER or not isinstance(file, str | os.PathLike):  # DCP hands over an open file
+        if len(taken) != KILLED_AFTER or not isinstance(file, str | os.PathLike):  # DCP passes an open file
             return save(value, file, *arguments, **settings)
         whole = io.BytesIO()
         save(value, whole)

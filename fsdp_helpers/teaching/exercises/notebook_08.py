@@ -136,7 +136,7 @@ class StartedByReader:
     buffer_right: bool
     extra_bytes: int  # allocated during the start at most, on top of what stays
     losses: list[float]
-    right: list[float]  # those of one process with the same weights
+    right: list[float]  # one process's losses with the same weights
 
 
 def _expect_start(found: StartedByReader, says: str) -> None:

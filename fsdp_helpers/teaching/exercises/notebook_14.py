@@ -196,7 +196,7 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks: inputs (BATCH, WIDTH), labels (BATCH,)."""
+    """Return the global batch, for all ranks together: inputs (BATCH, WIDTH), labels (BATCH,)."""
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step + 1))
     return inputs, inputs[:, :CLASSES].argmax(dim=-1)
 

@@ -55,7 +55,7 @@ class SplitByReader:
     backward: list[str]
     gradient_off: float  # of the inputs, at most, from that of one process
     losses: list[float]
-    right: list[float]  # those of one process
+    right: list[float]  # one process's losses
 
 
 def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
@@ -68,12 +68,12 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
         found.forward == ["all_reduce"],
         f"{says}forward takes {_named(found.forward)}; one all-reduce is enough",
     )
-    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses aren't those of one process")
+    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses don't match one process's")
     expect(
         found.gradient_off < TOLERANCE,
         f"{says}the gradient of the inputs, which the layers below need, isn't that of one process",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses aren't those of one process")
+    expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
     expect(
         found.backward == ["all_reduce"],
         f"{says}backward takes {_named(found.backward)}; one all-reduce is enough",

@@ -1,4 +1,4 @@
-"""A reader's module on ranks: run with a time limit, with failures in one line and losses compared."""
+"""Run a reader's module on ranks with a time limit, report failures in one line, and compare losses."""
 
 import ast
 import importlib
@@ -19,9 +19,9 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
-    """Run the module's file and return its `name`. Raises NotYet if the file is missing, broken, or lacks that name.
+    """Run the module's file and return its `name`; raise NotYet if the file is missing or broken, or lacks that name.
 
-    Unless `with_package`, it also refuses a module that imports this package, which has many of the answers.
+    Unless `with_package` is set, also refuse a module that imports this package, which contains many of the answers.
     """
     expect(isinstance(module, str), f"the answer is {module!r}; it should be the name of your module, as a string")
     sys.modules.pop(module, None)
@@ -29,7 +29,7 @@ def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
     found = importlib.util.find_spec(module)
     expect(found is not None, f"there is no {module}.py here; run the cell that writes it")
     try:
-        names = runpy.run_path(found.origin, run_name=module)  # from the source, never from a cache
+        names = runpy.run_path(found.origin, run_name=module)  # from source, never from cached bytecode
     except Exception as error:
         raise NotYet(f"{module}.py can't be imported: {error_line(error)}") from None
     expect(name in names, f"{module}.py has no {name}")
@@ -39,7 +39,7 @@ def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
 
 
 def _imported(source: str) -> set[str]:
-    """Return the packages that a module imports, anywhere in it."""
+    """Return the top-level packages that a module's source imports, at any depth."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -50,29 +50,29 @@ def _imported(source: str) -> set[str]:
 
 
 def import_own(module: str, name: str) -> Any:
-    """Import `name` from the reader's module, in a rank."""
+    """Import the reader's module on this rank, and return its `name`."""
     return getattr(importlib.import_module(module), name)
 
 
 def last_line_in(module: str, details: str) -> str:
-    """Return the traceback's last place in the reader's file, such as " in line 12"; "" if there is none."""
+    """Return the last line of the reader's file in the traceback, such as " in line 12", or "" if there is none."""
     lines = re.findall(rf'{re.escape(module)}\.py", line (\d+)', details)
     return f" in line {lines[-1]}" if lines else ""
 
 
 RANKS = (2, 3)
-STALL_S, TIMEOUT_S = 15.0, 120.0  # for ranks that wait for one another, and for ranks that compute forever
-LONGEST = 200  # characters of an error's message; some print a whole model
+STALL_S, TIMEOUT_S = 15.0, 120.0  # limits for ranks that wait for one another, and for ranks that compute forever
+LONGEST = 200  # characters of an error message to show; some messages print a full model
 TOLERANCE = 1e-4  # fp32 sums in a different order differ by less
-IN_OUR_WORDS = {  # by torch's, which do not say what to do
-    "Invariant encountered: value was None": "a module inside a unit was made a unit after it; shard inner ones first, "
-    "the root last",
+IN_OUR_WORDS = {  # keyed by torch's words, which don't say what to do
+    "Invariant encountered: value was None": "a module inside a unit was made a unit after the outer one; shard inner "
+    "modules first, the root last",
     "KeyError: Parameter containing": "KeyError: the optimizer has parameters that the model no longer has, since"
-    " `fully_shard` has replaced them; build it afterward",
+    " `fully_shard` replaced them; build the optimizer afterward",
 }
-ABORTED = "SIGABRT"  # what gloo does to a rank that receives a different collective's bytes
+ABORTED = "SIGABRT"  # how gloo ends a rank that receives a different collective's bytes
 HANGS = ("hang-order", "hang-gather-on-rank-0")
-CARDS = {  # of 11, by what an error says; a regular expression
+CARDS = {  # of notebook 11, keyed by a regular expression that matches the error's text
     ABORTED: "crash-skipped-step",
     "got mixed torch.Tensor and DTensor": "crash-mixed-tensor-dtensor",
     "KeyError: Parameter containing": "wrong-optimizer-first",
@@ -92,7 +92,7 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
         ours = (words for torchs, words in IN_OUR_WORDS.items() if torchs in error.summary)
         summary = next(ours, shorten(error.summary, LONGEST))
         if ABORTED in summary:
-            summary += "; the ranks' collectives do not match: do some skip a forward or a gather?"
+            summary += "; the ranks' collectives don't match: do some ranks skip a forward or an all-gather?"
         raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}", *cards_of(error.summary)) from None
 
 
@@ -105,14 +105,14 @@ def launch_readers(worker: Callable, module: str, world_size: int, *arguments: o
         return launch(worker, module, *arguments, world_size=world_size, **settings)
     except RankTimeout as error:
         raise NotYet(
-            f"on {world_size} ranks, {module}.py doesn't end: {'; '.join(error.places)}. A collective waits until"
+            f"on {world_size} ranks, {module}.py doesn't finish: {'; '.join(error.places)}. A collective waits until"
             " every rank takes part in it",
             *HANGS,
         ) from None
 
 
 def cards_of(summary: str) -> list[str]:
-    """Return the cards of 11 that treat an error of a rank."""
+    """Return the names of the cards in notebook 11 that explain a rank's error."""
     return [card for says, card in CARDS.items() if re.search(says, summary, re.DOTALL)]
 
 

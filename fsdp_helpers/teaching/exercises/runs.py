@@ -1,4 +1,4 @@
-"""Runs that a reader is asked to find: the record of an attempt against what the exercise requires and forbids."""
+"""Judge a run that an exercise asks for: does its record meet the targets, with the settings that must stay fixed?"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,11 @@ from fsdp_helpers.teaching.exercises.answers import expect, expect_answered, in_
 
 @dataclass(frozen=True, kw_only=True)
 class RunTask:
-    """A run to be found: the settings that the exercise fixes, and the targets. All other settings are free."""
+    """The run that an exercise asks for: its targets, and the settings it fixes. All other settings are free."""
 
-    peak_bytes: int  # every rank stays below
-    peak_card: str | None = None  # of 11, for a run that does not
-    num_collectives: int | None = None  # allowed in a step
+    peak_bytes: int  # every rank has to stay below it
+    peak_card: str | None = None  # the card of notebook 11 to show if a rank doesn't
+    num_collectives: int | None = None  # the most allowed per step
     world_size: int | None = None
     strategies: tuple[str, ...] = ("fsdp", "fsdp-auto-wrap")
     fixed: dict[str, Any] = field(default_factory=dict)

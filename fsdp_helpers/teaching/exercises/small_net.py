@@ -1,7 +1,7 @@
-"""The small training that build exercises share: a model, batches, optimizers and the right losses.
+"""The small training run that the build exercises share: a model, batches, optimizers and the right losses.
 
-Every rank also trains on the full batch by itself, without collectives: these are the losses that any data-parallel
-training must have.
+Every rank also trains on the full batch by itself, without collectives; any data-parallel run must get the same
+losses.
 """
 
 from collections.abc import Callable
@@ -15,23 +15,23 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_helpers.ranks.group import sum_over_ranks
 
-BATCH, WIDTH, CLASSES = 24, 10, 5  # a batch over all ranks divides by 2 and 3, and their parts by 4
+BATCH, WIDTH, CLASSES = 24, 10, 5  # the global batch splits evenly across 2 or 3 ranks, and each rank's batch into 4
 STEPS = 4
 HIDDEN = 101
-NET_PARAMS = (WIDTH + 1) * HIDDEN + (HIDDEN + 1) * HIDDEN + (HIDDEN + 1) * CLASSES  # 11,923: neither 2 nor 3 divides it
-NET_UNITS = 3  # as `shard_net` shards it, the root included
+NET_PARAMS = (WIDTH + 1) * HIDDEN + (HIDDEN + 1) * HIDDEN + (HIDDEN + 1) * CLASSES  # 11,923: not a multiple of 2 or 3
+NET_UNITS = 3  # in the model from `shard_net`, including the root
 BLOCKS, BLOCK_WIDTH, TOKENS = 8, 48, 4
 
 
 def build_net() -> nn.Sequential:
-    """Build three layers, with the same values on every rank: (B, WIDTH) -> (B, CLASSES)."""
+    """Build a model of three linear layers, with the same values on every rank: (B, WIDTH) -> (B, CLASSES)."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)]
     return nn.Sequential(*layers)
 
 
 def shard_net(world_size: int) -> nn.Sequential:
-    """Build the same model, sharded: two layers are units, the third belongs to the root."""
+    """Build the same model and shard it: two layers are units of their own, and the third belongs to the root."""
     model, mesh = build_net(), init_device_mesh("cpu", (world_size,))
     for unit in (model[0], model[2], model):
         fully_shard(unit, mesh=mesh)
@@ -39,7 +39,7 @@ def shard_net(world_size: int) -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks: inputs (BATCH, WIDTH), labels (BATCH,)."""
+    """Return the global batch, for all ranks together: inputs (BATCH, WIDTH), labels (BATCH,)."""
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
     return inputs, inputs[:, :CLASSES].argmax(dim=-1)
 
@@ -54,7 +54,7 @@ def mean_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def over_ranks(losses: list[Tensor]) -> list[float]:
-    """Return the mean of each loss over the ranks."""
+    """Return the mean of each loss across ranks."""
     return (sum_over_ranks(torch.stack(losses)) / dist.get_world_size()).tolist()
 
 
@@ -74,7 +74,7 @@ def plain_losses(
 
 
 def train_averaging(model: nn.Module, rank: int, world_size: int, average: Callable[[], None]) -> list[float]:
-    """Return the losses of a few steps, with `average()` between backward and the optimizer's step."""
+    """Train for a few steps, calling `average()` between backward and the optimizer's step; return the losses."""
     optimizer = sgd(model)
     losses = []
     for step in range(STEPS):
@@ -88,10 +88,10 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD, which shows whether a gradient is a mean or a sum; Adam would hide it."""
+    """Return SGD, which shows whether a gradient is a mean or a sum; Adam would hide the difference."""
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return Adam with an `eps` so large that it shows it, too."""
+    """Return Adam with an `eps` so large that it shows the difference between a mean and a sum, too."""
     return torch.optim.Adam(parameters, lr=0.1, eps=0.1)

@@ -57,14 +57,14 @@ def test_a_peak_that_is_too_high_has_its_card():
 def test_a_notebook_links_them_above_the_message(monkeypatch):
     @exercise("none")
     def check_something():
-        expect(False, "the losses aren't those of DDP", "wrong-summed-loss", "hang-order")
+        expect(False, "the losses don't match DDP's", "wrong-summed-loss", "hang-order")
 
     shown = []
     monkeypatch.setattr(IPython.display, "display", lambda part: shown.append(part.data))
     with pytest.raises(NotYet) as refused:
         check_something()
     (line,), _ = [refused.value._render_traceback_() for _ in range(2)]  # IPython asks twice
-    assert line.endswith("the losses aren't those of DDP (in notebook 11: wrong-summed-loss, hang-order)")
+    assert line.endswith("the losses don't match DDP's (in notebook 11: wrong-summed-loss, hang-order)")
     assert "[hang-order](11_when_it_breaks.ipynb#hang-order)" in shown[0]
     NotYet("replace the ... with your answer")._render_traceback_()
     assert len(shown) == 1, "once, and nothing to link for the second"

@@ -57,15 +57,15 @@ class TestAverageGradients(BuildTestsOnRanks):
     worker = staticmethod(notebook_02.average_by_reader)
     starter = "on 2 ranks.*there was no collective"
     wrong = [
-        ([("    flat /= dist.get_world_size()\n", "")], "the losses aren't those of DDP.*wrong-summed-loss"),
+        ([("    flat /= dist.get_world_size()\n", "")], "the losses don't match DDP's.*wrong-summed-loss"),
         ([("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "6 collectives in a step"),
         # one all-reduce per gradient and a sum: the losses come first, as the first hint does
         (
             [("size + parameter.grad.nbytes > bucket_bytes", "bucket"), ("    flat /= dist.get_world_size()\n", "")],
-            "the losses aren't those of DDP: .* in step 2",
+            "the losses don't match DDP's: .* in step 2",
         ),
         ([("size + parameter.grad.nbytes > bucket_bytes", "False")], "47.7 kB were sent in one collective"),
-        ([("    average(bucket)  # the last one, full or not\n", "")], "the losses aren't those of DDP"),
+        ([("    average(bucket)  # the last one, full or not\n", "")], "the losses don't match DDP's"),
         ([("dist.all_reduce(flat)", "dist.all_sum(flat)")], r"my_ddp.py fails in line 18: AttributeError"),
     ]
 

@@ -67,7 +67,7 @@ class TestCut(BuildTestsOnRanks):
                 ("    blocks = list", "    fully_shard(model, mesh=mesh)\n    blocks = list"),
                 ("    fully_shard(model, mesh=mesh)  # the root, last: embed and head\n", ""),
             ],
-            "my_cut.py fails in line 8: a module inside a unit was made a unit after it; shard inner ones first, the root last",
+            "my_cut.py fails in line 8: a module inside a unit was made a unit after the outer one; shard inner modules first, the root last",
         ),
         (
             [("fully_shard(model, mesh=mesh)  # the root", "pass  # the root")],
@@ -122,10 +122,10 @@ class TestHooks(BuildTestsOnRanks):
             "in backward, a layer computes while the storage of its .*block is empty",
         ),
         ([("            reshard()\n", "            pass\n")], "after backward, blocks still have"),
-        ([("        gather(whole)\n", "        pass\n")], "0 gathers in a step, not 8"),
+        ([("        gather(whole)\n", "        pass\n")], "0 all-gathers per step, not 8"),
         # gathered before there is room for it
         (
             [("        storage.resize_(num_bytes)\n        gather(whole)\n", "        gather(whole)\n")],
-            "gather fills a tensor whose storage is still empty",
+            "gather can't fill a tensor whose storage is still empty",
         ),
     ]

@@ -149,7 +149,7 @@ class TestLoop(BuildTests):
     name = "my_loop"
     checker = staticmethod(notebook_06.check_loop)
     settings_of_wrong = {"ranks": (2, 1)}  # on whose number no wrong build depends; the notebook asks for three and two
-    starter = "killed in step 16 on 2 ranks and started again on 1, your loop begins with step 1: nothing was loaded"
+    starter = "killed in step 16 on 2 ranks and started again on 1, your loop starts at step 1, so nothing was loaded"
     wrong = [
         (
             [('        schedule.load_state_dict(state["schedule"])\n', "")],

@@ -88,7 +88,7 @@ class TestMove(BuildTestsOnRanks):
                 ("    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # 1: after sharding\n", ""),
             ],
             "my_move.py fails in line .*: KeyError: the optimizer has parameters that the model no longer has, since"
-            " `fully_shard` has replaced them; build it afterward.*wrong-optimizer-first",
+            " `fully_shard` replaced them; build the optimizer afterward.*wrong-optimizer-first",
         ),
         # 2
         ([('name.removeprefix("module.")', "name")], "my_move.py fails in line .*Missing key.*save-module-prefix"),
