@@ -287,7 +287,7 @@ class Onlooker:
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
-        """Count the unsharded blocks while this one computes; raise if it isn't one of them: the process would crash."""
+        """Count the unsharded blocks while this one computes; raise if it isn't among them: the process would crash."""
         if block.whole_bytes == 0:
             first = " first" if block is self.blocks[0] and when == "backward" else ""
             because = f"{first} block is empty{', before its last gradient: its inputs need none' if first else ''}"

@@ -1,4 +1,4 @@
-"""Exercises of notebook 07: levers to meet a peak, and gradients of micro-batches, accumulated and measured."""
+"""Exercises of notebook 07: meet a peak, accumulate gradients over micro-batches, and compute their norm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,29 +29,29 @@ LEVERS = RunTask(
     world_size=2,
     fixed={"model": "vit-deep", "global_batch_size": 64, "dropout": True, "activation_checkpointing": "none"},
 )
-PARTS = 4  # of a rank's images; 2 and 3 ranks have 12 and 8 of them
+PARTS = 4  # micro-batches per rank; each of 2 or 3 ranks has 12 or 8 images
 
 
 @exercise("07")
 def check_levers(record: RunRecord | None) -> str:
-    """Notebook 07: the transformer on two ranks below 80 MB, without activation checkpointing."""
+    """Notebook 07: a run of the transformer on two ranks that peaks below 80 MB, without activation checkpointing."""
     return judge_run(record, LEVERS)
 
 
 @exercise("07")
 def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 07: `add_up_gradients(model, parts, loss_of)`, reduced once; `gradient_norm(model)`, over all shards."""
+    """Notebook 07: `add_up_gradients(model, parts, loss_of)` reduces once; `gradient_norm(model)` covers all shards."""
     read_module(module, "add_up_gradients")
     read_module(module, "gradient_norm")
     for world_size in ranks:
         for rank, steps in enumerate(run_on_ranks(accumulate_by_reader, module, world_size)):
             for step in steps:
                 _expect_accumulated(step, f"on {world_size} ranks, with {PARTS} parts, rank {rank}: ")
-    return f"Right: one reduction of each unit on {in_words(ranks)} ranks, and the norm of the full gradient."
+    return f"Right: each unit reduced once on {in_words(ranks)} ranks, and the norm of the full gradient."
 
 
 def _expect_accumulated(step: dict[str, Any], says: str) -> None:
-    expect(step["reduced"] > 0, f"{says}no gradient was reduced; which backward sends them?")
+    expect(step["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
     expect(
         step["reduced"] <= NET_UNITS,
         f"{says}{step['reduced']} reduce-scatters in a step; the model has {NET_UNITS} units",
@@ -74,7 +74,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; it should be a number or a plain tensor")
     expect(
         abs(given / step["norm"] - 1) < TOLERANCE,
-        f"{says}gradient_norm says {given:.5f}, not the norm of the full gradient; whose shards are in it?",
+        f"{says}gradient_norm says {given:.5f}, not the norm of the full gradient; whose shards does it cover?",
         "wrong-local-norm-logged",
         "wrong-clip-local-norm",
     )
@@ -82,9 +82,10 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
 
 
 def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
-    """Run the reader's steps; return for each its passes, its reduce-scatters and three norms.
+    """Run the reader's steps; return each step's passes, reduce-scatters and gradient norms.
 
-    The norms are the reader's, that of the accumulated gradients, and that of one process.
+    The norms are the one that the reader returns, the accumulated gradients' own before and after that call, and one
+    process's.
     """
     add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
     model, plain = shard_net(world_size), build_net()
@@ -117,14 +118,14 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """Return a number, or a plain tensor that holds one, as a float; for anything else (DTensors too) its type."""
+    """Return a number, or a plain tensor that holds one, as a float; for anything else (even a DTensor), its type."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 
 
 @contextmanager
 def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
-    """Within the block, note each pass of `model`: ("forward" or "backward", images in it)."""
+    """Yield a list of the passes of `model` within the block: ("forward" or "backward", number of images)."""
     passes = []
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Exercises of notebook 08: a transformer's parameters, the fewest ranks that start it, and a sharded start."""
+"""Exercises of notebook 08: count a transformer's parameters, find the fewest ranks for it, and start it sharded."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -37,16 +37,16 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 )
 from fsdp_helpers.teaching.exercises.small_net import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
 
-START_EXTRA_BYTES = 120_000  # the largest tensor has 36,864, and is sent in one piece; the model has 907,000
+START_EXTRA_BYTES = 120_000  # the largest tensor takes 36,864 and is sent in one piece; the model takes 907,000
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
 VOCABULARY = 16
-TIED = "head.weight"  # no file has it: it is embed.weight
+TIED = "head.weight"  # not in any file, since it's the same tensor as embed.weight
 LACKING = "blocks.3.linear1.weight"  # a file without it is damaged
 
 
 @exercise("08")
 def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
-    """Notebook 08: the parameters of a ViT, from the nine numbers of its shape."""
+    """Notebook 08: the number of parameters of a ViT, from the nine numbers of its shape."""
     for shape in [*VIT_SHAPES.values(), *(_fresh_shape() for _ in range(FRESH_CASES))]:
         with torch.device("meta"):
             right = count_params(ViT(shape))
@@ -55,8 +55,8 @@ def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
         says = (
             f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())} your function says {given:,}"
         )
-        expect(given == right, f"{says}; the model built from it has {'more' if given < right else 'fewer'}")
-    return "Right: every shape, up to ten billion parameters."
+        expect(given == right, f"{says}; the model with this shape has {'more' if given < right else 'fewer'}")
+    return "Right for every shape, up to ten billion parameters."
 
 
 def _fresh_shape() -> ViTShape:
@@ -78,7 +78,8 @@ def _fresh_shape() -> ViTShape:
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
     """Notebook 08: the fewest ranks that can start a model on meta, layer by layer; None if it never fits.
 
-    `layers` are parameters, a tensor each, and a device has room for `device_bytes`. Shards are counted unrounded.
+    `layers` lists parameters per layer, each layer one tensor; a device has room for `device_bytes`. Shards aren't
+    rounded up.
     """
     for layers, device_bytes in _starts():
         given = call_or_none(fewest_ranks, layers, device_bytes)
@@ -88,15 +89,15 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
             expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, it fits")
             continue
         expect_whole(given)
-        expect(given >= 1, f"{says}there is at least one rank")
-        expect(_starts_on(given, layers, device_bytes), f"{says}starting needs more than that at its peak")
+        expect(given >= 1, f"{says}there has to be at least one rank")
+        expect(_starts_on(given, layers, device_bytes), f"{says}starting on those needs more bytes than that")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
         expect(not fewer, f"{says}fewer ranks can start it, too")
-    return "Right: ranks shrink the shards, and the largest layer has to fit unsharded."
+    return "Right: more ranks make shards smaller, but the largest layer has to fit unsharded."
 
 
 def _starts() -> list[tuple[list[int], int]]:
-    """Yield layers and a device's bytes: edges with known outcomes, then fresh ones, some of which never fit."""
+    """Return pairs of layers and device bytes: edge cases with known outcomes, then fresh ones; some never fit."""
     # 4 bytes x (1,000 / N + 1,000 + 1,000 / N): 12,000 on one rank, 8,000 on two, more than 4,000 on any number
     cases = [([1_000], 12_000), ([1_000], 11_999), ([1_000], 8_000), ([1_000], 4_000), ([64] * 10, 10**9)]
     for _ in range(FRESH_CASES):
@@ -110,13 +111,13 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Return the bytes of all layers' shards, the largest layer unsharded, and a copy of its shard, in exact integers."""
+    """Return True if all shards, the largest layer unsharded, and a copy of its shard fit, in exact integers."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 
 @exercise("08")
 def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 08: `start_sharded(build, weights, mesh)`: on meta, a unit per block, rank 0's weights, never unsharded."""
+    """Notebook 08: `start_sharded(build, weights, mesh)` builds on meta, shards, and loads rank 0's weights."""
     read_module(module, "start_sharded")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(start_by_reader, module, world_size)):
@@ -134,7 +135,7 @@ class StartedByReader:
     units: list[str]
     is_tied: bool
     buffer_right: bool
-    extra_bytes: int  # allocated during the start at most, on top of what stays
+    extra_bytes: int  # the most allocated during the start, on top of what stays
     losses: list[float]
     right: list[float]  # one process's losses with the same weights
 
@@ -158,7 +159,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.is_tied,
-        f"{says}head.weight and embed.weight are two parameters; they were one, with two names",
+        f"{says}head.weight and embed.weight are two parameters; they used to be one parameter with two names",
         "crash-tied-weights",
     )
     expect(
@@ -169,27 +170,27 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     expect_same_losses(
         found.losses,
         found.right,
-        f"{says}the losses aren't those of rank 0's weights",
+        f"{says}the losses don't match rank 0's weights",
         "wrong-different-seeds",
     )
 
 
 def _expect_short_file_refused(module: str, world_size: int) -> None:
-    """Raise NotYet unless the reader's start fails, on whichever rank, from weights that lack a tensor of a block."""
+    """Raise NotYet unless the reader's start fails, on any rank, when the weights lack one of a block's tensors."""
     try:
         launch_readers(start_from_short_file, module, world_size)
     except RankError:
         return
     raise NotYet(
-        f"from weights without {LACKING} your model also starts, with garbage in its place; only {TIED} may be missing"
+        f"your model starts even from weights without {LACKING}, with garbage in its place; only {TIED} may be missing"
     )
 
 
 class PretrainedTransformer(nn.Module):
     """The transformer to start: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
 
-    Turns numbers into token IDs, and predicts one: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that no state
-    dict has; `fill_buffers` computes it.
+    It turns numbers into token IDs, and predicts one: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that isn't in
+    any state dict; `fill_buffers` computes it.
     """
 
     def __init__(self) -> None:
@@ -222,9 +223,9 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
     start_sharded = import_own(module, "start_sharded")
     torch.manual_seed(0)
     plain = PretrainedTransformer()
-    saved = file_of(plain)  # outlives the trace, which began later
+    saved = file_of(plain)  # made before the trace begins, so it isn't counted
     right = plain_losses(plain, sgd(plain))
-    torch.manual_seed(rank + 1)  # who draws values anew draws others
+    torch.manual_seed(rank + 1)  # a start that draws new values gets different ones on each rank
     weights = dict(saved) if rank == 0 else {}
     with trace_memory("cpu") as trace:
         model = start_sharded(PretrainedTransformer, weights, init_device_mesh("cpu", (world_size,)))
@@ -247,12 +248,12 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
 
 
 def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
-    """Return the model's tensors as a file has them; a tensor with two names only under the first, as in safetensors."""
+    """Return the model's tensors as a safetensors file has them: one with two names appears only under the first."""
     return {name: value.clone() for name, value in model.state_dict().items() if name != TIED}
 
 
 def start_from_short_file(rank: int, world_size: int, module: str) -> None:
-    """Let the reader's `start_sharded` start from weights that lack a tensor of a block; it should fail."""
+    """Let the reader's `start_sharded` start from weights that lack one of a block's tensors; it should fail."""
     start_sharded = import_own(module, "start_sharded")
     weights = file_of(PretrainedTransformer())
     del weights[LACKING]

@@ -1,4 +1,4 @@
-"""Checker of the planner that a reader builds: against ours on fresh clusters, and against one real rank of N."""
+"""Check the planner that a reader builds, against ours on fresh clusters and against one real rank of N."""
 
 from collections.abc import Callable
 from random import SystemRandom
@@ -28,10 +28,10 @@ TOLERANCE = 0.03  # between the formulas and what a rank allocates
 
 @exercise("09")
 def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
-    """Notebook 09: `largest_batch(model, world_size, device_gb, allowance_gb)`, images of one rank, None if none fits.
+    """Notebook 09: `largest_batch(model, world_size, device_gb, allowance_gb)`, in images per rank; None if none fits.
 
-    FSDP2, a unit for each block, fp32, each block recomputed. At the end a real rank of N trains with the reader's
-    number on a very small device.
+    The model trains with FSDP2 in fp32, with a unit per block and every block recomputed. At the end, a real rank of N
+    trains with the reader's number on a very small device.
     """
     largest_batch = read_module(module, "largest_batch", with_package=True)
     cases = _cases(num_cases)
@@ -51,7 +51,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
 
 
 def _cases(num_cases: int) -> list[dict[str, Any]]:
-    """Fresh clusters, and one that not even one image fits."""
+    """Return fresh clusters, and one on which not even one image fits."""
     draw = SystemRandom().choice
     cases = [
         {
@@ -82,7 +82,7 @@ def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
 
 
 def _spare(subject: Subject, images: int, case: dict[str, Any]) -> float:
-    """Return the bytes left on a device."""
+    """Return the bytes left on a device with this many images per rank."""
     cluster = Cluster(
         world_size=case["world_size"],
         device_memory_bytes=case["device_gb"] * GB,
@@ -92,7 +92,7 @@ def _spare(subject: Subject, images: int, case: dict[str, Any]) -> float:
 
 
 def small_rank_peak(num_images: int) -> int:
-    """Return the peak of one real rank of SMALL_RANKS training the small transformer."""
+    """Return the peak bytes of one real rank of SMALL_RANKS that trains the small transformer."""
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
 
     def loss_of(model: nn.Module) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Checker of a job script: it reads the directives, and runs the script with stand-ins for Slurm and torchrun.
+"""Check a job script: read its directives, and run it with stand-ins for Slurm and torchrun.
 
 Any script that would do the right thing on a cluster passes, however it's written.
 """
@@ -25,12 +25,12 @@ from fsdp_helpers.teaching.exercises.answers import NotYet, exercise, expect
 # ---------------------------------------------------------------- the script among stand-ins
 
 
-GPUS = 4  # of each node
-TIMEOUT_S = 60.0  # of a run among the stand-ins, which takes two
-SIGTERM_S = 4.0  # from the script's signal to the first SIGTERM, which takes a tenth of a second
-SAVING_S = 1.0  # of torchruns that got SIGTERM; a script that does not wait for them is through by then
-LOOK_S = 0.05  # between two looks
-DEFAULT_SHUTDOWN_S = "30"  # that torchrun waits for its ranks, unless told
+GPUS = 4  # per node
+TIMEOUT_S = 60.0  # limit of a run with the stand-ins, which takes two
+SIGTERM_S = 4.0  # limit from the script's signal to SIGTERM at every torchrun, which takes a tenth of a second
+SAVING_S = 1.0  # how long torchruns save after SIGTERM; a script that doesn't wait for them has ended by then
+LOOK_S = 0.05  # between two checks
+DEFAULT_SHUTDOWN_S = "30"  # how long torchrun waits for its ranks by default
 LOG = 'echo "$(basename "$0") $*" >> "$CHECK_FOLDER/calls"\n'
 STAND_INS = {
     "srun": LOG
@@ -93,7 +93,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """One call of torchrun: two variables that it reads, and its options as torch itself reads them."""
+    """One call of torchrun: two variables that it reads, and its options as torch parses them."""
 
     fresh_store: str
     shutdown_s: str
@@ -106,7 +106,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
     try:
         with redirect_stderr(said), patch.dict(os.environ):
             for name in [name for name in os.environ if name.startswith("PET_")]:
-                del os.environ[name]  # would be defaults
+                del os.environ[name]  # they would set defaults
             options = get_args_parser().parse_args(arguments)
     except SystemExit:
         raise NotYet(
@@ -118,7 +118,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
 
 
 def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool) -> tuple[Done, int]:
-    """Run the script among the stand-ins until it ends, or gets its own signal once all torchruns are there."""
+    """Run the script with the stand-ins until it ends; unless `ends`, signal it once all torchruns have started."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
         folder, left_early = Path(name), False
         _write_stand_ins(folder / "bin")
@@ -138,7 +138,7 @@ def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...]
                 is_asked = _wait_until(lambda: _num_asked(folder) == len(nodes), SIGTERM_S)
                 left_early = _wait_until(lambda: script.poll() is not None or _is_queued(folder), SAVING_S)
                 (folder / "saved").touch()
-            # A script that did not ask for checkpoints might wait forever.
+            # A script that hasn't asked for checkpoints might wait forever.
             status = script.wait(timeout=TIMEOUT_S if ends or is_asked else 0)
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL
@@ -183,7 +183,7 @@ def _write_stand_ins(folder: Path) -> None:
 def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
     """Return True as soon as the condition holds, False if it never does.
 
-    It counts checks, not seconds, so that on a stalled or busy machine the programs still get their time.
+    It counts checks, not seconds, so the programs still get their time on a stalled or busy machine.
     """
     for _ in range(round(timeout_s / LOOK_S)):
         if holds():
@@ -221,10 +221,10 @@ def _signal_of(told: str) -> int:
 
 # ---------------------------------------------------------------- what the checker wants
 
-NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")  # of the job as its script asks for it
+NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")  # of the job, submitted as its script asks
 FEWER = ("gpu-5", "gpu-7")  # of the same script, submitted with `sbatch --nodes=2`
 PARTITION, ACCOUNT = "a100", "vision"
-LONGEST_S, LEAD_S = 2 * 3600, 300  # of a job, and from the signal to the time limit
+LONGEST_S, LEAD_S = 2 * 3600, 300  # a job's time limit, and the time from the signal to that limit
 SHORT_OPTIONS = {"-p": "partition", "-A": "account", "-N": "nodes", "-t": "time", "-n": "ntasks", "-J": "job-name"}
 
 
@@ -243,8 +243,8 @@ def check_job_script(path: str) -> str:
     _check_torchruns(second, FEWER)
     expect(
         first.endpoint.rpartition(":")[2] != second.endpoint.rpartition(":")[2],
-        f"two jobs meet at {first.endpoint}: on a shared node, they would join each other; derive the port from the "
-        "job",
+        f"two jobs meet at {first.endpoint}, so on a shared node they would join each other; derive the port from "
+        "the job",
         "crash-port-in-use",
     )
     return (
@@ -257,7 +257,7 @@ def check_job_script(path: str) -> str:
 
 
 def read_directives(text: str) -> dict[str, str]:
-    """Return the options of the #SBATCH lines above the first command, by their long names."""
+    """Return the options in the #SBATCH lines above the first command, keyed by long name."""
     told = {}
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -293,7 +293,7 @@ def _check_directives(told: dict[str, str]) -> None:
     limit = told.get("time", "")
     expect(bool(re.fullmatch(r"[\d:-]*\d", limit)), "#SBATCH --time: the job needs a time limit")
     expect(seconds_of(limit) <= LONGEST_S, f"#SBATCH --time={limit}: the partition allows two hours")
-    expect("requeue" in told, "#SBATCH: the loss of a node would end the job; which option queues it again?")
+    expect("requeue" in told, "#SBATCH: losing a node would end the job; which option queues it again?")
     found = re.fullmatch(r"B:(?:SIG)?([A-Z]+\d?|\d+)@(\d+)", told.get("signal", ""))
     expect(
         found is not None,
@@ -319,7 +319,7 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     _expect_one_per_node(done, FEWER)
     expect(
         done.num_asked == len(FEWER),
-        f"at {told['signal']} {done.num_asked} of {len(FEWER)} torchruns got SIGTERM, which makes ranks save; "
+        f"at {told['signal']}, {done.num_asked} of {len(FEWER)} torchruns got SIGTERM, which makes ranks save; "
         "bash runs a trap only between commands, or while it waits",
     )
     queued = "scontrol requeue" in done.calls
@@ -330,7 +330,7 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     )
     expect(
         f"scontrol requeue {job}" in done.calls,
-        "time ran out, and the job wasn't requeued: scontrol requeue, with its ID",
+        "time ran out, and the job wasn't requeued; use scontrol requeue with its ID",
     )
     return done
 
@@ -338,7 +338,7 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
 def _expect_one_per_node(done: Done, nodes: tuple[str, ...]) -> None:
     expect(
         len(done.torchruns) == len(nodes),
-        f"{len(done.torchruns)} torchruns were started; {len(nodes)} nodes need one each, which srun starts",
+        f"{len(done.torchruns)} torchruns were started; {len(nodes)} nodes need one each, started by srun",
     )
 
 
@@ -352,9 +352,10 @@ def _check_torchruns(done: Done, nodes: tuple[str, ...]) -> None:
             ("nproc-per-node", options.nproc_per_node, on_each),
             ("rdzv-backend", options.rdzv_backend, ("c10d",)),
         ):
-            expect(given in right, f"{says}torchrun --{name} is {given}; {' or '.join(right)} is needed")
+            expect(given in right, f"{says}torchrun --{name} is {given}; it should be {' or '.join(right)}")
         endpoint = options.rdzv_endpoint
-        expect(endpoint == done.endpoint, f"torchruns that meet at {done.endpoint} and {endpoint} never meet")
+        apart = f"one torchrun waits at {done.endpoint}, another at {endpoint}; they never meet"
+        expect(endpoint == done.endpoint, apart)
         host, _, port = endpoint.partition(":")
         expect(
             host in nodes,
@@ -370,6 +371,6 @@ def _check_torchruns(done: Done, nodes: tuple[str, ...]) -> None:
         )
         expect(
             torchrun.shutdown_s.isdigit() and int(torchrun.shutdown_s) >= LEAD_S,
-            f"torchrun kills ranks {torchrun.shutdown_s} s after SIGTERM; saving takes up to {LEAD_S} s, and which "
-            "variable tells it?",
+            f"torchrun kills ranks {torchrun.shutdown_s} s after SIGTERM; saving takes up to {LEAD_S} s; which "
+            "variable makes it wait longer?",
         )

@@ -1,4 +1,4 @@
-"""The exercise of 11: runs with unnamed faults from the gallery, to be diagnosed."""
+"""The exercise of notebook 11: diagnose runs with unnamed faults from the gallery."""
 
 import inspect
 import random
@@ -16,7 +16,7 @@ from fsdp_helpers.teaching.page import cards
 
 NUM_CASES = 5
 UNNAMED = "broken_run"
-NUM_FIXES = 8  # those of the cases, and some that help none of them
+NUM_FIXES = 8  # the right ones for the cases, and some that fix none of them
 
 Answer = tuple[str, str, str]  # symptom, cause, and the letter of the fix
 
@@ -29,7 +29,7 @@ class Case:
     seen: Seen
 
     def __repr__(self) -> str:
-        return "a case"  # the reader looks for its fault
+        return "a case"  # finding its fault is up to the reader
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Draw:
 
 
 def as_markdown(number: int, case: Case) -> str:
-    """Return a case as the reader sees it: the code, the run's output and, if it ended, the right numbers."""
+    """Return a case as the reader sees it: the code, the run's output and, if the run finished, the right numbers."""
     text = without_name(cards.as_text(case.seen), case.fault)
     if case.seen.numbers:
         text += f"\nright: {cards.in_words(case.fault.right())}"
@@ -66,7 +66,7 @@ def without_name(text: str, fault: Failure) -> str:
 
 
 def draw(seed: int | None = None, num_cases: int = NUM_CASES) -> Draw:
-    """Draw faults from the gallery and run them; without a seed each call draws different ones."""
+    """Draw faults from the gallery and run them; without a seed, each call draws different ones."""
     dice = random.Random(seed)
     faults = dice.sample(RUN, num_cases)
     others = [failure.fix for failure in RUN if failure not in faults]
@@ -77,7 +77,7 @@ def draw(seed: int | None = None, num_cases: int = NUM_CASES) -> Draw:
 
 
 def causes() -> Markdown:
-    """Return the words for symptoms and causes, as an answer gives them."""
+    """Return the list of words that an answer can use for symptoms and causes."""
     symptoms = ", ".join(f"`{symptom}` ({words})" for symptom, words in SYMPTOMS.items())
     names = ", ".join(f"`{name}`" for name in sorted(cause_of(failure) for failure in RUN))
     return Markdown(f"**Symptoms:** {symptoms}\n\n**Causes:** {names}")
@@ -98,14 +98,14 @@ def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
             f"case {number}: give three words, the symptom, the cause and the letter of the fix",
         )
         check_case(number, case, answer, cases.fixes)
-    return f"All {len(cases.cases)} found, each with its fix. Draw again: the next ones are different."
+    return f"All {len(cases.cases)} found, each with its fix. Draw again for different ones."
 
 
 def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]) -> None:
-    """Raise NotYet for the first part that is wrong, without the right one."""
+    """Raise NotYet for the first part that's wrong, without giving the right one away."""
     symptom, cause, letter = answer
     expect(symptom in SYMPTOMS, f"case {number}: {symptom!r} isn't one of the symptoms {', '.join(SYMPTOMS)}")
-    expect(symptom == case.fault.symptom, f"case {number}: read its output again; that is not its symptom")
+    expect(symptom == case.fault.symptom, f"case {number}: read its output again; that isn't its symptom")
     known = [cause_of(failure) for failure in RUN]
     expect(cause in known, f"case {number}: {cause!r} isn't one of the causes in the list")
     wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* on the cards of its symptom"

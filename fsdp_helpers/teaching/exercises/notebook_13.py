@@ -1,4 +1,4 @@
-"""Exercises of notebook 13: a loss per document, capped logits in chunks, and saving just the adapters."""
+"""Exercises of notebook 13: average the loss over documents, cap logits in chunks, and save just the adapters."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -35,17 +35,18 @@ SHAPE = LlamaShape(
     width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
 )
 NUM_UNITS = SHAPE.depth + 1
-# Of a batch's documents, by rank and micro-batch: unlike each other in number and in length. A zero is an empty row.
+# The lengths of a batch's documents, by rank and micro-batch; documents differ in number and length. A zero is an
+# empty row.
 LENGTHS = {
     2: (((40, 3, 17, 0), (9,)), ((30,), (25, 6))),
     3: (((40, 3, 17), (9,)), ((30,), (25, 6, 0)), ((12, 50), (21, 8, 35, 4))),
 }
-WORDS, NUM_TOKENS = 4_000, 256  # of the logits in chunks
-CAP = 5.0  # of the capped logits
+WORDS, NUM_TOKENS = 4_000, 256  # for the logits in chunks: size of the vocabulary, tokens
+CAP = 5.0  # for the capped logits
 LOGITS_BYTES = 4 * WORDS * NUM_TOKENS  # 4.1 MB
 CHUNKED_PEAK_BYTES = (
     LOGITS_BYTES + 4 * WORDS * SHAPE.width
-)  # four chunks of it, four times a fourth, and the head's gradient
+)  # with four chunks: four tensors of a fourth of the logits, and the head's gradient
 ADAPTED = ("q_proj", "v_proj")  # as in Hu et al. 2021, arXiv:2106.09685
 ADAPTERS = ("lora_a", "lora_b")
 SCALE = 2.0
@@ -57,20 +58,20 @@ SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is f
 
 @exercise("13")
 def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `backward_by_documents(model, parts)`: the summed losses over the number of all ranks' documents."""
+    """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by all ranks' number of documents."""
     read_module(module, "backward_by_documents")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(documents_by_reader, module, world_size)):
             _expect_documents(found, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: every document counts once, on {in_words(ranks)} ranks, with one reduction of each unit."
+    return f"Right: every document counts once, on {in_words(ranks)} ranks, with each unit reduced once."
 
 
 def _expect_documents(found: dict[str, float], says: str) -> None:
     """Check direction before length: a mean of means gets both wrong, and its length alone would suggest a different error."""
-    expect(found["reduced"] > 0, f"{says}no gradient was reduced; which backward sends them?")
+    expect(found["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
     expect(
         found["computed"] <= found["own"],
-        f"{says}the model computed {found['computed']} tokens, and this rank's parts have {found['own']}",
+        f"{says}the model computed {found['computed']} tokens, but this rank's parts have only {found['own']}",
     )
     expect(
         found["reduced"] <= NUM_UNITS,
@@ -89,12 +90,12 @@ def _expect_documents(found: dict[str, float], says: str) -> None:
     )
     expect(
         abs(found["given"] - found["right"]) < TOLERANCE * abs(found["right"]),
-        f"{says}the loss returned is {found['given']:.5f}, that of one process {found['right']:.5f}",
+        f"{says}the returned loss is {found['given']:.5f}; one process's is {found['right']:.5f}",
     )
 
 
 def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
-    """Compare the reader's gradient and loss of one batch with those of one process."""
+    """Compare the reader's gradient and loss on one batch with one process's."""
     backward_by_documents = import_own(module, "backward_by_documents")
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     parts = [[pad_lengths(lengths) for lengths in own] for own in LENGTHS[world_size]]
@@ -122,7 +123,7 @@ def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, fl
 
 
 def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return documents with that many tokens to predict as rows of equal length; a document may have none."""
+    """Return documents with these numbers of tokens to predict, padded to rows of equal length; some may have none."""
     longest = max(lengths)
     numbers, targets = (
         torch.zeros(len(lengths), longest, dtype=torch.long),
@@ -156,7 +157,7 @@ def shard_llama(model: Llama, world_size: int) -> Llama:
 
 @exercise("13")
 def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `chunked_loss(hidden, head, targets, cap)`: capped logits, a chunk at a time."""
+    """Notebook 13: `chunked_loss(hidden, head, targets, cap)` caps logits and computes the loss a chunk at a time."""
     read_module(module, "chunked_loss")
     plain_bytes = peak_of(capped_loss)
     for world_size in ranks:
@@ -170,18 +171,16 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
         abs(found["loss"] - found["right"]) < TOLERANCE * abs(found["right"]),
         f"{says}the sum of the losses is {found['loss']:.3f} instead of {found['right']:.3f}",
     )
-    expect(
-        found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from that of the plain loss"
-    )
+    expect(found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from the plain loss's")
     expect(
         found["peak_bytes"] < 1.05 * CHUNKED_PEAK_BYTES,
-        f"{says}head and loss peak at {format_bytes(found['peak_bytes'])}, the target is below "
-        f"{format_bytes(1.05 * CHUNKED_PEAK_BYTES)}; which logits does backward still have?",
+        f"{says}head and loss peak at {format_bytes(found['peak_bytes'])}; the target is below "
+        f"{format_bytes(1.05 * CHUNKED_PEAK_BYTES)}. Which logits does backward still have?",
     )
 
 
 def capped_loss(hidden: Tensor, head: nn.Module, targets: Tensor, cap: float = CAP) -> Tensor:
-    """Return the sum of the losses of logits capped to -cap..cap by a tanh, as in Gemma 2."""
+    """Return the summed loss on logits capped to -cap..cap by a tanh, as in Gemma 2."""
     return summed_loss(hidden, lambda inputs: cap * torch.tanh(head(inputs) / cap), targets)
 
 
@@ -207,7 +206,7 @@ def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
 
 
 def peak_of(loss: Callable[..., Tensor]) -> int:
-    """Return the peak bytes of a loss and its head, above weights and hidden states."""
+    """Return the peak bytes of a loss and its head, on top of weights and hidden states."""
     torch.manual_seed(0)
     head, hidden = nn.Linear(SHAPE.width, WORDS, bias=False), torch.randn(1, NUM_TOKENS, SHAPE.width)
     hidden.requires_grad_()
@@ -226,14 +225,14 @@ class SavedByReader:
 
     problem: str | None  # with the file
     names: tuple[str, ...] = ()  # in the file
-    wrong: str | None = None  # a tensor with other values than the model's
-    restored: float = 0.0  # the largest difference of logits after loading from those before saving
+    wrong: str | None = None  # a tensor whose values differ from the model's
+    restored: float = 0.0  # the largest difference between logits before saving and after loading
     base_kept: bool = False
 
 
 @exercise("13")
 def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)`: only the trained adapter."""
+    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)`, for only the trained adapter."""
     for name in ("save_adapters", "load_adapters"):
         read_module(module, name)
     expected = {name for name, own in two_adapters().named_parameters() if own.requires_grad}
@@ -256,13 +255,13 @@ def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> Non
     )
     expect(
         found.restored < TOLERANCE,
-        f"{says}after loading, logits differ by {found.restored:.2f} from those before saving",
+        f"{says}after loading, logits differ by up to {found.restored:.2f} from before saving",
     )
     expect(found.base_kept, f"{says}loading changes frozen weights")
 
 
 def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> SavedByReader:
-    """Let the reader save adapters, set them to zero, and let the reader load them."""
+    """Let the reader's code save the adapters, set them to zero, and let it load them again."""
     save_adapters, load_adapters = (import_own(module, name) for name in ("save_adapters", "load_adapters"))
     model = two_adapters()
     trained = {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
@@ -277,7 +276,7 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
     except (OSError, SafetensorError) as error:
         return SavedByReader(problem=f"{Path(path).name} can't be read: {type(error).__name__}; is it safetensors?")
     if any(tensors[name].shape != own.shape for name, own in trained.items() if name in tensors):
-        return SavedByReader(problem="the file's tensors aren't full; a rank only has its shard")
+        return SavedByReader(problem="the file's tensors don't have their full shapes; a rank has only its shard")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -310,7 +309,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def logits_of(model: Llama, numbers: Tensor) -> Tensor:
-    """Return logits, and leave the root sharded, so that its parameters can be changed."""
+    """Return the logits, and reshard the root, so its parameters can be changed."""
     logits = model(numbers)
     model.reshard()
     return logits
@@ -322,7 +321,7 @@ def whole_gradient(model: nn.Module) -> Tensor:
 
 
 def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
-    """Freeze the model, and add to some of its layers the product of two thin matrices, which are not drawn yet.
+    """Freeze the model, and add to some layers the product of two thin matrices, which aren't initialized yet.
 
     Existing tensors keep their names, so the model's files still fit. An adapter that exists already, under different
     names, is frozen and belongs to the model.
@@ -330,7 +329,7 @@ def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS)
     model.requires_grad_(False)
     for name, layer in model.named_modules():
         if name.endswith(ADAPTED):
-            like = {"device": layer.weight.device, "dtype": torch.float32}  # what is trained stays fp32
+            like = {"device": layer.weight.device, "dtype": torch.float32}  # trained parameters stay fp32
             layer.register_parameter(names[0], nn.Parameter(torch.empty(rank, layer.in_features, **like)))
             layer.register_parameter(names[1], nn.Parameter(torch.empty(layer.out_features, rank, **like)))
             layer.register_forward_hook(partial(add_low_rank, names))

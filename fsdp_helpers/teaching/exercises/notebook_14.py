@@ -1,4 +1,4 @@
-"""Exercise of notebook 14: a DDP script that the reader moves to FSDP2, in the middle of its training."""
+"""Exercise of notebook 14: move a DDP script to FSDP2 in the middle of its training."""
 
 import tempfile
 from collections.abc import Callable
@@ -30,8 +30,8 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 )
 
 MOVED_AT, LAST_STEP = 6, 12  # steps
-BATCH, PARTS = 24, 2  # a batch over all ranks, in two parts: either divides by 2 and 3
-WIDTH, HIDDEN, CLASSES, BLOCKS = 10, 25, 5, 3  # neither 2 nor 3 divides HIDDEN
+BATCH, PARTS = 24, 2  # the global batch; it splits into two parts and across 2 or 3 ranks
+WIDTH, HIDDEN, CLASSES, BLOCKS = 10, 25, 5, 3  # HIDDEN isn't a multiple of 2 or 3
 LEARNING_RATE, MAX_NORM = 3e-3, 0.5  # the gradient is longer than that, so clipping counts
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
 Parts = list[tuple[Tensor, Tensor]]
@@ -43,10 +43,10 @@ class MovedByReader:
 
     whole: list[str]  # parameters that are not sharded
     units: list[str]
-    num_unsharded: int  # calls of `loss_of`, with gradients, on a model that was not sharded
-    num_reductions: int  # reduce-scatters of all steps
-    losses: list[float]  # means over the ranks, one per step
-    right: list[float]  # those of the baseline under DDP
+    num_unsharded: int  # calls of `loss_of`, with gradients enabled, on a model that wasn't sharded
+    num_reductions: int  # reduce-scatters in all steps
+    losses: list[float]  # means across ranks, one per step
+    right: list[float]  # the baseline's, under DDP
     held_out: list[float]
     right_held_out: list[float]
     in_file: str  # what is wrong with the file that was written, or ""
@@ -88,7 +88,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     expect_same_losses(
         found.losses[:1],
         found.right[:1],
-        f"{says}the first loss isn't that of the file's weights",
+        f"{says}the first loss doesn't match the file's weights",
         "wrong-different-seeds",
     )
     expect_same_losses(
@@ -101,13 +101,13 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     )
     expect(
         found.num_reductions == expected * len(UNITS),
-        f"{says}{found.num_reductions} reductions in {expected} steps; one for each of the {len(UNITS)} units and step"
-        f" is enough for {PARTS} micro-batches: what takes the place of no_sync?",
+        f"{says}{found.num_reductions} reductions in {expected} steps; one per step for each of the {len(UNITS)} units"
+        f" is enough, even with {PARTS} micro-batches; what takes the place of no_sync?",
         "slow-gather-every-micro-batch",
     )
     expect(
         len(found.held_out) == expected,
-        f"{says}the held-out data were evaluated {len(found.held_out)} times; {expected} are expected, on every rank",
+        f"{says}the held-out data was evaluated {len(found.held_out)} times; {expected} are expected, on every rank",
         "hang-uneven-batches",
     )
     expect_same_losses(
@@ -150,7 +150,7 @@ class MovedModel(nn.Module):
 
 
 def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> MovedByReader:
-    """Train under DDP, save in the middle, and let the reader's `go_on` continue from there; train the baseline, too."""
+    """Train the baseline under DDP, saving in the middle, and let the reader's `go_on` continue from that file."""
     go_on = import_own(module, "go_on")
     torch.manual_seed(0)
     checkpoint, written = Path(folder) / "ddp.pt", Path(folder) / "moved.pt"
@@ -181,7 +181,7 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
         model = go_on(MovedModel, mesh, parts_of, loss_of, load_batch(-1), saved, LAST_STEP, str(written))
     if not isinstance(model, nn.Module):
         raise TypeError(f"go_on returns a {type(model).__name__}; it should return the model")
-    dist.barrier()  # the file is written by now
+    dist.barrier()  # after this, the file is written
     return MovedByReader(
         whole=[name for name, own in model.named_parameters() if not isinstance(own, DTensor)],
         units=unit_names(model) if isinstance(model, FSDPModule) else [],
@@ -223,7 +223,7 @@ def train_under_ddp(
 
 
 def step_losses(losses: list[float]) -> list[float]:
-    """Return the mean over the ranks of each step's loss; `losses` are this rank's shares, one per part."""
+    """Return each step's mean loss across ranks; `losses` are this rank's contributions, one per part."""
     if len(losses) % PARTS:
         raise ValueError(f"loss_of was called {len(losses)} times for steps of {PARTS} parts")
     own = torch.tensor(losses).unflatten(0, (-1, PARTS)).sum(dim=1)
@@ -237,10 +237,10 @@ def problem_in_file(path: Path, right: MovedModel) -> str:
     weights = torch.load(path, weights_only=True)
     wanted = right.state_dict()
     if not isinstance(weights, dict) or weights.keys() != wanted.keys():
-        return f"the file does not hold the model's {len(wanted)} tensors under their plain names"
+        return f"the file doesn't hold the model's {len(wanted)} tensors under their plain names"
     for name, value in weights.items():
         if isinstance(value, DTensor) or value.shape != wanted[name].shape:
             return f"{name} in the file is a shard; one process can't load it"
         if (value - wanted[name]).abs().max() > TOLERANCE:
-            return f"{name} in the file isn't what the baseline ends with"
+            return f"{name} in the file doesn't match the end of the baseline"
     return ""

@@ -1,4 +1,4 @@
-"""Exercises of notebook 15: an MLP split over ranks, the labels of a split sequence, and mesh dimensions for a cluster."""
+"""Exercises of notebook 15: split an MLP across ranks, label a split sequence, and choose mesh dimensions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,17 +33,17 @@ from fsdp_helpers.teaching.exercises.small_net import STEPS, load_batch, mean_lo
 
 # ---------------------------------------------------------------- 1: an MLP in two
 
-WIDTH, HIDDEN, CLASSES = 10, 24, 5  # 2 and 3 ranks divide the hidden units; the width is a batch's
+WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; WIDTH is a batch's
 
 
 @exercise("15")
 def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 15: `SplitMLP(up, down, group)`: columns, then rows, and one all-reduce in forward."""
+    """Notebook 15: `SplitMLP(up, down, group)` splits columns, then rows, with one all-reduce in forward."""
     read_module(module, "SplitMLP")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(train_split_mlp, module, world_size)):
             _expect_split(found, world_size, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: on {in_words(ranks)} ranks, the losses of one process, a share of each weight, one all-reduce each way."
+    return f"Right: on {in_words(ranks)} ranks, one process's losses, a share of each weight, one all-reduce each way."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class SplitByReader:
     kept: int  # values in its parameters
     forward: list[str]  # collectives
     backward: list[str]
-    gradient_off: float  # of the inputs, at most, from that of one process
+    gradient_off: float  # the largest difference between the inputs' gradient and one process's
     losses: list[float]
     right: list[float]  # one process's losses
 
@@ -62,21 +62,21 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
     share = (2 * WIDTH + 1) * HIDDEN // world_size  # of both weights and the first bias
     expect(
         found.kept <= share + WIDTH,
-        f"{says}your MLP keeps {found.kept} values; a share of both weights, and the last bias, are {share + WIDTH}",
+        f"{says}your MLP keeps {found.kept} values; its share, plus the last bias, is {share + WIDTH}",
     )
     expect(
         found.forward == ["all_reduce"],
-        f"{says}forward takes {_named(found.forward)}; one all-reduce is enough",
+        f"{says}forward runs {_named(found.forward)}; one all-reduce is enough",
     )
     expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses don't match one process's")
     expect(
         found.gradient_off < TOLERANCE,
-        f"{says}the gradient of the inputs, which the layers below need, isn't that of one process",
+        f"{says}the gradient of the inputs, which the layers below need, doesn't match one process's",
     )
     expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
     expect(
         found.backward == ["all_reduce"],
-        f"{says}backward takes {_named(found.backward)}; one all-reduce is enough",
+        f"{says}backward runs {_named(found.backward)}; one all-reduce is enough",
     )
 
 
@@ -96,7 +96,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     before, up, down, behind = build_layers()
     own = split_mlp(up, down, dist.group.WORLD)
     if not isinstance(own, nn.Module):
-        raise TypeError(f"SplitMLP makes a {type(own).__name__}; it should make an nn.Module")
+        raise TypeError(f"SplitMLP is a {type(own).__name__}; it should be an nn.Module")
     kept = sum(parameter.numel() for parameter in own.parameters())
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with trace_collectives() as forward:
@@ -134,10 +134,10 @@ def losses_of(model: nn.Module) -> list[float]:
 
 @exercise("15")
 def check_labels(module: str = "my_labels") -> str:
-    """Notebook 15: `split(tokens, rank, world_size)`: inputs, labels and places of a rank's head and tail."""
+    """Notebook 15: `split(tokens, rank, world_size)` returns inputs, labels and places of a rank's head and tail."""
     split = read_module(module, "split")
     for world_size, pieces in [(2, 1), (3, 2), *((DRAW.randint(2, 6), DRAW.randint(1, 5)) for _ in range(FRESH_CASES))]:
-        sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd: a rank's part is never square
+        sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd, so a rank's part is never square
         tokens = torch.tensor([[DRAW.randint(0, 999) for _ in range(length + 1)] for _ in range(sequences)])
         _expect_split_tokens(split, tokens, world_size)
     return "Right: every label once, next to its token, and the same number of scores on every rank."
@@ -181,13 +181,13 @@ def _three_tensors(given: Any, tokens: Tensor, world_size: int, says: str) -> tu
 
 NUM_GPUS, NODE, SEQUENCES, LENGTH, KV_HEADS = 1_024, 8, 512, 8_192, 8
 NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S, FLOPS_PER_S = 400e9, 50e9, 400e12
-MOST_COMMUNICATION, MOST_BUBBLE = 0.5, 0.25  # of the arithmetic's time, of the step
+MOST_COMMUNICATION, MOST_BUBBLE = 0.5, 0.25  # relative to the arithmetic's time, and to the step
 NAMES = {"tensor": "tensor", "context": "context", "data": "FSDP", "pipeline": "pipeline"}  # innermost first
 
 
 @exercise("15")
 def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) -> str:
-    """Notebook 15: a mesh for Llama 3.1 70B on 1,024 GPUs, and the bytes that a rank sends along each of its dimensions."""
+    """Notebook 15: choose a mesh for Llama 3.1 70B on 1,024 GPUs; say what a rank sends along each dimension."""
     expect_answered(choice)
     expect_answered(sent_gb)
     wanted = ", ".join(NAMES)
@@ -206,8 +206,8 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
         given = sent_gb.get(name, 0)
         expect_number(given)
         near = abs(given * 1e9 - size) <= 0.02 * size
-        expect(near, f"along {name} a rank does not send {given:,} GB in a step; the formula is in the table above")
-    return f"Right: it fits {NUM_GPUS:,} GPUs, the links carry it, and the bytes are those of the formulas."
+        expect(near, f"along {name}, a rank doesn't send {given:,} GB per step; the formula is in the table above")
+    return f"Right: it fits {NUM_GPUS:,} GPUs, the links can carry it, and the bytes match the formulas."
 
 
 def _expect_possible(run: DimensionedRun) -> None:
@@ -216,7 +216,7 @@ def _expect_possible(run: DimensionedRun) -> None:
     expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't share {KV_HEADS} key heads")
     expect(
         run.data <= SEQUENCES and SEQUENCES % run.data == 0,
-        f"{SEQUENCES} sequences can't be divided evenly over {run.data} data ranks",
+        f"{SEQUENCES} sequences can't be split evenly across {run.data} data ranks",
     )
     expect(
         LENGTH % (2 * run.context) == 0,
@@ -230,21 +230,21 @@ def _expect_fast(run: DimensionedRun) -> None:
         bubble = pipeline_bubble(run.pipeline, run.sequences)  # a micro-batch has at least one sequence
         expect(
             bubble <= MOST_BUBBLE,
-            f"{run.sequences} micro-batches on {run.pipeline} stages are {bubble:.0%} bubble; at most {MOST_BUBBLE:.0%}",
+            f"{run.sequences} micro-batches on {run.pipeline} stages are {bubble:.0%} bubble, above {MOST_BUBBLE:.0%}",
         )
     arithmetic_s, communication_s = step_times_s(run)
     share = communication_s / arithmetic_s
     expect(
         share <= MOST_COMMUNICATION,
-        f"communication takes {share:.0%} of the arithmetic's time; at most {MOST_COMMUNICATION:.0%}, please",
+        f"communication takes {share:.0%} of the arithmetic's time; keep it to {MOST_COMMUNICATION:.0%} at most",
     )
 
 
 def step_times_s(run: DimensionedRun) -> tuple[float, float]:
     """Return the seconds of a step's arithmetic and of its communication, without overlap.
 
-    Ranks of a node are next to each other along the inner dimensions: a dimension stays on NVLink while the product of
-    the degrees up to it is at most a node.
+    A node's ranks are next to each other along the inner dimensions: a dimension stays on NVLink as long as the product
+    of the degrees up to and including it is at most a node's number of GPUs.
     """
     tokens = run.sequences * run.data * LENGTH
     arithmetic_s = 6 * run.params * tokens / NUM_GPUS / FLOPS_PER_S

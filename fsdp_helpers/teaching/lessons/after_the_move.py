@@ -15,14 +15,14 @@ from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.teaching.failures.entry import link_to
 from fsdp_helpers.teaching.lessons.moved_job import build_model, make_optimizer, shard
 
-SMALL_UNIT = 10_000  # parameters: fewer are not worth a collective
+SMALL_UNIT = 10_000  # parameters; a unit with fewer isn't worth a collective
 STEPS_DONE = 2
 
 # ---------------------------------------------------------------- from srun to torchrun
 
 
 def ranks_from_srun() -> dict[str, int | str]:
-    """Return who this process is, if Slurm starts one task per GPU."""
+    """Return this process's place in the job, if Slurm starts one task per GPU."""
     nodes = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
     )
@@ -35,7 +35,7 @@ def ranks_from_srun() -> dict[str, int | str]:
 
 
 def ranks_from_torchrun() -> dict[str, int | str]:
-    """Return who this process is, if Slurm starts one torchrun per node and that starts one process per GPU."""
+    """Return this process's place in the job, if Slurm starts a torchrun per node, which starts a process per GPU."""
     return {
         "rank": int(os.environ["RANK"]),
         "local_rank": int(os.environ["LOCAL_RANK"]),
@@ -45,7 +45,7 @@ def ranks_from_torchrun() -> dict[str, int | str]:
 
 
 def measure_lines(rank: int, world_size: int) -> dict[str, object]:
-    """Return the effect of some lines from DDP scripts under FSDP2, as this rank sees it."""
+    """Run some lines from DDP scripts under FSDP2; return what they do on this rank."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     found = {"inf on one rank": scale_gradients(rank, mesh)}
     layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
@@ -67,7 +67,7 @@ def measure_lines(rank: int, world_size: int) -> dict[str, object]:
 
 
 def scale_gradients(rank: int, mesh: dist.DeviceMesh) -> list[bool]:
-    """Return whether each of two steps under GradScaler changed this rank's shard; in the first, rank 1 has an inf."""
+    """Take two steps with GradScaler, the first with an inf on rank 1; return which ones changed this rank's shard."""
     torch.manual_seed(0)
     layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -88,9 +88,9 @@ def scale_gradients(rank: int, mesh: dist.DeviceMesh) -> list[bool]:
 
 
 def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int, steps_done: int) -> list[str]:
-    """Return the problems it finds, one line each. Call it on every rank, after a step, before you leave the job alone.
+    """Return a job's problems, one line each. Call this on every rank, after a step, before you leave the job alone.
 
-    `num_batches` is the length of this rank's data loader, `steps_done` counts from the very first job.
+    `num_batches` is the length of this rank's data loader; `steps_done` counts from the very first job.
     """
     findings = []
     parameters = dict(model.named_parameters())
@@ -98,8 +98,8 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     in_optimizer = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in own for parameter in in_optimizer)
     whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
-    if strangers > len(whole):  # a root that is not resharded hides its shards, so it has as many of either
-        findings.append(f"{strangers} of the optimizer's parameters are not the model's: build it after fully_shard")
+    if strangers > len(whole):  # a root that isn't resharded hides its shards, so the two numbers are equal
+        findings.append(f"{strangers} of the optimizer's parameters aren't the model's: build it after fully_shard")
     if whole:
         findings.append(
             f"{len(whole)} parameters aren't sharded, {whole[0]} among them: ignored, or reshard() is missing"
@@ -110,7 +110,7 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     small = sum(sum(own.numel() for own in unit.parameters()) < SMALL_UNIT for unit in units)
     if small > len(units) // 2:
         findings.append(
-            f"{small} of {len(units)} units have less than {SMALL_UNIT:,} parameters: more calls than bytes"
+            f"{small} of {len(units)} units have fewer than {SMALL_UNIT:,} parameters: many calls for few bytes"
         )
     lengths = [0] * dist.get_world_size()
     dist.all_gather_object(lengths, num_batches)
@@ -121,8 +121,8 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     dist.all_gather_object(on_ranks, trained)
     if differing := sorted(set().union(*on_ranks) - set(on_ranks[0]).intersection(*on_ranks)):
         findings.append(
-            f"the ranks have trained different parameters, {differing[0]} among them: every rank calls every unit, and"
-            " set_reduce_scatter_unused_params(True)"
+            f"the ranks have trained different parameters, {differing[0]} among them: call every unit on every"
+            " rank, and call set_reduce_scatter_unused_params(True)"
         )
     counted = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
     if counted != steps_done:  # some parameters may have had fewer gradients
@@ -179,17 +179,17 @@ SYMPTOMS = [
     (
         "gradients are wrong, without an error",
         "ranks use different heads",
-        "every rank calls every unit; `set_reduce_scatter_unused_params(True)`",
+        "call every unit on every rank; `set_reduce_scatter_unused_params(True)`",
         ("wrong-unused-parameters", "wrong-unused-units"),
     ),
     (
-        "the loss stands still",
+        "the loss doesn't change",
         "optimizer built before",
         "build the optimizer after `fully_shard`",
         ("wrong-optimizer-first",),
     ),
     (
-        "memory did not fall",
+        "memory didn't go down",
         "one unit",
         "a unit per block; then the levers of [07](07_memory_levers.ipynb)",
         ("memory-root-only", "memory-default-threshold"),
@@ -203,7 +203,7 @@ SYMPTOMS = [
     (
         "hangs in evaluation",
         "uneven data",
-        "the same number of batches, some of them empty",
+        "give every rank the same number of batches, some of them empty",
         ("hang-uneven-batches", "hang-gather-on-rank-0"),
     ),
     (
@@ -222,7 +222,7 @@ SYMPTOMS = [
 
 
 def checklist(found: dict[str, list[str]]) -> list[list[str]]:
-    """Return the checklist's rows: symptom, case, what `look_at` found, what to do, and links into 11."""
+    """Return the checklist's rows: symptom, case, what `look_at` found, what to do, and links to notebook 11."""
     return [
         [symptom, case, "; ".join(found[case]) or "nothing", remedy, " ".join(map(link_to, entries))]
         for symptom, case, remedy, entries in SYMPTOMS

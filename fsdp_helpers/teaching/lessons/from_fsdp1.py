@@ -1,4 +1,4 @@
-"""From FSDP1 to FSDP2: one training in both, line by line, and old checkpoints, read by FSDP2. For notebook 14."""
+"""From FSDP1 to FSDP2: the same training in both, and FSDP1's checkpoints read by FSDP2. For notebook 14."""
 
 import warnings
 from pathlib import Path
@@ -40,7 +40,7 @@ loss_of = nn.CrossEntropyLoss()
 CONFIG = TrainConfig(model="vit-mnist", global_batch_size=24, max_steps=4, train_images=480, test_images=60)
 
 
-# Short lines, ended by commas: the two stand side by side in the notebook.
+# Short lines, kept so by trailing commas: the notebook shows the two functions side by side.
 def train_with_fsdp1(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -98,7 +98,7 @@ def train_with_fsdp2(
 
 
 def norms_by_both(rank: int, world_size: int, config: TrainConfig = CONFIG) -> dict[str, list[float]]:
-    """Return each step's gradient norm in both trainings, of the same model on the same images, in two parts each."""
+    """Train the same model on the same images in both, two micro-batches per step; return the gradient norms."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     batches = first_batches(rank, world_size, config)
     steps = [list(zip(images.chunk(2), labels.chunk(2), strict=True)) for images, labels in batches]
@@ -139,8 +139,8 @@ def save_in_shards(folder: str, model: FullyShardedDataParallel, optimizer: Adam
 
 def save_in_one_file(path: str, model: FullyShardedDataParallel, optimizer: AdamW) -> None:
     """Collect the full state on rank 0, which writes it: a "full" checkpoint."""
-    # As most old jobs do. If all of it is on the CPU already, PyTorch 2.11 frees it first and dies of SIGSEGV; 2.15
-    # doesn't.
+    # Most old jobs offload here. If the state is on the CPU already, PyTorch 2.11 frees it first and crashes with
+    # SIGSEGV; 2.15 doesn't.
     offload = rank_device().type != "cpu" or torch.__version__ >= "2.15"
     configs = [
         config(offload_to_cpu=offload, rank0_only=True) for config in (FullStateDictConfig, FullOptimStateDictConfig)
@@ -152,22 +152,22 @@ def save_in_one_file(path: str, model: FullyShardedDataParallel, optimizer: Adam
 
 
 def count_twins(path: str) -> tuple[int, int]:
-    """Return how many parameters have the same tensor for both of Adam's moments in a full checkpoint, and of how many."""
+    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many there are."""
     states = torch.load(path, weights_only=True)["optimizer"]["state"].values()
     return sum(torch.equal(state["exp_avg"], state["exp_avg_sq"]) for state in states), len(states)
 
 
 def write_one_file(folder: str) -> str:
-    """Turn the shards into one file, laid out like FSDP1's own; return its path. One process does it."""
+    """Turn the shards into one file, laid out like FSDP1's own, in a single process; return its path."""
     path = str(Path(folder) / "from_shards.pt")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it loads without a process group
+        warnings.simplefilter("ignore")  # it warns that it loads without a process group
         dcp_to_torch_save(f"{folder}/shards", path)
     return path
 
 
 def go_on_with_fsdp2(rank: int, world_size: int, checkpoint: str) -> list[float]:
-    """Return the losses after MOVED_AT, under FSDP2, from a folder with FSDP1's shards or from its one file."""
+    """Continue under FSDP2 from a folder of FSDP1's shards, or its one file; return the losses after MOVED_AT."""
     warnings.simplefilter("ignore")  # shards of FSDP1 are ShardedTensors, which are deprecated
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = shard(build_model(seed=1), mesh)
@@ -195,7 +195,7 @@ def read_one_file(path: str, model: nn.Module, optimizer: AdamW) -> None:
 
 
 def compare_moments(rank: int, world_size: int, folder: str, one_file: str) -> dict[str, tuple[int, float]]:
-    """Compare FSDP2's Adam state, read from the shards, with the one file: by moment, tensors and difference."""
+    """Compare Adam's state, read from the shards, with the one file: by moment, tensors and largest difference."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = shard(build_model(seed=1), mesh)
@@ -214,7 +214,7 @@ def compare_moments(rank: int, world_size: int, folder: str, one_file: str) -> d
 def take_steps(
     model: nn.Module, optimizer: AdamW, rank: int, world_size: int, first_step: int, last_step: int
 ) -> list[float]:
-    """Train from one step to another; return the mean loss over the global batch of each."""
+    """Train from one step to another; return each step's mean loss over the global batch."""
     losses = []
     for parts in load_steps(rank, world_size, first_step, last_step):
         images, labels = (torch.cat(column).to(rank_device()) for column in zip(*parts, strict=True))

@@ -1,4 +1,4 @@
-"""Rank functions of notebook 10: a rank that stops, and hybrid copies that start apart."""
+"""Rank functions of notebook 10: a rank that stops, and hybrid copies that start with different weights."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from fsdp_helpers.ranks.group import rank_device
 
 
 def add_up_without(rank: int, world_size: int, stopped: int) -> float:
-    """Add up ones over the ranks after stopping one of them, as a debugger or a hanging machine would."""
+    """Add up ones across ranks after stopping one of them, as a debugger or a frozen machine would."""
     total = torch.ones(1)
     if rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -23,7 +23,7 @@ def add_up_without(rank: int, world_size: int, stopped: int) -> float:
 
 
 def copies_apart(rank: int, world_size: int) -> dict[str, dict[str, float]]:
-    """Return how far two hybrid copies are apart that were started with one seed, or with a seed per rank."""
+    """Return how much two hybrid copies differ if they start with one seed, or with a seed per rank."""
     warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws its own values
     return {"one seed": train_copies(0, world_size), "a seed per rank": train_copies(rank, world_size)}
 

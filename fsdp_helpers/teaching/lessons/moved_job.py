@@ -1,4 +1,4 @@
-"""The parts that notebook 14's training job has under both DDP and FSDP2, and how two of its checkpoints compare.
+"""The code that notebook 14's training job shares between DDP and FSDP2, and a comparison of its checkpoints.
 
 The two jobs themselves are cells of the notebook.
 """
@@ -22,12 +22,12 @@ from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.ranks.group import rank_device
 
-TRAIN_IMAGES = 384  # eight steps to an epoch, so that a run of twenty steps ends within its third
+TRAIN_IMAGES = 384  # eight steps to an epoch, so a run of twenty steps ends in the middle of its third
 TEST_IMAGES = 120
-GLOBAL_BATCH = 48  # images per step, over all ranks and parts
+GLOBAL_BATCH = 48  # images per step, on all ranks and in all micro-batches
 PARTS = 2  # micro-batches per step
 EVALUATE_EVERY = 5  # steps
-KEPT = 0.9  # of the running average of the weights, per step
+KEPT = 0.9  # the share of the weights' running average that a step keeps
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3
 WARM_UP = 4  # steps
@@ -54,7 +54,7 @@ class Record:
     parameter_bytes: int = 0  # of the trained model, on this rank
 
     def add(self, loss: Tensor, norm: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Record a finished step: its loss as the mean over all ranks, all of which have to call this."""
+        """Record a finished step, with its mean loss across ranks; every rank has to call this."""
         self.losses.append(mean_over_ranks(loss))
         self.norms.append(norm.item())
         self.rates.append(optimizer.param_groups[0]["lr"])
@@ -103,7 +103,7 @@ def load_steps(rank: int, world_size: int, first_step: int, last_step: int) -> I
     for step in range(first_step, last_step):
         epoch, place = divmod(step, steps_per_epoch)
         if place == 0 or step == first_step:
-            sampler.set_epoch(epoch)  # or every epoch has the same order
+            sampler.set_epoch(epoch)  # otherwise every epoch has the same order
             batches = islice(loader, place * PARTS, None)  # skip the steps of an earlier job
         parts = [next(batches) for _ in range(PARTS)]
         yield [(images.to(rank_device()), labels.to(rank_device())) for images, labels in parts]
@@ -149,7 +149,7 @@ def own_bytes(model: nn.Module) -> int:
 
 
 def compare_checkpoints(one: str, other: str) -> dict[str, tuple[int, int, float]]:
-    """Compare two files of `save_ddp` tensor by tensor: by part, tensors, values and the largest difference."""
+    """Compare two files from `save_ddp`; return tensors, values and the largest difference for each part."""
     parts = [tensors_by_part(torch.load(path, weights_only=True)) for path in (one, other)]
     compared = {}
     for part, tensors in parts[0].items():
@@ -162,7 +162,7 @@ def compare_checkpoints(one: str, other: str) -> dict[str, tuple[int, int, float
 
 
 def tensors_by_part(checkpoint: dict) -> dict[str, dict[str | int, Tensor]]:
-    """Return the weights, their average and Adam's two moments and counters, each by name or number."""
+    """Return the weights, their average and Adam's two moments and step counters, each keyed by name or number."""
     adam = checkpoint["optimizer"]["state"]
     moments = {key: {number: state[key] for number, state in adam.items()} for key in ("exp_avg", "exp_avg_sq", "step")}
     return {"model": checkpoint["model"], "average": checkpoint["average"], **moments}

@@ -33,7 +33,7 @@ Built = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSched
 
 
 def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str) -> list[SavingRecord]:
-    """Save one training state in three ways into `folder`; return time, bytes on disk and memory of each."""
+    """Save one training state in three ways in `folder`; return the time, disk bytes and memory that each takes."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     with trace_memory(rank_device()) as trace:
         model, optimizer = trained_for_a_step(rank, world_size, config)
@@ -46,7 +46,7 @@ def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str)
         for way, save_it in ways.items():
             with record_function(way):
                 finish(save_it(f"{folder}/traced-{way}"))
-    # Tracing takes time, so each is saved once more, for the clock.
+    # Tracing takes time, so each way saves once more, without a trace, and is timed.
     return [timed(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
 
 
@@ -73,8 +73,8 @@ def finish(writing: Future | None) -> None:
 
 
 def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Show the core of `load`: every rank reads its own shards, from whichever files have them."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)  # the places to fill
+    """Load a checkpoint, the core of `load`: every rank reads its own shards, from whichever files have them."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)  # tensors to fill
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for name in list(optimizer_state["state"]):
         if f"optimizer.state.{name}.step" not in saved:
@@ -88,7 +88,7 @@ def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
 
 
 def resume_without_each(rank: int, world_size: int, config: TrainConfig, folder: str) -> dict[str, list[float]]:
-    """Train half of the steps, and save. Then resume: what if one thing isn't restored? Return the losses for each case."""
+    """Train half of the steps and save; then resume, leaving out one thing at a time. Return each case's losses."""
     dataset = load_rank_data(config, rank_device())
     half = config.max_steps // 2
     trained = build_sharded(config, seed=config.seed)
@@ -132,7 +132,7 @@ def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: i
 
 
 def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and an optimizer with a state worth saving."""
+    """Train for one step; return the model and the optimizer, which now have a state worth saving."""
     dataset = load_rank_data(config, rank_device())
     model, optimizer, schedule = build_sharded(config, seed=config.seed)
     train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)

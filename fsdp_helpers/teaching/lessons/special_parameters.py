@@ -1,4 +1,4 @@
-"""Rank functions about parameters that aren't like the others: tied, frozen, ignored, used on some ranks; and buffers. For notebook 14."""
+"""Rank functions for notebook 14 about special parameters (tied, frozen, ignored, used on some ranks) and buffers."""
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -60,9 +60,9 @@ def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
-    """Return losses, the optimizer's number of parameters, and the largest difference between the two ends afterward.
+    """Return losses, the optimizer's number of parameters, and how much embedding and head differ afterward.
 
-    `cut` is that of `cut_tied`, or "not sharded".
+    `cut` is an argument for `cut_tied`, or "not sharded".
     """
     model = TinyLanguageModel().to(rank_device())
     if cut != "not sharded":
@@ -81,7 +81,7 @@ def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, 
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Return the full values, on every rank."""
+    """Return a parameter's full values, on every rank."""
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
@@ -117,7 +117,7 @@ def train_frozen(rank: int, world_size: int, adapter: int, api: str) -> tuple[St
     model = ViT(shape)
     model = (add_adapters(model, adapter) if adapter else model).to(rank_device())
     if api == "fsdp1":
-        warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad")  # the notebook says it
+        warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad")  # notebook 14 says so
         model = FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=rank_device(), use_orig_params=True
         )
@@ -141,7 +141,7 @@ def train_frozen(rank: int, world_size: int, adapter: int, api: str) -> tuple[St
 
 
 def train_ignoring(rank: int, world_size: int, averaged: bool) -> tuple[str, float]:
-    """Return the type of an ignored parameter, and how far apart the ranks' copies are after a few steps.
+    """Return the type of an ignored parameter, and how much the ranks' copies differ after a few steps.
 
     With `averaged`, its gradient is averaged by hand.
     """
@@ -152,7 +152,7 @@ def train_ignoring(rank: int, world_size: int, averaged: bool) -> tuple[str, flo
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.positions})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # shards and a whole tensor, one by one
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # shards and a full tensor, one by one
     torch.manual_seed(rank)  # every rank sees images of its own
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -179,7 +179,7 @@ WAYS = ("DDP", "FSDP2 as it is", "unused as zeros", "each layer a unit", "each l
 def train_two_layers(rank: int, world_size: int, way: str) -> tuple[float, list[float | None]]:
     """Return this rank's loss and, for each of two layers, this rank's gradient, or None if it has none.
 
-    Rank 0 uses the first layer only and rank 1 the second only, so the mean gradients over two ranks are 1 and 10.
+    Rank 0 uses only the first layer and rank 1 only the second, so the mean gradients over two ranks are 1 and 10.
     `way` is one of WAYS.
     """
     layers = nn.ModuleList(nn.Linear(1, world_size, bias=False) for _ in range(2)).to(rank_device())
@@ -206,7 +206,7 @@ def train_two_layers(rank: int, world_size: int, way: str) -> tuple[float, list[
 class TwoLayers(nn.Module):
     """Samples of kind 0 go through the first layer, those of kind 1 through the second: (N,) inputs, kinds -> summed outputs.
 
-    With `calls_all`, each layer is called on every rank, without a sample if need be; its gradient is then zero.
+    With `calls_all`, every rank calls both layers, even one that gets no samples; its gradient is then zero.
     """
 
     def __init__(self, layers: nn.ModuleList, calls_all: bool) -> None:
@@ -229,16 +229,16 @@ class TwoLayers(nn.Module):
 class BufferRecord:
     """A batch norm's running mean after a few steps of a strategy."""
 
-    num_values: int  # that this rank has of it
-    apart: float  # the largest difference between two ranks
-    variances_apart: float  # and that of the running variances
-    saved: bool  # whether a state dict has it
+    num_values: int  # on this rank
+    apart: float  # the largest difference between two ranks' means
+    variances_apart: float  # the same for the running variances
+    saved: bool  # whether a state dict contains the running mean
 
 
 def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecord:
     """Train with batch norm, whose running mean and variance are buffers.
 
-    `strategy` is "ddp", "fsdp1", "fsdp2", or "fsdp2, averaged": at the end.
+    `strategy` is "ddp", "fsdp1", "fsdp2", or "fsdp2, averaged", which averages the buffers at the end.
     """
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(8)
@@ -263,7 +263,7 @@ def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecor
 
 
 def average_buffers(model: nn.Module) -> None:
-    """Average the ranks' statistics, variances included. Call this before an evaluation and before a save."""
+    """Average the ranks' statistics, variances included. Call this before evaluating and before saving."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)

@@ -1,6 +1,6 @@
-"""A rank's environment under a kernel's launch, torchrun and Slurm; and running torchrun from a cell.
+"""Compare a rank's environment under `launch`, torchrun and Slurm, and run torchrun from a cell.
 
-`torchrun ... -m fsdp_helpers.teaching.lessons.torchruns FOLDER` writes the variables that every rank sees.
+`torchrun ... -m fsdp_helpers.teaching.lessons.torchruns FOLDER` writes the variables that every rank sees to FOLDER.
 """
 
 import json
@@ -27,7 +27,7 @@ TIMEOUT_S = 240.0
 
 
 def own_variables() -> dict[str, str]:
-    """Return those of VARIABLES that this process has."""
+    """Return the VARIABLES that are set in this process."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
@@ -37,7 +37,7 @@ def look_around(rank: int, world_size: int) -> dict[str, str]:
 
 
 def write_own_variables(folder: Path) -> None:
-    """Write this rank's variables to its own file; something else started the rank."""
+    """Write this rank's variables to its own file, whatever started the rank."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(own_variables()))
 
@@ -48,7 +48,7 @@ def read_variables(folder: Path) -> list[dict[str, str]]:
 
 
 def compare_variables(homes: dict[str, dict[str, str]]):
-    """Show a table: one row per variable, one column per launcher; a dash if it isn't set."""
+    """Show a table with one row per variable and one column per launcher; a dash means that it isn't set."""
     rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
     return table(["variable", *homes], [row for row in rows if set(row[1:]) != {"–"}])
 
@@ -63,7 +63,7 @@ def torchrun_command(*arguments: object) -> list[str]:
 
 @contextmanager
 def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
-    """Start commands side by side; at the end of the block, terminate those still running, then kill them."""
+    """Run commands at the same time; at the end of the block, terminate those still running, then kill what's left."""
     settings = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
@@ -103,7 +103,7 @@ def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
 
 
 def run_and_look(*torchruns: Sequence[str], rank: int = 1) -> tuple[list[str], dict[str, str]]:
-    """Run torchruns as `run_together` does; return their outputs, and those of VARIABLES that they gave to `rank`."""
+    """Run torchruns as `run_together` does; return their outputs, and the VARIABLES that `rank` got."""
     with started(*torchruns) as processes:
         given = _wait_for_rank(rank, processes).environ()
         return _finish(processes), {name: given[name] for name in VARIABLES if name in given}
@@ -133,7 +133,7 @@ def lines_with(text: str, *parts: str) -> str:
 
 
 def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
-    """Return the process of a rank below a torchrun."""
+    """Return the process of a rank that a torchrun started."""
     (found,) = _workers_of(torchrun, rank)
     return found
 
@@ -164,7 +164,7 @@ def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
 
 
 def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
-    """Wait until a rank prints such a line. Raises RuntimeError if the run ends first."""
+    """Wait until the run prints a line that starts with `beginning`. Raises RuntimeError if it ends first."""
     for line in torchrun.stdout:
         if line.startswith(beginning):
             return

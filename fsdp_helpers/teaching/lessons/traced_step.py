@@ -33,10 +33,10 @@ KEPT_SHAPE = ViTShape(
 
 
 def train_noting_units(rank: int, world_size: int, config: TrainConfig, shape: ViTShape | None) -> RankUnits:
-    """Train `config.max_steps` steps with FSDP2, and record every unit's events in the last one.
+    """Train for `config.max_steps` steps with FSDP2, and record every unit's events in the last one.
 
-    With `shape`, the model is a vision transformer with a unit per block; without, it's the model of `config` as one
-    unit.
+    With `shape`, the model is a vision transformer with a unit per block; without it, it's the model that `config`
+    names, as one unit.
     """
     device = rank_device()
     with trace_memory(device) as trace:
@@ -64,7 +64,7 @@ def train_noting_units(rank: int, world_size: int, config: TrainConfig, shape: V
 def trace_step(
     config: TrainConfig, shape: ViTShape | None = None, *, world_size: int = 2, device: str = "auto"
 ) -> UnitTrace:
-    """Launch the ranks, and return their last step."""
+    """Launch the ranks, and return the trace of their last step."""
     ranks = launch(train_noting_units, config, shape, world_size=world_size, device=device)
     name = f"a transformer of {shape.depth} blocks" if shape else config.model
     return unit_trace(name, versions(), ranks)

@@ -1,4 +1,4 @@
-"""accelerate asked for FSDP2 on CPU ranks, next to plain torch. For notebook 14."""
+"""Ask accelerate for FSDP2 on CPU ranks, and train the same with plain torch. For notebook 14."""
 
 import importlib.util
 import json
@@ -16,11 +16,11 @@ from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.lessons.moved_job import build_model, make_optimizer, mean_over_ranks, own_bytes, shard
 
 STEPS = 5
-BATCH = 24  # images per step, over all ranks
+BATCH = 24  # images per step, across all ranks
 
 
 def train_with_accelerate(rank: int, world_size: int) -> dict:
-    """Ask accelerate for FSDP2 on CPU ranks; report its messages, how it shards the model, and the losses."""
+    """Ask accelerate for FSDP2 on CPU ranks; return what it sets up, how it shards the model, and the losses."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))  # as torchrun would
@@ -43,7 +43,7 @@ def train_with_accelerate(rank: int, world_size: int) -> dict:
         optimizer.step()
         losses.append(mean_over_ranks(loss))
 
-    plugin.set_mixed_precision("bf16")  # what `mixed_precision: bf16` does where the plugin is used
+    plugin.set_mixed_precision("bf16")  # what `mixed_precision: bf16` does when the plugin is in use
     return {
         "distributed_type": str(accelerator.distributed_type),
         "model_is_a": type(model).__name__,
@@ -78,7 +78,7 @@ def make_up_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor
 
 
 def ask_accelerate(kept: str | Path) -> dict:
-    """Return the answers of two CPU ranks with accelerate, or, where it is not installed, the output saved in `kept`."""
+    """Return what two CPU ranks get from accelerate or, if it isn't installed, the output saved in `kept`."""
     if importlib.util.find_spec("accelerate") is None:
         return json.loads(Path(kept).read_text()) | {
             "source": f"saved output, {kept}: accelerate is not installed here"

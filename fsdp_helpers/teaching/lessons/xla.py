@@ -1,4 +1,4 @@
-"""Running PyTorch/XLA scripts in their own environment, and the references to compare them with.
+"""Run PyTorch/XLA scripts in their own environment, or show their saved output where it's missing.
 
 torch_xla needs one particular version of torch, so we don't import it here. A script in notebooks/xla gets a folder
 with its settings, images and initial parameters, runs in the other interpreter, and writes its result as JSON.
@@ -46,7 +46,7 @@ class XlaTimeout(TimeoutError):
 def find_python() -> Path:
     """Return the interpreter that has torch_xla: FSDP_XLA_PYTHON, else the one that `make xla` built.
 
-    Raises XlaMissing if there is neither, ValueError if the variable names no file.
+    Raises XlaMissing if there is neither, and ValueError if the variable names a file that doesn't exist.
     """
     chosen = os.environ.get(VARIABLE)
     python = Path(chosen) if chosen else BUILT_BY_MAKE
@@ -65,10 +65,10 @@ def run_script(
     starter: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> object:
-    """Run notebooks/xla/NAME.py in `folder` and return its result, None if it left none.
+    """Run notebooks/xla/NAME.py in `folder` and return its result, or None if it didn't write one.
 
     `starter` goes before the script, such as `-m torch.distributed.run`. Raises XlaMissing, XlaTimeout after
-    `timeout_s` seconds, XlaError where the script fails. No process outlives the call.
+    `timeout_s` seconds, and XlaError if the script fails. No process outlives the call.
     """
     python = find_python()
     (folder / "settings.json").write_text(json.dumps(settings))
@@ -79,10 +79,10 @@ def run_script(
 
 
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
-    """Make one file of full tensors from all replicas' files, by the library's own command, then as safetensors.
+    """Merge all replicas' files into one of full tensors with the library's own command; save it as safetensors.
 
-    The file has the names of the plain model, like those that `fsdp_helpers.consolidate` writes. Raises as `run_script`
-    does.
+    The file has the names of the plain model, like those that `fsdp_helpers.consolidate` writes. Raises the same
+    errors as `run_script`.
     """
     module = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"
     files = ["--ckpt_prefix", str(folder / prefix), "--ckpt_suffix", "_rank-*-of-*.pth"]
@@ -103,13 +103,16 @@ def settings_of_run(
     checkpoint: bool = False,
     **more: object,
 ) -> dict:
-    """Return a run of train.py: `cut` is "nested", "size", "transformer" or None; `steps` selects some steps (default: all)."""
+    """Return the settings of a run of train.py.
+
+    `cut` is "nested", "size", "transformer" or None; `steps` selects some steps (default: all).
+    """
     given = {"name": name, "model": model, "cut": cut, "flatten": flatten, "reshard": reshard, "checkpoint": checkpoint}
     return {**given, "steps": (0, None), **more}
 
 
 def _run(command: list[str], name: str, folder: Path, timeout_s: float) -> None:
-    temporary = folder / "tmp"  # a script that XLA ends does not tidy up; this goes with its folder
+    temporary = folder / "tmp"  # a script that XLA kills doesn't clean up; this is deleted with its folder
     temporary.mkdir(exist_ok=True)
     ours = {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "FSDP_XLA_HELD": "1", "TMPDIR": str(temporary)}
     environment = {**os.environ, **ours}
@@ -149,16 +152,16 @@ def explain(output: str) -> str:
             "run it again"
         )
     if "No module named 'torch_xla'" in output:
-        return f"its Python has no torch_xla; `make xla` builds one that has, and {VARIABLE} names another"
+        return f"its Python has no torch_xla; `make xla` builds one that does, or set {VARIABLE} to another"
     lines = [line for line in output.splitlines() if line.strip()]
-    return "\n".join(lines[-12:]) or "it said nothing"
+    return "\n".join(lines[-12:]) or "it printed nothing"
 
 
 # ---------------------------------------------------------------- made anew, or kept
 
 
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
-    """Return `work()`, converted to JSON and back, or, if PyTorch/XLA is missing, the saved output, and say so.
+    """Return `work()`, converted to JSON and back; if PyTorch/XLA is missing, say so and return the saved output.
 
     `keep` saves the new output.
     """

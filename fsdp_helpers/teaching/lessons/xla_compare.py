@@ -21,7 +21,7 @@ from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import largest_difference
 from fsdp_helpers.teaching.lessons.xla_inputs import read_batches, start_model, start_optimizer
 
-TOLERANCE = 1e-5  # of a loss over some twenty steps, with sums in a different order
+TOLERANCE = 1e-5  # for a loss over some twenty steps, with sums in a different order
 SHARD_MULTIPLE = 128  # XLA pads every tensor, so that each replica's shard has a multiple of this number of values
 
 # ---------------------------------------------------------------- the same training, here
@@ -48,7 +48,7 @@ def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
 
 
 def train_sharded(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
-    """Train the same with FSDP2; return mean losses, the values a rank keeps, and the last step's collectives."""
+    """Train the same network with FSDP2; return mean losses, how many values a rank keeps, and a step's collectives."""
     model = shard_units(start_model(folder, name), units, world_size)
     optimizer = start_optimizer(model)
     losses = []
@@ -91,7 +91,7 @@ def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[s
 
 
 def shard_units(model: nn.Module, units: Sequence[str], world_size: int) -> nn.Module:
-    """Shard with FSDP2: the modules of those names are units, and the rest is the root."""
+    """Shard with FSDP2: the modules named in `units` become units, and the rest belongs to the root."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     for name in units:
         fully_shard(model.get_submodule(name), mesh=mesh)
@@ -110,7 +110,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, la
 
 
 def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
-    """Return the values of each parameter tensor, unit by unit, the root first."""
+    """Return the number of values in each parameter tensor, unit by unit, the root first."""
     found = {name: [] for name in ("", *units)}
     for name, parameter in model.named_parameters():
         owner = next((unit for unit in units if name.startswith(f"{unit}.")), "")
@@ -144,7 +144,7 @@ def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[fl
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """Compare the losses of all `runs` with those of `plain` training. Raises ValueError if one differs."""
+    """Compare the losses of all `runs` with `plain` training's. Raises ValueError if one differs by over TOLERANCE."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= TOLERANCE:

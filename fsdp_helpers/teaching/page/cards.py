@@ -14,7 +14,7 @@ from fsdp_helpers.teaching.page import show
 
 KINDS = {MESSAGE: "By message", BEHAVIOR: "By behavior", NUMBER: "By number"}
 MOST_OF_ERROR = 600  # characters
-KEPT = Path("reference/failures.json")  # beside the notebooks
+KEPT = Path("reference/failures.json")  # next to the notebooks
 
 
 def index() -> Markdown:
@@ -53,12 +53,12 @@ def kept_card(name: str) -> None:
 
 
 def seen_from(record: dict) -> Seen:
-    """Return the outcome of a saved run."""
+    """Return a saved run's outcome as a `Seen`."""
     return Seen(**record | {"numbers": tuple(record["numbers"])})
 
 
 def draw(failure: Failure, broken: Seen, fixed: Seen) -> None:
-    """Draw the five parts of a card and its code."""
+    """Show a card: its code, and the five parts of its text."""
     display(show.source(failure.broken))
     display(Markdown(f"{what_you_see(failure, broken)}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}"))
     display(show.difference(failure.broken, failure.fixed))
@@ -112,7 +112,7 @@ def proof(fixed: Seen, right: Numbers) -> str:
 
 
 def documented(failure: Failure) -> str:
-    """Return the cell of a card that isn't run here: its text and its source."""
+    """Return the Markdown of a card that isn't run here: its text, and the source it's from."""
     origin = f"**{failure.title}.** *From the documentation, not run here.*"
     return f"### {failure.name}\n\n{origin}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}\n\n**Source.** {failure.source}."
 

@@ -1,8 +1,8 @@
-"""Run failures again and save their output in notebooks/reference/failures.json, for 11's saved cards.
+"""Run failures again and save their output in notebooks/reference/failures.json, for notebook 11's saved cards.
 
-python -m fsdp_helpers.teaching.page.keep_cards              all of them (a quarter of an hour) python -m
-fsdp_helpers.teaching.page.keep_cards NAME ...     some python -m fsdp_helpers.teaching.page.keep_cards --tools
-py-spy and the debug server, which need extra packages
+python -m fsdp_helpers.teaching.page.keep_cards               all of them (takes a quarter of an hour)
+python -m fsdp_helpers.teaching.page.keep_cards NAME ...      some of them
+python -m fsdp_helpers.teaching.page.keep_cards --tools       py-spy and the debug server, which need extra packages
 """
 
 import json

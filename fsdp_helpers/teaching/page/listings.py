@@ -65,7 +65,7 @@ class SideBySide:
 
 
 def colored(code: str, language: str) -> str:
-    """Return `code` as HTML, with adjacent tokens of the same color together."""
+    """Return `code` as HTML, with adjacent tokens of the same color in one span."""
     tokens = ((_color(kind), text) for kind, text in lex(code, get_lexer_by_name(language, stripnl=False)))
     return "".join(_parts(tokens)).rstrip("\n")
 

@@ -18,7 +18,7 @@ from fsdp_helpers.teaching.page.listings import Listing, SideBySide
 from fsdp_helpers.teaching.page.this_machine import describe_memory
 
 NUMBER = re.compile(r"[-−+~<≤]?\s?\d[\d,]*(\.\d+)?(e[-+]?\d+)?(\s?(%|x|×|[kMGT]?B|[mµn]?s|min|h))?")
-EMPTY = ("", "-", "–", "—", "None")  # in a column of numbers: there is none here
+EMPTY = ("", "-", "–", "—", "None")  # cells without a number, in a column of numbers
 
 
 def source(*objects: Callable | type) -> Listing:
@@ -31,7 +31,7 @@ def source(*objects: Callable | type) -> Listing:
 def _places(objects: Sequence[Callable | type]) -> str:
     """Return where `objects` are defined: "fsdp_helpers/training/loop.py, lines 44, 78"."""
     lines: dict[str, list[str]] = {}
-    for shown in map(inspect.unwrap, objects):  # what a decorator wraps is what is shown
+    for shown in map(inspect.unwrap, objects):  # the function inside a decorator is the one shown
         lines.setdefault(_short_path(shown), []).append(str(inspect.getsourcelines(shown)[1]))
     return "; ".join(f"{path}, line{'s' * (len(at) > 1)} {', '.join(at)}" for path, at in lines.items())
 
@@ -55,7 +55,7 @@ def needed_imports(*objects: Callable | type) -> str:
 
 
 def _imports_from(module: ModuleType, used: set[str]) -> Iterator[str]:
-    """Yield the module's own imports of the names that are `used`, then one of those that it defines itself."""
+    """Yield the module's own imports of the names that are `used`, then an import of the names it defines itself."""
     own = []
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -77,15 +77,15 @@ def side_by_side(left: Callable, right: Callable) -> SideBySide:
 
 
 def difference(before: Callable, after: Callable) -> Listing:
-    """Show the lines that differ between two functions, and their number.
+    """Show the lines that differ between two functions, and how many there are.
 
-    Only bodies are compared, not names and docstrings.
+    Only the bodies are compared, not the names or docstrings.
     """
     return _changes(_body(before), _body(after), f"From {before.__name__} to {after.__name__}")
 
 
 def script_difference(before: str, after: str) -> Listing:
-    """Show the lines that differ between two scripts, and their number."""
+    """Show the lines that differ between two scripts, and how many there are."""
     old, new = Path(before), Path(after)
     return _changes(old.read_text().splitlines(), new.read_text().splitlines(), f"From {old.name} to {new.name}")
 
@@ -139,7 +139,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
     """Show a table: numbers right-aligned, with or without a unit, and everything else left-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     alignment = ["--:" if _is_numeric([row[column] for row in cells]) else ":--" for column in range(len(headers))]
-    lines = [headers, [":--", *alignment[1:]], *cells]  # the first column names its row, also where that is a number
+    lines = [headers, [":--", *alignment[1:]], *cells]  # the first column names the row, even if it's a number
     return Markdown("\n".join("| " + " | ".join(line) + " |" for line in lines))
 
 
@@ -154,7 +154,7 @@ def machine(
     """Set a notebook up on `device` and describe the machine; return the device, "cpu" or "cuda".
 
     The variable FSDP_DEVICE overrides `device`, unless that's `fixed`. On the CPU, GPUs are hidden from this kernel and
-    from every process it starts. The data are prepared, unless `data` says why none are needed. It shows versions,
+    from every process it starts. The data is prepared, unless `data` says why none is needed. It shows versions,
     device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle GPUs. Raises
     ValueError for "cuda" if there are too few GPUs or torch can't use them.
     """

@@ -1,4 +1,4 @@
-"""Controls that redraw a plan at each change: the verdict, large, above a bar for each number of ranks."""
+"""Controls that redraw a plan whenever they change: the verdict, large, above a bar for each number of ranks."""
 
 from base64 import b64decode
 from dataclasses import replace
@@ -21,14 +21,15 @@ CHOICES: dict[str, tuple] = {
     "precision": ("fp32", "bf16"),
     "recompute": (True, False),
 }
-BATCH = {"image": 8, "token": 8192}  # of each rank
+BATCH = {"image": 8, "token": 8192}  # per rank
 GREEN, RED = "#15803d", "#dc2626"
 
 
 def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recompute: bool) -> Figure:
-    """Return the verdict for one number of ranks, above the bars of all numbers of ranks.
+    """Return the verdict for one number of ranks, above a bar for each number of ranks.
 
-    The axis is the model's own: it ends above the largest device, and above the fewest ranks' needs in bf16, recomputing.
+    The axis depends only on the model: it ends above the largest device, and above what the fewest ranks need in bf16
+    with recomputation.
     """
     subject = named_subject(model)
     clusters = [Cluster(world_size=count, device_memory_bytes=device_gb * GB) for count in CHOICES["ranks"]]
@@ -54,14 +55,14 @@ def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
     too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"
     changes = changes_until_it_fits(plan, subject)
     if not changes:
-        return f"{too_much}: use larger devices, or split layers over ranks (15)", ""
+        return f"{too_much}: use larger devices, or split layers across ranks (15)", ""
     first, *then = [text.partition(" (--")[0] for text, _ in changes]
-    ending = "with that it fits" if changes[-1][1].fits else "and it is still too much: take larger devices"
+    ending = "with that it fits" if changes[-1][1].fits else "and it's still too much: use larger devices"
     return f"{too_much}: first {first}", "\n" + ", ".join([*(f"then {text}" for text in then), ending])
 
 
 class Controls:
-    """Widgets and, for pages that show none, their first frame as an image.
+    """Widgets and, for pages that can't show them, their first frame as an image.
 
     The frame is an image whose value changes. `ipywidgets.interact` would display it in an `Output` widget, and without
     a browser, the client that executes the notebook has to answer for that widget. nbclient does so on the socket that
@@ -81,7 +82,7 @@ class Controls:
 def plan_controls(**chosen: Any) -> Controls | Figure:
     """Return controls above a plan that follows them or, if ipywidgets is missing, the plan alone.
 
-    `chosen` are arguments of `plan_figure`.
+    `chosen` are the arguments for `plan_figure`.
     """
     first = plan_figure(**chosen)
     try:

@@ -51,7 +51,7 @@ def private_bytes(process: psutil.Process) -> int:
         memory = process.memory_full_info()
     except psutil.Error:
         return 0
-    return getattr(memory, "pss", memory.uss)  # Linux alone knows shares
+    return getattr(memory, "pss", memory.uss)  # only Linux reports shares
 
 
 def _number(path: Path) -> int | None:
@@ -69,7 +69,7 @@ def settle_device(device: str, num_ranks: int, *, fixed: bool = False) -> tuple[
 
     Raises ValueError as `choose_device` does.
     """
-    unhide_gpus()  # the reader may have chosen anew
+    unhide_gpus()  # the reader may have changed the setting
     device = choose_device(device if fixed else os.environ.get(VARIABLE) or device, num_ranks)
     if device == "cuda":
         return device, ""
@@ -83,9 +83,9 @@ def describe_idle(gpus: Gpus, num_ranks: int) -> str:
     if gpus.count == 0:
         return ""
     if gpus.problem:
-        return f"The GPU of this machine stays idle, because torch cannot use it: {gpus.problem}."
+        return f"This machine's GPU stays idle because torch can't use it: {gpus.problem}."
     has = f"This machine has {gpus.count} GPU{'s' * (gpus.count > 1)}, idle here"
     if gpus.count < num_ranks:
         return f"{has}: {num_ranks} ranks need {num_ranks}, one each. Notebook 01, with one process, can use it."
-    how = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else 'set `DEVICE = "cuda"` in the cell of settings'
+    how = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else 'set `DEVICE = "cuda"` in the settings cell'
     return f"{has}: to use {'one for each rank' if num_ranks > 1 else 'one'}, {how} and run the notebook again."

@@ -146,9 +146,9 @@ WRONG = [
     # each node's own name, looked up where torchrun runs
     (
         [("srun torchrun", "srun bash -c 'torchrun"), ("$first:", "$(hostname):"), ("train.py &", "train.py' &")],
-        "torchruns that meet at gpu-0:.* and gpu-1:.* never meet",
+        "one torchrun waits at gpu-0:.*, another at gpu-1:.*; they never meet",
     ),
-    ([('requeue "$SLURM_JOB_ID"', "requeue 1")], "the job wasn't requeued: scontrol requeue, with its ID"),
+    ([('requeue "$SLURM_JOB_ID"', "requeue 1")], "the job wasn't requeued; use scontrol requeue with its ID"),
     ([("exit $status", "exit 1")], "every torchrun succeeded, but the script exited with status 1"),
     ([("$first:", "gpu-0:")], "submitted with sbatch --nodes=2: .* the meeting point has to be one of the job's nodes"),
     ([("--max-restarts=3", "--max-restart=three")], "torchrun doesn't accept its arguments: .*invalid int value"),

@@ -33,7 +33,7 @@ class TestDocumentLoss(BuildTestsOnRanks):
             "the gradient is 0.500 times as long as in one process .*wrong-summed-loss",
         ),
         ([("index == len(parts) - 1", "True")], "6 reduce-scatters; the model has 3 units"),
-        ([("    dist.all_reduce(total)\n", "")], "the loss returned is"),
+        ([("    dist.all_reduce(total)\n", "")], "the returned loss is"),
         ([MEAN_OF_MEANS], "the gradient's direction differs .* by [2-9].%.*wrong-mean-of-means"),
         ([BY_TOKENS], "times as long as in one process .*wrong-summed-loss"),
         ([BY_ROWS], "the gradient is 0.875 times as long as in one process"),  # 7 documents, 8 rows
@@ -95,7 +95,10 @@ class TestAdapters(BuildTestsOnRanks):
             [(" if parameter.requires_grad", ' if "lora" in name or parameter.requires_grad')],
             "are not trained, .*lora_a",
         ),
-        ([("detach().full_tensor()", "detach().to_local().clone()")], "aren't full; a rank only has its shard"),
+        (
+            [("detach().full_tensor()", "detach().to_local().clone()")],
+            "don't have their full shapes; a rank has only its shard",
+        ),
         ([("        parameter.copy_(own)\n", "        pass\n")], "after loading, logits differ by .* from those"),
         ([BY_OPTION], "1 tensors that are not trained, lm_head.weight among them"),
         (ELSEWHERE, "in the file, .*second_a differs from the model"),

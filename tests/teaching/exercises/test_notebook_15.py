@@ -36,13 +36,13 @@ class TestSplitMLP(BuildTestsOnRanks):
     starter = "on 2 ranks, my_mlp.py fails: "
     wrong = [
         (BIAS_INSIDE, "the losses don't match one process's: .* in step 1$"),
-        ([NO_ENTER], "the gradient of the inputs, which the layers below need, isn't that of one process"),
+        ([NO_ENTER], "the gradient of the inputs, which the layers below need, doesn't match one process's"),
         ([(".chunk(size)[rank]", ""), (".chunk(size, dim=1)[rank]", "")], "your MLP keeps .* values; a share of both weights"),
-        ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward takes no collective; one all-reduce is enough"),
+        ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward runs no collective; one all-reduce is enough"),
         ([("        return total, None", "        return total / 2, None")], "the gradient of the inputs"),
         ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses don't match one process's"),
-        ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward takes all-reduce, all-reduce; one"),
-        ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP makes a NoneType; it should make an nn.Module"),
+        ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward runs all-reduce, all-reduce; one"),
+        ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP is a NoneType; it should be an nn.Module"),
     ]  # fmt: skip
 
     def test_other_ways_are_accepted(self, write):
@@ -53,7 +53,7 @@ class TestSplitMLP(BuildTestsOnRanks):
     def test_a_gather_is_not_an_all_reduce(self, write):
         code = self.changed()
         write(code[: code.index("    def forward(self, x):")] + GATHER)
-        self.refuse("forward takes all-gather; one all-reduce is enough")
+        self.refuse("forward runs all-gather; one all-reduce is enough")
 
 
 class TestLabels(BuildTests):
@@ -103,7 +103,7 @@ def test_the_folded_solution_is_right():
         ({"data": 1024}, "choice needs these names: tensor, context, data, pipeline"),
         ({"data": ...}, "it should be a number|replace|choice needs"),
         ({"data": 64, "tensor": 8, "context": 1, "pipeline": 1}, "is 512 GPUs; there are 1,024"),
-        ({"data": 1024, "tensor": 1, "context": 1, "pipeline": 1}, "512 sequences can't be divided evenly over 1024"),
+        ({"data": 1024, "tensor": 1, "context": 1, "pipeline": 1}, "512 sequences can't be split evenly across 1024"),
         ({"data": 64, "tensor": 16, "context": 1, "pipeline": 1}, "16 ranks can't share 8 key heads"),
         ({"data": 128, "tensor": 1, "context": 1, "pipeline": 8}, "80 layers|bubble; at most 25%"),
         ({"data": 512, "tensor": 2, "context": 1, "pipeline": 1}, "communication takes 100% of the arithmetic's time"),
@@ -128,6 +128,6 @@ def test_wrong_dimensions(choice, says):
     ],
 )
 def test_wrong_bytes(sent_gb, name):
-    with pytest.raises(NotYet, match=f"along {name} a rank does not send") as refused:
+    with pytest.raises(NotYet, match=f"along {name} a rank doesn't send") as refused:
         notebook_15.check_dimensions(SOLUTION["choice"], sent_gb)
     assert "52.5" not in str(refused.value) or name != "data"

@@ -23,7 +23,7 @@ SAYS = {
     "optimizer built before": "55 of the optimizer's parameters are not the model's",
     "one unit": "one unit: the full model",
     # 4 blocks of 8 layers, and 15 of the 28 units are norms or projections of fewer than 10,000 parameters
-    "every layer a unit": "15 of 28 units have less than 10,000 parameters",
+    "every layer a unit": "15 of 28 units have fewer than 10,000 parameters",
     "uneven data": "the ranks have [5, 6] batches",
     "Adam's state not loaded": "Adam has counted 1 steps instead of 2",
     "evaluated, not resharded": "7 parameters aren't sharded, positions among them",

@@ -219,9 +219,9 @@ def test_the_data_are_prepared(machine, tmp_path, monkeypatch):
         (
             Gpus(1),
             1,
-            'This machine has 1 GPU, idle here: to use one, set `DEVICE = "cuda"` in the cell of settings and',
+            'This machine has 1 GPU, idle here: to use one, set `DEVICE = "cuda"` in the settings cell and',
         ),
-        (Gpus(1, "The driver is too old"), 2, "stays idle, because torch cannot use it: The driver is too old."),
+        (Gpus(1, "The driver is too old"), 2, "stays idle because torch can't use it: The driver is too old."),
     ],
 )
 def test_idle_gpus_are_mentioned(found, num_ranks, said, machine):
