@@ -36,7 +36,9 @@ def test_one_rank_sends_the_others_receive():
 
 
 def test_an_unknown_operation_is_refused():
-    with pytest.raises(ValueError, match="the bytes that 'all_reduced' sends; choose one of all_reduce, reduce_scatter"):
+    with pytest.raises(
+        ValueError, match="the bytes that 'all_reduced' sends; choose one of all_reduce, reduce_scatter"
+    ):
         collective_sent_bytes("all_reduced", 1200, 2)
 
 
