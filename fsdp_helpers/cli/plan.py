@@ -271,7 +271,9 @@ def _check_costs(options: argparse.Namespace) -> None:
         if value is not None and not (0 < value < float("inf") or or_zero and value == 0):
             raise ValueError(f"{row.name} is {value}; it must be a number above zero")
     if options.goodput is not None and options.goodput > 1:
-        raise ValueError(f"--goodput is {options.goodput}; it is a share, above 0 and at most 1")
+        raise ValueError(
+            f"--goodput is {options.goodput}; it's a share of the time, so it must be above 0 and at most 1"
+        )
     if options.goodput is not None and options.total is None:
         raise ValueError("--goodput is about the GPU-hours of a whole run; give --total as well")
     if options.days is not None and not (options.sweep and options.total):

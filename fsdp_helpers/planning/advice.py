@@ -1,4 +1,4 @@
-"""A verdict on a plan in one sentence, what to change first if it doesn't fit, and the fastest plan. No torch."""
+"""Say in one sentence whether a plan fits, list what to change if it doesn't, and find the fastest plan. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,9 +9,9 @@ from fsdp_helpers.quantities import format_bytes
 
 MOST_CHANGES = 6
 MOST_RANKS = 4096
-MOST_DOUBLINGS = 12  # of the batch, in the search for the fastest plan
-FEWEST_CHUNKS, MOST_CHUNKS = 8, 64  # of the loss, that advice suggests
-AS_FAST = 0.02  # plans whose speeds differ by less count as equally fast
+MOST_DOUBLINGS = 12  # of the batch, at most, in the search for the fastest plan
+FEWEST_CHUNKS, MOST_CHUNKS = 8, 64  # the numbers of loss chunks that the advice suggests
+AS_FAST = 0.02  # plans whose speeds differ by less than this count as equally fast
 # Beyond FSDP: chapter 15 shows each of these, but this planner knows none of them.
 BEYOND = {
     "activations": "split the sequence or the layers over ranks (context or tensor parallelism)",
@@ -52,7 +52,7 @@ def _largest_part(plan: Plan) -> tuple[str, int]:
 
 
 def _host_sentence(plan: Plan) -> str:
-    """Say how much host memory offloading takes, which the device's memory doesn't show."""
+    """Return a clause on the host memory that offloading takes, or "" if nothing is offloaded."""
     if not plan.host_bytes:
         return ""
     ranks = plan.cluster.node_ranks
@@ -64,7 +64,7 @@ def _host_sentence(plan: Plan) -> str:
 
 
 def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
-    """List the changes in order, with the peak after each."""
+    """Return the changes in words, in order, with the peak after each, and what to do if they aren't enough."""
     last = changes[-1][1] if changes else plan
     steps = [f"{text} (peak {format_bytes(plan.peak.bytes)})" for text, plan in changes]
     if last.fits:
@@ -76,10 +76,10 @@ def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
 
 
 def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]]:
-    """List the changes one after the other, each with the plan it leads to.
+    """Return the changes to make, one after the other, each with the plan that it leads to.
 
-    If several changes make it fit, we take the first in the order of `possible_changes`, the cheapest. If none does, we
-    take the one that saves the most, and continue from there.
+    If several changes would each make the plan fit, we take the cheapest, which comes first in `possible_changes`. If
+    none does, we take the one that saves the most, and continue from there.
     """
     taken: list[tuple[str, Plan]] = []
     while not plan.fits and len(taken) < MOST_CHANGES:
@@ -99,12 +99,12 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 
 
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
-    """List every single change that's left, cheapest first.
+    """Yield every single change that's still possible and the plan it leads to, cheapest first.
 
-    More units cost latency, reducing after every part sends more often, bf16 costs some precision where it matters
-    little, a chunked loss computes the head's forward twice, recomputing takes a third more arithmetic, a smaller batch
-    needs more all-gathers for the same number of items, 8-bit moments need a library, ranks cost money, pure bf16 loses
-    small updates, and offloading waits for the host in every step.
+    Each has its cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision,
+    in places where that matters little; a chunked loss computes the head's forward twice; recomputing takes a third
+    more arithmetic; a smaller batch needs more all-gathers for the same number of items; 8-bit moments need an extra
+    library; more ranks cost money; pure bf16 loses small updates; and with offloading, every step waits for the host.
     """
     settings, cluster = plan.settings, plan.cluster
     sharded = settings.config().is_sharded
@@ -150,17 +150,18 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
 
 
 def held_back(plan: Plan, subject: Subject) -> Plan | None:
-    """Return the same plan with gradients reduced only after the last part, if that's different and possible."""
+    """Return the plan with gradients reduced only after the last micro-batch, or None if that changes nothing."""
     if plan.settings.micro_batches == 1 or not plan.settings.config().reduces_every_part:
         return None
     return make_plan(subject, replace(plan.settings, sync_micro_batches=False), plan.cluster)
 
 
 def fastest(plan: Plan, subject: Subject) -> Plan | None:
-    """Return the plan with the most items per second on the same cluster and in the same precision; None without a known rate.
+    """Return the fastest plan that fits on the same cluster in the same precision, or None (also without a known rate).
 
-    It tries one sequence, then twice as many until it no longer fits, each recomputation setting, and sharding over all
-    ranks or within a node. Among equally fast plans, it takes the one with the lowest peak.
+    It starts with one sequence per rank and doubles that until the plan no longer fits. It does so for each
+    recomputation setting, and with sharding across all ranks or within each node. Among equally fast plans, it takes
+    the one with the lowest peak.
     """
     if plan.time is None:
         return None
@@ -175,7 +176,7 @@ def fastest(plan: Plan, subject: Subject) -> Plan | None:
 
 
 def _tried(plan: Plan, subject: Subject) -> Iterator[Settings]:
-    """Yield settings with the smallest batch."""
+    """Yield the settings to try, each with the smallest batch: one sequence."""
     smallest = replace(plan.settings, batch=subject.sequence)
     levels = ("none", "selective", "units") if subject.units else ("none",)
     nodes = plan.cluster.world_size // plan.cluster.ranks_per_node

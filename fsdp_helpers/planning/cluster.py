@@ -1,4 +1,4 @@
-"""The devices and links that a plan is made for. No torch."""
+"""A cluster: the devices and links that a plan is made for. No torch."""
 
 import math
 from dataclasses import dataclass, fields
@@ -10,8 +10,8 @@ from fsdp_helpers.quantities import GB
 
 # CUDA's context with its kernels: 0.5 to 2 GB, S. Bekman, "Machine Learning Engineering", on additional GPU memory use.
 CONTEXT_BYTES = 2 * GB
-# NCCL's buffers (4 MiB for each pair of devices and channel, NCCL_BUFFSIZE) and a fragmented pool: our choice, not a
-# count.
+# NCCL's buffers (4 MiB for each channel between two devices, NCCL_BUFFSIZE) and fragmentation of the allocator's pool.
+# We chose this number; it isn't counted.
 NCCL_AND_FRAGMENTATION_BYTES = 2 * GB
 LINK_BYTES_PER_S = 50e9  # 400 Gbit/s for each device, as in many clusters
 HOST_LINK_BYTES_PER_S = 25e9  # PCIe 4 x16
@@ -20,14 +20,17 @@ MOST_RANKS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices, one per rank: their memory, links and speed.
+    """A cluster's devices, one per rank: their memory, links and speed.
 
     Raises ValueError for an impossible cluster.
     """
 
     world_size: int
     device_memory_bytes: float = setting(
-        None, "memory of a device, in 10^9 bytes; required without --device", flag="device-memory-gb", factor=GB
+        None,
+        "memory of each device, in 10^9 bytes; required unless you name a --device",
+        flag="device-memory-gb",
+        factor=GB,
     )
     bandwidth_bytes_per_s: float = setting(
         LINK_BYTES_PER_S,
@@ -36,7 +39,7 @@ class Cluster:
         factor=GB,
     )
     flops_per_s: float | None = setting(
-        None, "speed that a device reaches, in 10^12 operations per second, not its data sheet's", flag="tflops",
+        None, "speed that a device reaches in practice, in 10^12 operations per second; not the peak on its data sheet", flag="tflops",
         factor=1e12,
     )  # fmt: skip
     allowance_bytes: float = setting(
@@ -52,19 +55,19 @@ class Cluster:
     within_latency_s: float = WITHIN_LATENCY_S
     between_latency_s: float = setting(
         BETWEEN_LATENCY_S,
-        "latency of one step of a ring between nodes, in microseconds",
+        "latency of each hop of a ring from node to node, in microseconds",
         flag="latency-us",
         factor=1e-6,
     )
     start_latency_s: float = START_S
     host_bytes_per_s: float = setting(
-        HOST_LINK_BYTES_PER_S, "rate between a device and its host", flag="host-gb-s", factor=GB
+        HOST_LINK_BYTES_PER_S, "rate at which data moves between a device and its host", flag="host-gb-s", factor=GB
     )
-    host_memory_bytes: float | None = setting(None, "host memory of a node", flag="host-memory-gb", factor=GB)
+    host_memory_bytes: float | None = setting(None, "host memory of each node", flag="host-memory-gb", factor=GB)
     memory_bytes_per_s: float | None = None  # of a device
-    peak_flops_per_s: float | None = None  # of the data sheet, in the precision of the run
+    peak_flops_per_s: float | None = None  # on the data sheet, in the precision of the run
     device: str | None = setting(
-        None, "sets memory, rates and links, each of which a flag below can override", choices=tuple(DEVICES)
+        None, "sets the memory, rates and links; the flags below override them one by one", choices=tuple(DEVICES)
     )
 
     def __post_init__(self) -> None:
@@ -73,7 +76,7 @@ class Cluster:
         if self.world_size > MOST_RANKS:
             raise ValueError(f"world_size is {self.world_size:,}; plans end at {MOST_RANKS:,} ranks")
         if self.device_memory_bytes is None:
-            raise ValueError("the memory of a device is missing; give --device-memory-gb, or --device")
+            raise ValueError("the memory of a device is missing; give --device-memory-gb, or name a --device")
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name in ("world_size", "ranks_per_node", "device") or value is None:
@@ -85,7 +88,7 @@ class Cluster:
 
     @classmethod
     def of(cls, device: str, world_size: int, precision: str = "bf16", **changes) -> "Cluster":
-        """Return `world_size` devices of that name, in their usual nodes; `changes` override numbers.
+        """Return a cluster of `world_size` devices of that name, in their usual nodes; `changes` override its numbers.
 
         Raises ValueError for an unknown device, and for a precision the device doesn't support.
         """
@@ -107,7 +110,7 @@ class Cluster:
 
     @property
     def is_typical(self) -> bool:
-        """Return True if the rate is the share that published runs reach, not one you stated."""
+        """Return True if the rate is the share of the peak that published runs reach, rather than one that you gave."""
         if self.device is None or self.peak_flops_per_s is None:
             return False
         return self.flops_per_s == named_device(self.device).share * self.peak_flops_per_s

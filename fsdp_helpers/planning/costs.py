@@ -1,4 +1,4 @@
-"""The costs of a run: GPU-hours, the size of its checkpoints, and how often to save one. No torch."""
+"""Calculate what a run costs: its GPU-hours, the size of its checkpoints, and how often to save one. No torch."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -8,9 +8,9 @@ from fsdp_helpers.planning.plan import Plan
 HOUR_S, MINUTE_S = 3600, 60
 # The Llama 3 herd of models, arXiv:2407.21783, table 5: 419 unexpected interruptions in 54 days of 16,384 GPUs.
 DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
-RESTART_S = (
-    10 * MINUTE_S
-)  # from a failure to the first step after it: noticed, restarted, loaded. Our choice; set your own
+# The time from a failure to the next step: it has to be noticed, and the job restarted and loaded. We chose it; set your
+# own.
+RESTART_S = 10 * MINUTE_S
 LEFT_OUT = "saving, restarts, evaluation, waiting for data and for slow machines"
 
 
@@ -20,9 +20,9 @@ class SavePlan:
 
     checkpoint_bytes: int
     save_s: float
-    hours_between_failures: float  # of all devices together
-    every_s: float
-    lost_share: float  # of the time: for saving, for work that's done twice, and for restarts
+    hours_between_failures: float  # of any device in the cluster
+    every_s: float  # how much time to leave between two checkpoints
+    lost_share: float  # the share of the time that goes into saving, work that's done twice, and restarts
 
 
 def save_plan(
@@ -32,11 +32,11 @@ def save_plan(
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
     restart_s: float = RESTART_S,
 ) -> SavePlan:
-    """Return when to save: every sqrt(2 x time to save x time between failures).
+    """Return how often to save a checkpoint: every sqrt(2 x time to save x time between failures).
 
-    A checkpoint has parameters and moments, each once, and all nodes write at the same time, each
-    `storage_bytes_per_s`. A failure also costs `restart_s`, until it's noticed and all ranks are training again.
-    Source: J. Young, *A first order approximation to the optimum checkpoint interval*, 1974.
+    A checkpoint contains one copy of the parameters and moments. All nodes write at the same time, each at
+    `storage_bytes_per_s`. A failure also costs `restart_s`, the time until it's been noticed and all ranks are training
+    again. Source: J. Young, *A first order approximation to the optimum checkpoint interval*, 1974.
     """
     nodes = -(-plan.cluster.world_size // plan.cluster.ranks_per_node)
     save_s = plan.checkpoint_bytes / (storage_bytes_per_s * nodes)
@@ -52,12 +52,12 @@ def save_plan(
 
 
 def device_hours(plan: Plan, items: float, goodput: float = 1.0) -> float:
-    """Return the device-hours for a number of items, if a share of `goodput` of the time is spent training.
+    """Return the device-hours it takes to process `items`, if the share `goodput` of the time is spent training.
 
-    Raises ValueError if no rate is known, or for an impossible share.
+    Raises ValueError if no rate is known, or if `goodput` isn't above 0 and at most 1.
     """
     if plan.items_per_s_estimate is None:
         raise ValueError("GPU-hours need a rate; name a --device, or give --tflops")
     if not 0 < goodput <= 1:
-        raise ValueError(f"--goodput is {goodput}; it is a share, above 0 and at most 1")
+        raise ValueError(f"--goodput is {goodput}; it's a share of the time, so it must be above 0 and at most 1")
     return items / plan.items_per_s_estimate / HOUR_S * plan.cluster.world_size / goodput

@@ -1,6 +1,6 @@
-"""A model's `config.json` as the planner reads it: a file, a name, a shape. No torch, and no transformers.
+"""Read a model's `config.json` into a name and a shape for the planner, without torch and without transformers.
 
-Missing keys get the defaults of the model's configuration class in transformers, if it has one.
+A missing key gets the default from the model's configuration class in transformers, if there is one.
 """
 
 import json
@@ -19,15 +19,15 @@ from fsdp_helpers.models.shapes import (
     shape_from_config,
 )
 
-LONGEST_CONTEXT = 8192  # tokens of a sequence in training, unless the model stops before; --context says otherwise
+LONGEST_CONTEXT = 8192  # tokens per training sequence, or fewer if that's the model's maximum; --context overrides it
 Config = dict[str, Any]
 
 
 def read_config(path: str | Path) -> tuple[str, LlamaShape]:
-    """Return a name and the shape of the model described by a `config.json`.
+    """Return the name and the shape of the model that a `config.json`, or the folder with one, describes.
 
-    Raises ValueError, with the path, if the file isn't one, if the kind of model isn't in KINDS, and for impossible
-    sizes.
+    Raises ValueError, with the path, if the file isn't a model's config, if the kind of model is unknown, and for
+    impossible sizes.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -47,21 +47,21 @@ def read_config(path: str | Path) -> tuple[str, LlamaShape]:
 
 
 def planned_shape(config: Config) -> tuple[str, LlamaShape]:
-    """Return the kind's title and the shape. Raises ValueError for a kind that isn't in KINDS."""
+    """Return the title of the model's kind, and its shape. Raises ValueError for an unknown kind."""
     kind = config["model_type"]
     if kind in RELATIVES:
         return RELATIVES[kind][0], shape_from_config(config)
     if kind not in KINDS:
         raise ValueError(
             f"model_type {kind!r} is not one of {', '.join([*RELATIVES, *KINDS])}; "
-            "fsdp_helpers.measuring.own_plan.plan_model plans any model that a factory makes, on the meta device too"
+            "fsdp_helpers.measuring.own_plan.plan_model plans any model that a factory creates, even on the meta device"
         )
     title, read = KINDS[kind]
     return title, read(config)
 
 
 def _llama_like(config: Config, *, head_size: int | None = None, kv_heads: int | None = None, **more) -> LlamaShape:
-    """Return the shape by Llama's keys; `head_size` and `kv_heads` are the kind's defaults, `more` is special to it."""
+    """Return the shape from Llama's keys; `head_size` and `kv_heads` are the kind's defaults, `more` its own fields."""
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     require_sizes(config, sizes)
     width, num_heads = config["hidden_size"], config["num_attention_heads"]
@@ -119,7 +119,7 @@ def _gemma2(config: Config) -> LlamaShape:
 
 
 def _gemma3(config: Config) -> LlamaShape:
-    """Return the shape of the text model; a `gemma3` contains one, next to an image tower that the plan leaves out."""
+    """Return the shape of the text model; `gemma3` also has an image tower, which the plan leaves out."""
     usual = {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
@@ -130,7 +130,7 @@ def _gemma3(config: Config) -> LlamaShape:
 
 
 def _experts(config: Config, number: str, chosen: str, width: str, **more) -> Experts:
-    """Return the experts; the arguments name their keys."""
+    """Return the experts; `number`, `chosen` and `width` are the keys that they have in `config`."""
     require_sizes(config, (number, chosen, width))
     if config[chosen] > config[number]:
         raise ValueError(f"{chosen} is {config[chosen]}, but {number} is {config[number]}")
@@ -143,7 +143,7 @@ def _mixtral(config: Config) -> LlamaShape:
 
 
 def _dense_blocks(config: Config) -> frozenset[int]:
-    """Return the blocks of a Qwen that have an ordinary MLP."""
+    """Return the numbers of the Qwen blocks that have an ordinary MLP instead of experts."""
     step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     depth = config.get("num_hidden_layers") or 0
     return frozenset(block for block in range(depth) if block in only or (block + 1) % step)
@@ -200,7 +200,7 @@ KINDS: dict[str, tuple[str, Callable[[Config], LlamaShape]]] = {
     "gemma": ("Gemma", _gemma),
     "gemma2": ("Gemma 2", _gemma2),
     "gemma3_text": ("Gemma 3", _gemma3),
-    "gemma3": ("Gemma 3 (its text model, without the tower for images)", _gemma3),
+    "gemma3": ("Gemma 3 (its text model, without the image tower)", _gemma3),
     "mixtral": ("Mixtral", _mixtral),
     "qwen2_moe": ("Qwen2 with experts", _qwen2_moe),
     "qwen3_moe": ("Qwen3 with experts", _qwen3_moe),

@@ -1,4 +1,4 @@
-"""Models you can plan by name, from the numbers that determine their size. No model is built; no torch."""
+"""Describe models to plan, from the numbers that determine their size, without building them. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,46 +23,50 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "pure-bf16": 2, "autocast": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to plan for: one process's work on a batch, whatever the strategy."""
+    """A model to plan for: its parameters, and one process's work on a batch, which doesn't depend on the strategy."""
 
     name: str
-    item: str  # what a batch is counted in: "image", "token", "sample"
+    item: str  # the items that a batch is counted in: "image", "token" or "sample"
     num_params: int
     units: tuple[str, ...]  # names of the modules that become units
-    # Of a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units that it makes flat; with
-    # chunks_loss also of `loss_chunks`.
+    # Called with a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units that it makes flat;
+    # with chunks_loss also with `loss_chunks`.
     profile_of: Callable[..., StepProfile]
-    forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a forward of a batch
-    unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, where it is known
-    attention_flops: Callable[[int], dict[str, int]] = lambda batch: {}  # of those, products of tokens with tokens
+    forward_flops: Callable[[int], int] | None = None  # multiplications and additions in the forward of a batch
+    unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, if known
+    attention_flops: Callable[[int], dict[str, int]] = (
+        lambda batch: {}
+    )  # those of attention: products of tokens with tokens
     backward_factor: float | Callable[[int], float] = 2.0  # backward's operations, as a multiple of forward's
-    active_params: int | None = None  # that one token goes through, if those aren't all
-    chunks_loss: bool = False  # whether the logits can be computed in parts
-    sequence: int = 1  # a batch is made of whole sequences of that many items
-    refused: Callable[[str], str | None] = lambda precision: None  # why the model cannot run in a precision
+    active_params: int | None = None  # the parameters that one token uses, if that isn't all of them
+    chunks_loss: bool = False  # whether the loss can be computed in chunks
+    sequence: int = 1  # items per sequence; a batch has whole sequences only
+    refused: Callable[[str], str | None] = lambda precision: (
+        None
+    )  # why the model can't run in a precision, or None if it can
 
     def check(self, batch: int, precision: str, activation_checkpointing: str, loss_chunks: int = 1) -> None:
         """Raise ValueError for a batch, a precision or a lever that this model doesn't support."""
         if loss_chunks > 1 and not self.chunks_loss:
             raise ValueError(
-                f"--loss-chunks belongs to language models planned by their shape; leave it out of {self.name}"
+                f"--loss-chunks belongs to language models planned by their shape; leave it out for {self.name}"
             )
         if batch % self.sequence:
             raise ValueError(
                 f"a batch of {batch:,} {self.item}s isn't a multiple of the sequence length, {self.sequence:,}; use a "
-                f"multiple, or a --context that divides it"
+                f"multiple of it, or a --context that divides the batch"
             )
         if activation_checkpointing != "none" and not self.units:
-            raise ValueError(f"{self.name} has no units to recompute; name their unit_class")
+            raise ValueError(f"{self.name} has no units to recompute; pass the unit_class of its blocks")
         if reason := self.refused(precision):
             raise ValueError(reason)
 
     def backward_of(self, batch: int) -> float:
-        """Return how many operations backward takes for a forward's, without recomputation."""
+        """Return how many operations backward takes for each one in forward, without recomputation."""
         return self.backward_factor(batch) if callable(self.backward_factor) else self.backward_factor
 
     def unit_flops_of(self, batch: int) -> dict[str, int]:
-        """Return the operations of a forward by module; all in the root, if that's all we know."""
+        """Return the operations in a forward by module, or all of them under the root if we only know the total."""
         if self.unit_flops is not None:
             return self.unit_flops(batch)
         return {ROOT: self.forward_flops(batch)}
@@ -101,7 +105,7 @@ def vit_subject(name: str, shape: ViTShape) -> Subject:
     def profile_of(
         images: int, precision: str, activation_checkpointing: str, flat_units: Sequence[str] | None = None
     ) -> StepProfile:
-        """Return the profile. All values are trained, so a flat unit has no others."""
+        """Return the profile of a step. `flat_units` changes nothing, since all parameters are trained."""
         value_bytes = VALUE_BYTES[precision]
         sizes = {"tokens": images * shape.num_tokens, "width": shape.width, "mlp_width": shape.mlp_width}
         block = vit_block_bytes(**sizes, num_heads=shape.num_heads, value_bytes=value_bytes)
@@ -149,9 +153,9 @@ def vit_root_shapes(shape: ViTShape) -> Shapes:
 
 
 def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
-    """Count the head: the last norm keeps its input, h per token, and two statistics; its gradient is in flight twice.
+    """Return the head's bytes: the last norm keeps its input and two statistics, and two gradients are in flight.
 
-    In bf16 the patches keep the images, which were cast.
+    In bf16, the patch embedding also keeps its cast copy of the images.
     """
     tokens = images * shape.num_tokens
     cast = images * shape.channels * shape.image_size**2 * value_bytes if value_bytes < FP32_BYTES else 0
@@ -163,7 +167,7 @@ def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
 
 
 def vit_unit_flops(shape: ViTShape, images: int) -> dict[str, int]:
-    """Count two operations per weight and token, and 4 s h per token for attention over s tokens."""
+    """Count a forward's operations by module: 2 per weight and token, and 4 s h per token for attention to s tokens."""
     tokens = images * shape.num_tokens
     weights = count_values({n: s for n, s in vit_block_shapes(shape).items() if len(s) == 2})
     patches = images * (shape.image_size // shape.patch_size) ** 2 * shape.channels * shape.patch_size**2 * shape.width
@@ -181,7 +185,7 @@ def norm_shapes(name: str, width: int) -> Shapes:
 
 
 def linear_shapes(layers: Shapes) -> Shapes:
-    """Return the shapes of weight and bias of each layer, given the weight's shape."""
+    """Return the shapes of each layer's weight and bias, from its weight's shape."""
     both = [((f"{name}.weight", shape), (f"{name}.bias", shape[:1])) for name, shape in layers.items()]
     return dict(pair for pairs in both for pair in pairs)
 
@@ -192,8 +196,8 @@ def linear_shapes(layers: Shapes) -> Shapes:
 def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subject:
     """Describe a Llama or a relative; batches are counted in tokens, in sequences of `shape.context`.
 
-    The embedding and the head each get their own unit, unless they're tied and belong to the root. With `lora_rank`,
-    two small matrices are trained for each matrix of a block, and everything else is frozen (Hu et al. 2021,
+    The embedding and the head are units of their own, unless they're tied; then they belong to the root. With
+    `lora_rank`, we train two small matrices for each matrix in a block, and everything else is frozen (Hu et al. 2021,
     arXiv:2106.09685).
     """
     names = tuple(f"layers.{number}" for number in range(shape.depth))
@@ -216,13 +220,13 @@ def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subjec
     ) -> StepProfile:
         if frozen and flat_units is not None:
             raise ValueError(
-                "adapters next to frozen weights are planned only with FSDP2, which keeps parameters separate"
+                "adapters next to frozen weights can only be planned with FSDP2, which keeps parameters separate"
             )
         value_bytes = VALUE_BYTES[precision]
 
         @cache
         def layer(is_routed: bool) -> Layer:
-            """Describe a block; all with experts are alike, and so are all without."""
+            """Describe a block. All blocks with experts are alike, and so are all blocks without."""
             number = kinds.index(is_routed)
             block_bytes = _block_bytes(shape, number, tokens, value_bytes, lora_rank)
             found = Layer(shapes=blocks[names[number]], bytes=block_bytes)
@@ -253,7 +257,7 @@ def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subjec
 
 
 def adapter_shapes(shapes: Shapes, rank: int) -> Shapes:
-    """Return the parameters of a block's adapters; experts and the router have none."""
+    """Return the parameter shapes of a block's adapters; experts and the router don't get any."""
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and "expert" not in name}
     matrices = {name.removesuffix(".weight"): shape for name, shape in matrices.items() if "router" not in name}
     pairs = [{f"{name}.lora_a": (rank, old), f"{name}.lora_b": (new, rank)} for name, (new, old) in matrices.items()]
@@ -261,7 +265,7 @@ def adapter_shapes(shapes: Shapes, rank: int) -> Shapes:
 
 
 def _block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int, lora_rank: int) -> BlockBytes:
-    """Count a block; for each matrix, an adapter also keeps the narrow vector between its two factors."""
+    """Return a block's bytes. For each matrix, an adapter also keeps the narrow vector between its two factors."""
     found = decoder_block_bytes(shape, block, tokens, value_bytes)
     if not lora_rank:
         return found
@@ -320,9 +324,9 @@ def _mlp_shapes(shape: LlamaShape) -> Shapes:
 
 
 def _experts_shapes(width: int, experts: Experts) -> Shapes:
-    """Return the shapes of the experts: each kind of matrix of all experts is one parameter, sharded by rows.
+    """Return the shapes of the experts: one parameter per kind of matrix, for all experts together, sharded by rows.
 
-    With more ranks than experts that takes a `shard_placement_fn` in torch, which otherwise shards whole experts.
+    With more ranks than experts, torch needs a `shard_placement_fn` for that; by default, it shards along the experts.
     """
     rows, hidden, shared = experts.number * experts.width, experts.width, experts.shared_width
     shapes: Shapes = {"router.weight": (experts.number, width)}
@@ -355,13 +359,14 @@ def llama_root_shapes(shape: LlamaShape) -> Shapes:
 def llama_head_bytes(
     shape: LlamaShape, tokens: int, value_bytes: int, *, loss_chunks: int = 1, is_frozen: bool = False
 ) -> HeadBytes:
-    """Count the head: the last norm keeps input and output; the loss keeps fp32 log-probabilities of all tokens.
+    """Return the head's bytes: the last norm keeps its input and output, and the loss its log-probabilities, in fp32.
 
-    While backward goes through the loss, their gradient and that of the logits exist too, in fp32; when it enters the
-    head, only that of the logits does, in the head's precision. With chunks, no log-probabilities are kept: a chunk's
-    are computed in forward, and again in backward. Backward also has the gradient of the norm's output, and that of the
-    head's weight twice: the sum so far, and the chunk's. A frozen head has none. That of a tied head waits until
-    backward reaches the embedding. Logits that go through a tanh are kept after it.
+    While backward goes through the loss, the gradients of the log-probabilities and of the logits exist too, in fp32.
+    When it enters the head, only the gradient of the logits is left, in the head's precision. With chunks, no
+    log-probabilities are kept: each chunk's are computed in forward, and again in backward. Backward then also holds
+    the gradient of the norm's output, and two gradients of the head's weight: the sum so far, and the chunk's. A frozen
+    head's weight has no gradient. A tied head's gradient waits until backward reaches the embedding. If logits go
+    through a tanh, its output is kept.
     """
     words = -(-tokens // loss_chunks) * shape.vocabulary
     hidden = tokens * value_bytes * shape.width
@@ -392,7 +397,7 @@ def llama_head_bytes(
 
 
 def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict[str, int]:
-    """Count two operations for each weight a token goes through, plus attention, by module."""
+    """Return the operations in a forward, by module: two for each weight that a token uses, plus attention."""
     attention = llama_attention_flops(shape, tokens)
     kinds = [shape.is_routed(number) for number in range(shape.depth)]
     weights = {kind: _used_weights(shape, kinds.index(kind), lora_rank) for kind in set(kinds)}
@@ -403,9 +408,9 @@ def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict
 
 
 def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
-    """Count 4 s q per token for attention over s tokens (a causal mask may halve that), by block."""
+    """Return the operations of attention, by block: 4 s q per token over s tokens (a causal mask may halve that)."""
     q_width = shape.q_width
-    if shape.latent:  # two operations for each number of a key, and of a value
+    if shape.latent:  # two operations for each element of a key, and two for each element of a value
         latent = shape.latent
         q_width = shape.num_heads * (latent.content_width + latent.rotary_width + latent.value_width) // 2
     return {
@@ -415,7 +420,7 @@ def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
 
 
 def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
-    """Return the number of matrix values in a block that one token goes through."""
+    """Return the number of matrix elements in a block that one token is multiplied with."""
     shapes = llama_block_shapes(shape, block)
     shapes |= adapter_shapes(shapes, lora_rank) if lora_rank else {}
     weights = count_values({n: s for n, s in shapes.items() if len(s) == 2 and "bias" not in n})
@@ -423,12 +428,12 @@ def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
 
 
 def _idle_in_a_block(width: int, experts: Experts) -> int:
-    """Return the number of weights in experts that a token isn't sent to."""
+    """Return the number of weights in those experts of a block that a token isn't sent to."""
     return 3 * (experts.number - experts.chosen) * experts.width * width
 
 
 def _idle_params(shape: LlamaShape) -> int:
-    """Return the number of parameters that a token doesn't use: those of other experts, in all blocks."""
+    """Return how many parameters a token doesn't use: those of all experts that it isn't sent to, in all blocks."""
     experts, num_routed = shape.experts, sum(shape.is_routed(block) for block in range(shape.depth))
     biases = (experts.number - experts.chosen) * (2 * experts.width + shape.width) if experts.biases else 0
     return num_routed * (_idle_in_a_block(shape.width, experts) + biases)

@@ -1,10 +1,10 @@
-"""The seconds a collective takes, from bandwidth and latency within nodes and between them. No torch.
+"""Estimate how long a collective takes, from the bandwidth and latency within nodes and between them. No torch.
 
 A ring of ranks passes through every node, and every rank has a link out of its node. NCCL runs as many rings as there
-are links, so a collective over full nodes leaves a node over all its links at once, and each rank's link carries its
-share. Within the node each ring passes from rank to rank over the fast links. The slower of the two sets the time.
-Sources: NCCL's own model of a ring, `src/graph/tuning.cc` (`ncclTopoTuneModel`), whose latency per step inside and
-between nodes is taken over; nccl-tests, `doc/PERFORMANCE.md`, on bus bandwidth.
+are links, so a collective over full nodes uses all of a node's links at once, and each rank's link carries its share.
+Within the node, each ring goes from rank to rank over the fast links. The slower of the two kinds of links sets the
+time. Sources: NCCL's own model of a ring, `src/graph/tuning.cc` (`ncclTopoTuneModel`), from which we take the latency
+per step within and between nodes; nccl-tests, `doc/PERFORMANCE.md`, on bus bandwidth.
 """
 
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ WITHIN_LATENCY_S, BETWEEN_LATENCY_S, START_S = 3.4e-6, 9.6e-6, 8.4e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Links between ranks: bytes per second one rank sends, within its node and out of it."""
+    """The links between ranks: how many bytes per second one rank sends, within its node and out of it."""
 
     between_bytes_per_s: float
-    within_bytes_per_s: float | None = None  # as between, if left out
+    within_bytes_per_s: float | None = None  # the same as between nodes, if left out
     ranks_per_node: int = 1
     within_latency_s: float = WITHIN_LATENCY_S
     between_latency_s: float = BETWEEN_LATENCY_S
     start_s: float = START_S
-    sums_twice: bool = False  # gloo's reduce-scatter is an all-reduce, after which each rank keeps its part
+    sums_twice: bool = False  # gloo's reduce-scatter is an all-reduce, after which each rank keeps only its shard
 
     def seconds(self, op: str, full_bytes: float, num_ranks: int, *, stride: int = 1) -> float:
-        """Return how long `op` takes among `num_ranks` ranks, each `stride` ranks after the one before.
+        """Return how many seconds `op` takes across `num_ranks` ranks whose numbers are `stride` apart.
 
-        `full_bytes` is the full tensor, as in `collective_sent_bytes`.
+        `full_bytes` is the size of the full tensor, as in `collective_sent_bytes`.
         """
         if num_ranks == 1 or not full_bytes:
             return 0.0

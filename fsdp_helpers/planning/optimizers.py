@@ -1,28 +1,28 @@
-"""Bytes that optimizers hold between steps, and have in flight within one. No torch.
+"""Calculate the bytes that optimizers hold between steps, and those they have in flight during one. No torch.
 
-Bytes are for each trained value. The temporaries of a step are those of torch 2.15, `torch/optim`: Adam in one fused
-kernel has none; its `foreach` form (torch's default on a GPU) computes all square roots before it uses the first; its
-loop has two tensors as large as the current parameter. SGD changes parameters in place in any form. Adam with moments
-in 8 bits keeps one fp32 scale for every 256 values: Dettmers et al. 2022, arXiv:2110.02861; we don't run it here.
+A step's temporaries are those of torch 2.15, `torch/optim`. Adam in one fused kernel has none. Its `foreach`
+implementation (torch's default on a GPU) computes all square roots before it uses the first. Its loop over parameters
+needs two tensors as large as the current parameter. SGD always changes parameters in place. Adam with moments in 8 bits
+keeps one fp32 scale for every 256 values (Dettmers et al. 2022, arXiv:2110.02861); we don't run it here.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-SCALED_TOGETHER = 256  # values of an 8-bit moment that share one fp32 scale
+SCALED_TOGETHER = 256  # the number of values in an 8-bit moment that share one fp32 scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """One optimizer's bytes: held between steps, and needed within one."""
+    """An optimizer's memory: its state between steps, and the temporaries it needs during one."""
 
     title: str
-    moments: int  # values kept for each trained one
+    moments: int  # values kept for each trained value
     in_flight: Literal["none", "all", "largest"] = "none"  # temporaries of a step
     in_8_bits: bool = False
 
     def state_terms(self, values: int, value_bytes: int) -> list[tuple[str, int, int]]:
-        """Return (name, values, bytes of a value) of each kind of state for `values` trained values."""
+        """Return (name, number of values, bytes per value) for each kind of state that `values` trained values need."""
         if not self.moments:
             return []
         if not self.in_8_bits:
@@ -37,7 +37,7 @@ class Optimizer:
         return sum(count * size for _, count, size in self.state_terms(values, value_bytes))
 
     def in_flight_values(self, all_values: int, largest_values: int) -> int:
-        """Return how many values a step has in flight; `largest_values` are those of the largest tensor."""
+        """Return how many values a step has in flight; the largest tensor has `largest_values` of `all_values`."""
         return {"none": 0, "all": all_values, "largest": 2 * largest_values}[self.in_flight]
 
 

@@ -1,7 +1,8 @@
-"""Bytes one rank holds between two steps, exactly: its own shards, without padding. No torch.
+"""Calculate exactly how many bytes one rank holds between two steps: its own shards, without padding. No torch.
 
-Shards have different sizes: FSDP2 splits 10 rows over 4 ranks into 3, 3, 3 and 1, and FSDP1 splits its flat tensor into
-equal shards, even in the middle of a parameter. `planning.state` gives the average.
+Ranks hold different amounts: FSDP2 splits 10 rows across 4 ranks into 3, 3, 3 and 1, and FSDP1 splits its flat tensor
+into equal shards, but a shard can end in the middle of a parameter and contain padding. `planning.state` gives the
+average over all ranks.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,9 +28,9 @@ def own_state(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> StateBytes:
-    """Return the state that `rank` holds: all parameters or its shards, with gradients and moments of the trained ones.
+    """Return the state that `rank` holds: full parameters or shards, plus gradients and moments of the trained ones.
 
-    `precision` defaults to that of `config`, which has fewer choices than the planner.
+    `precision` defaults to `config.precision`, which has fewer choices than the planner does.
     """
     sizes = PRECISIONS[precision or config.precision]
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
@@ -51,7 +52,7 @@ def own_values(
     value_bytes: int = FP32_BYTES,
     counted: Collection[str] | None = None,
 ) -> int:
-    """Return the number of values on `rank`, one of `shards` that share a copy of the model: of all parameters, or of some.
+    """Return how many values `rank` holds, of all parameters or the `counted` ones, if `shards` ranks share a copy.
 
     `value_bytes` is the size of a value in the precision of the computation.
     """
@@ -75,7 +76,7 @@ def own_values(
 
 
 def own_rows(rows: int, shards: int, place: int) -> int:
-    """Return a rank's rows under FSDP2: an equal share, rounded up, until rows run out."""
+    """Return how many rows a rank gets under FSDP2: an equal share, rounded up, until the rows run out."""
     share = -(-rows // shards)
     return max(0, min(share, rows - place * share))
 
@@ -88,7 +89,7 @@ def values_between(
     *,
     value_bytes: int = FP32_BYTES,
 ) -> int:
-    """Return how many values of these parameters are between two places of FSDP1's flat tensor.
+    """Return how many values of these parameters are between two positions in FSDP1's flat tensor.
 
     `value_bytes` is the size of a value in the precision of the computation, in which parameters are aligned.
     """

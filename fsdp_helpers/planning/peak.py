@@ -1,7 +1,7 @@
-"""One step of one rank, calculated: a walk through forward and backward, its peak, its collectives.
+"""Calculate one step of one rank: a walk through forward and backward that finds its peak and its collectives.
 
-A `StepProfile` describes one process's step on one rank's images; the strategy decides which units are unsharded,
-reduced and resharded at each event. Padding counts. No torch.
+A `StepProfile` describes one process's step on one rank's images. The strategy decides which units are unsharded,
+reduced and resharded at each event. The bytes include padding. No torch.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained
 from fsdp_helpers.planning.walk.unsharded import WholeModel
 from fsdp_helpers.records import CollectiveCount
 
-TELLING_PARTS = 3  # of a step: the first, one of those between, the last
+TELLING_PARTS = 3  # micro-batches that we walk through: the first, one in the middle, the last
 WHEN = {
     "enter_forward": "forward, in {}",
     "leave_forward": "forward, after {}",
@@ -45,7 +45,7 @@ class Step:
 def peak_of_step(
     profile: StepProfile, config: TrainConfig, world_size: int, units: Sequence[str] = (), *, backend: str = "gloo"
 ) -> Peak:
-    """Return the peak of `walk_step`, which takes the same arguments."""
+    """Return the peak that `walk_step` finds with the same arguments."""
     return walk_step(profile, config, world_size, units, backend=backend).peak
 
 
@@ -61,15 +61,15 @@ def walk_step(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> Step:
-    """Walk through a steady step of `config`, on the rank with the largest shards.
+    """Walk through a steady step of `config` on the rank with the largest shards, and return it.
 
-    `profile` is of the images of one micro-batch; `units` names the FSDP units below the root; without any, the model
-    is one unit. With `backend` "gloo", a running collective needs a copy of its full tensor; with "fake" and "nccl", it
-    doesn't. The first two run on a CPU, which also makes copies that a GPU doesn't need. `replicas` is the number of
-    groups with a full copy each under "hybrid", two by default. With `has_host`, the device has a host for offloaded
-    state; a rank on the CPU has none. `optimizer` is one of `planning.optimizers`; `precision`, one of
-    `planning.state.PRECISIONS`, defaults to that of `config`. Raises ValueError for a unit that isn't a module of the
-    model.
+    `profile` describes a step on one micro-batch. `units` names the FSDP units below the root; without any, the model
+    is one unit. With `backend` "gloo", a running collective needs a copy of its full tensor; with "fake" or "nccl", it
+    doesn't. gloo and the fake group run on a CPU, which also makes copies that a GPU doesn't need. `replicas` is the
+    number of groups under "hybrid", each with a full copy of the state; two by default. With `has_host`, offloaded
+    state leaves the device for its host; a rank on the CPU has no separate host. `optimizer` is one of
+    `planning.optimizers`. `precision`, one of `planning.state.PRECISIONS`, defaults to that of `config`. Raises
+    ValueError for a unit that isn't a module of the model.
     """
     ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
@@ -89,7 +89,7 @@ def walk_step(
         is_last, before = part == parts - 1, len(ledger.tasks)
         rank.begin_part(reduces=is_last or config.reduces_every_part, is_last=is_last)
         _walk(profile.flat_moments if config.is_sharded and config.api == "fsdp1" else profile.moments, rank, ledger)
-        if part == parts - 2:  # all parts between the first and the last are the same
+        if part == parts - 2:  # all micro-batches between the first and the last are the same
             ledger.repeat(ledger.tasks[before:], config.micro_batches - parts)
     ledger.when = "the optimizer's step"
     rank.update()
@@ -97,20 +97,20 @@ def walk_step(
 
 
 def _when(moment: Moment) -> str:
-    """Describe the event in words; the loss follows the root's forward."""
+    """Describe the event in words; after the root's forward comes the loss."""
     if moment.event == "leave_forward" and moment.name == ROOT:
         return "the loss"
     return WHEN[moment.event].format(moment.name or "the root")
 
 
 def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
-    """Refuse FSDP1 if frozen parameters share a unit with trained ones, unless the profile was measured that way."""
+    """Refuse FSDP1 if frozen and trained parameters share a unit, unless the profile was measured that way."""
     mixed = frozen_beside_trained(profile, units)
     if mixed != profile.thawed:
         raise ValueError(
-            f"FSDP1 gives all parameters of a unit with a trained one gradients, so here {len(mixed)} frozen ones too; "
-            f"the step was measured with {len(profile.thawed)} of them. Measure it with this plan's units as flat_units, "
-            "or take FSDP2"
+            f"FSDP1 gives every parameter in a unit a gradient if any of them is trained: here, {len(mixed)} frozen ones. "
+            f"But the step was measured with {len(profile.thawed)} of them. Measure it with this plan's units as "
+            "flat_units, or use FSDP2"
         )
 
 

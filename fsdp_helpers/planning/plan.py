@@ -1,4 +1,4 @@
-"""A plan: how much memory a model takes on a number of devices, how long a step is, and whether it fits. No torch.
+"""Make a plan: how much memory a model takes on each device, how long a step takes, and whether it fits. No torch.
 
 GB are 10^9 bytes. We count the bytes that PyTorch allocates for tensors, and set aside an allowance for everything
 else.
@@ -20,8 +20,8 @@ from fsdp_helpers.planning.step_time import Speed, StepTime, time_step
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.records import CollectiveCount, StateBytes
 
-HOST_UPDATE_BYTES_PER_S = 20e9  # a rank's share of host memory: one socket of eight channels of DDR5, four ranks
-UPDATE_PASSES = 3  # a parameter is read and written, its gradient read; moments are read and written
+HOST_UPDATE_BYTES_PER_S = 20e9  # a rank's share of host memory bandwidth: four ranks per socket, 8 channels of DDR5
+UPDATE_PASSES = 3  # each parameter is read and written, its gradient is read; moments come on top
 HEAD = "head"  # the module of a language model whose logits can be computed in chunks
 CATEGORIES = {
     "parameters": "parameters",
@@ -40,18 +40,19 @@ class Settings:
     Raises ValueError for settings that can't work.
     """
 
-    batch: int  # of one rank in one forward and backward, in the items of the model
+    batch: int  # what one rank processes in one forward and backward, counted in the model's items
     strategy: str = setting(
         "fsdp-auto-wrap", "how state is sharded; auto-wrap makes each block a unit", choices=STRATEGIES
     )
     api: str = setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
     sharding: str = setting(
         "full",
-        "shard everything (full, ZeRO-3); the same, but keep parameters unsharded from forward to backward (grad-op, "
-        "ZeRO-2); everything within each of several groups of ranks (hybrid); or nothing (none, fsdp1)",
+        "shard everything (full, ZeRO-3); shard everything, but keep parameters unsharded from forward to backward "
+        "(grad-op, ZeRO-2); shard everything within each of several groups of ranks (hybrid); or shard nothing (none, "
+        "fsdp1 only)",
         choices=SHARDING,
     )
-    replicas: int = setting(2, "number of such groups, each with a copy of the state, for hybrid sharding")
+    replicas: int = setting(2, "number of groups for hybrid sharding, each with a full copy of the state")
     precision: str = setting(
         "fp32",
         "fp32; mixed, with fp32 shards and reductions (bf16; fp16 for devices without bf16, with a scaled loss); or "
@@ -64,9 +65,11 @@ class Settings:
         "(selective)",
         choices=ACTIVATION_CHECKPOINTING,
     )
-    micro_batches: int = setting(1, "parts of a step, each with its own forward and backward of a rank's batch")
+    micro_batches: int = setting(
+        1, "number of micro-batches in a step, each with its own forward and backward of a rank's batch"
+    )
     sync_micro_batches: bool | None = setting(
-        None, "reduce gradients after every part (the default where parameters are sharded), or only after the last"
+        None, "reduce gradients after every micro-batch (the default if parameters are sharded), or only after the last"
     )
     optimizer: str = setting(
         "adam",
@@ -74,7 +77,9 @@ class Settings:
         "Adam with moments in 8 bits (adam-8bit); SGD, with momentum or without",
         choices=tuple(OPTIMIZERS),
     )
-    loss_chunks: int = setting(1, "compute logits and loss in N parts of the tokens, each recomputed in backward")
+    loss_chunks: int = setting(
+        1, "split the tokens into N chunks to compute logits and loss; each chunk is computed again in backward"
+    )
 
     def __post_init__(self) -> None:
         for name in ("batch", "replicas", "micro_batches", "loss_chunks"):
@@ -85,49 +90,49 @@ class Settings:
         self.config()
 
     def config(self) -> TrainConfig:
-        """Return the walk's configuration; it gets precision and optimizer separately."""
+        """Return the configuration for the walk, which gets the precision and the optimizer separately."""
         names = ("strategy", "api", "sharding", "activation_checkpointing", "micro_batches", "sync_micro_batches")
         own = {name: getattr(self, name) for name in names}
         return TrainConfig(**own, global_batch_size=self.micro_batches * MOST_RANKS)
 
     @property
     def measured_precision(self) -> str:
-        """Return the precision of activations: an unsharded model in mixed precision runs under autocast.
+        """Return the precision to profile activations in: in mixed precision, an unsharded model runs under autocast.
 
-        fp16 takes as many bytes as bf16.
+        fp16 counts as bf16, since its values are the same size.
         """
         precision = "bf16" if self.precision == "fp16" else self.precision
         return "autocast" if precision == "bf16" and not is_sharded(self.strategy) else precision
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError if `world_size` ranks cannot run these settings."""
+        """Raise ValueError if these settings don't work on `world_size` ranks."""
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, but world_size is {world_size}; use 'ddp', or 1 rank"
             )
         if self.sharding == "hybrid" and (world_size % self.replicas or world_size // self.replicas < 2):
             raise ValueError(
-                f"sharding 'hybrid' divides the ranks into {self.replicas} groups of two or more, world_size is "
+                f"sharding 'hybrid' divides the ranks into {self.replicas} groups of two or more, but world_size is "
                 f"{world_size}; use a multiple of {self.replicas}, {2 * self.replicas} or more"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A step on one rank of the cluster: bytes needed, bytes sent, seconds of computing."""
+    """One rank's step on the cluster: the bytes it needs, the bytes it sends, and the time it takes."""
 
     model: str
     item: str
     num_params: int
-    sequence: int = 1  # items of one sample
-    active_params: int | None = None  # that one token goes through, if those aren't all
+    sequence: int = 1  # items per sequence
+    active_params: int | None = None  # the parameters that one token uses, if that isn't all of them
     settings: Settings
     cluster: Cluster
-    peak: Peak  # on the rank with the largest shards
+    peak: Peak  # that of the rank with the largest shards
     state: StateBytes  # of rank 0, without padding
     collectives: tuple[CollectiveCount, ...]
-    step_flops: int | None  # of one rank, including recomputation
-    model_flops: int | None = None  # without
+    step_flops: int | None  # operations in one rank's step, including recomputation
+    model_flops: int | None = None  # the same without recomputation
     time: StepTime | None = None
     checkpoint_bytes: int = 0
 
@@ -147,12 +152,12 @@ class Plan:
 
     @property
     def spare_bytes(self) -> float:
-        """Return the free bytes; below zero if the plan doesn't fit."""
+        """Return how many bytes of the device stay free; negative if the plan doesn't fit."""
         return self.cluster.device_memory_bytes - self.needed_bytes
 
     @property
     def fits_host(self) -> bool:
-        """Return True if the hosts can hold the offloaded bytes, as far as their memory is known."""
+        """Return True if a node's host memory, as far as it's known, has room for the offloaded bytes."""
         return self.node_host_bytes <= (self.cluster.host_memory_bytes or math.inf)
 
     @property
@@ -165,7 +170,7 @@ class Plan:
 
     @property
     def communication_s(self) -> float:
-        """Return the seconds that a rank's links need for a step's bytes."""
+        """Return how many seconds a rank's links are busy in a step."""
         return self.time.communication_s if self.time else self.sent_bytes / self.cluster.bandwidth_bytes_per_s
 
     @property
@@ -175,17 +180,17 @@ class Plan:
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """Return the shortest and the longest step; `time.estimate_s` is between them. None if launches dominate."""
+        """Return the shortest and longest step in seconds; None if kernel launches dominate or no rate is known."""
         return (self.time.shortest_s, self.time.longest_s) if self.time and not self.time.launches_decide else None
 
     @property
     def items_per_step(self) -> int:
-        """Return the items per step, over all ranks."""
+        """Return how many items all ranks together process in a step."""
         return self.settings.batch * self.settings.micro_batches * self.cluster.world_size
 
     @property
     def items_per_s(self) -> tuple[float, float] | None:
-        """Return the items per second over all ranks, for the shortest and the longest step."""
+        """Return the items per second of all ranks together, for the shortest and for the longest step."""
         return (self.items_per_step / self.step_s[0], self.items_per_step / self.step_s[1]) if self.step_s else None
 
     @property
@@ -194,7 +199,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Return the model FLOPs utilization: the model's own operations, without recomputing, over the peak rate."""
+        """Return the model FLOPs utilization: the model's own FLOP/s, without recomputation, over the peak rate."""
         if self.time is None or self.cluster.peak_flops_per_s is None:
             return None
         return self.model_flops / self.time.estimate_s / self.cluster.peak_flops_per_s
@@ -209,7 +214,7 @@ class Plan:
         return {words: sizes[kind] for kind, words in CATEGORIES.items()}
 
     def to_json(self) -> dict:
-        """Return the plan as plain values."""
+        """Return the plan as a dict of plain values."""
         return {
             "model": self.model,
             "num_params": self.num_params,
@@ -240,7 +245,7 @@ class Plan:
 
 
 def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
-    """Plan `subject` on `cluster`, for devices with a host, whose collectives need no copies.
+    """Plan `subject` on `cluster`, whose devices can offload to a host, and whose collectives (NCCL) make no copies.
 
     Raises ValueError if the ranks don't match the settings.
     """
@@ -278,11 +283,11 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
 
 
 def step_flops(subject: Subject, settings: Settings) -> int | None:
-    """Count the operations of one rank's step, recomputation included.
+    """Return the number of operations in one rank's step, recomputation included; None if it's unknown.
 
-    Backward takes two products for each of forward, or one if a weight is frozen; recomputing repeats nearly all of
-    forward. In chunks, the head's forward is computed twice. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix
-    B.
+    Backward takes two products for each one in forward, or one if the weight is frozen. Recomputation repeats nearly
+    all of forward. With a chunked loss, the head's forward is computed twice. Source: Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B.
     """
     forward = _forward_flops(subject, settings)
     if forward is None:
@@ -304,7 +309,7 @@ def _forward_flops(subject: Subject, settings: Settings) -> int | None:
 
 
 def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepProfile, step: Step) -> StepTime | None:
-    """Return the seconds of a step, if the rate is known."""
+    """Return the times of a step, or None if no rate is known."""
     if cluster.flops_per_s is None or subject.forward_flops is None:
         return None
     sharded = settings.config().is_sharded
@@ -328,18 +333,18 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
 
 
 def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> dict[str, float]:
-    """Return a forward's operations by module, weighted so that all take the time of matrix products."""
+    """Return a forward's operations by module, weighted so that each takes as long as one of a matrix product."""
     found: dict[str, float] = dict(subject.unit_flops_of(settings.batch))
     if cluster.is_typical:
         for unit, flops in subject.attention_flops(settings.batch).items():
             found[unit] += (ATTENTION_COST - 1) * flops
     if settings.loss_chunks > 1 and HEAD in found:
-        found[HEAD] *= 4 / 3  # its forward, twice
+        found[HEAD] *= 4 / 3  # its forward is computed twice
     return found
 
 
 def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
-    """Return the time of an update, which is bound by memory: it reads everything and writes all but the gradients."""
+    """Return the seconds of an update, which is memory-bound: it reads the whole state and writes all but gradients."""
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes

@@ -164,4 +164,4 @@ def test_the_title_says_what_is_left_out(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "gemma3"} | CARDS["gemma3 (4B, its text model)"][0])
     )
-    assert read_config(tmp_path)[0].startswith("Gemma 3 (its text model, without the tower for images) of ")
+    assert read_config(tmp_path)[0].startswith("Gemma 3 (its text model, without the image tower) of ")

@@ -280,7 +280,9 @@ def test_ranks_that_do_not_go_with_the_settings():
         make_plan(SUBJECT, Settings(batch=1, strategy="local"), cluster())
     with pytest.raises(ValueError, match="use a multiple of 3, 6 or more"):
         make_plan(SUBJECT, Settings(batch=1, sharding="hybrid", replicas=3), cluster())
-    with pytest.raises(ValueError, match="into 8 groups of two or more, world_size is 8; use a multiple of 8, 16 or"):
+    with pytest.raises(
+        ValueError, match="into 8 groups of two or more, but world_size is 8; use a multiple of 8, 16 or"
+    ):
         make_plan(SUBJECT, Settings(batch=1, sharding="hybrid", replicas=8), cluster())
     with pytest.raises(ValueError, match="unknown precision 'fp8'; choose one of fp32, bf16, fp16, pure-bf16"):
         Settings(batch=1, precision="fp8")
