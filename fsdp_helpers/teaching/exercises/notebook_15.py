@@ -62,7 +62,8 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
     share = (2 * WIDTH + 1) * HIDDEN // world_size  # of both weights and the first bias
     expect(
         found.kept <= share + WIDTH,
-        f"{says}your MLP keeps {found.kept} values; its share, plus the last bias, is {share + WIDTH}",
+        f"{says}your MLP keeps {found.kept} values; a share of both weights and of the first bias, plus the last bias,"
+        f" is {share + WIDTH}",
     )
     expect(
         found.forward == ["all_reduce"],

@@ -1,1 +1,1 @@
-"""Figures and drawings, in one style."""
+"""Plots and drawings in one style, with titles and descriptions made from their data."""

@@ -4,7 +4,8 @@ Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters
 tensor's area is its bytes. The picture is for two ranks.
 
 Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
-which repeats the step, slowed down. The picture itself is a still, and stays one for readers who want no motion.
+which plays the step in slow motion, again and again. Without CSS, or for readers who turn motion off, the picture is a
+still.
 """
 
 from base64 import b64encode
@@ -23,15 +24,15 @@ from fsdp_helpers.teaching.figures.style import FONT, IN_WORDS, OP_COLORS, PEAK_
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 WIDTH, HEIGHT = 960, 590
-LEFT, RIGHT, GAP = 140, 950, 4  # of the picture's width of 960; between two units
+LEFT, RIGHT, GAP = 140, 950, 4  # edges within the picture's width of 960; gap between two units
 ROW, ROW_GAP = 22, 5  # Adam's two moments take two rows
-TOPS = {"optimizer": (82, 276), "gradients": (131, 249), "parameters": (158, 222)}  # of rank 0, of rank 1
+TOPS = {"optimizer": (82, 276), "gradients": (131, 249), "parameters": (158, 222)}  # on rank 0, on rank 1
 HATCHED = "url(#hatch)"
-MANY = 8  # gradients of a unit that are drawn one by one; more come in that many groups
+MANY = 8  # the most gradients of a unit drawn one by one; more are drawn in this many groups
 OTHER = {0: 1, 1: 0}
-LANES, LANE = (340, 358), 12  # the time line of each rank
-TOP, BOTTOM = 396, 532  # of the memory curve
-PLAY_S, REST_S = 14.0, 2.0  # in which a step is shown, and how long its end stays
+LANES, LANE = (340, 358), 12  # each rank's time line
+TOP, BOTTOM = 396, 532  # edges of the memory curve
+PLAY_S, REST_S = 14.0, 2.0  # how long a step plays, and how long its end stays on screen
 CURVE_POINTS, READINGS = 400, 80
 CAPTIONS = {
     "forward": "Forward: shards come together, and full parameters are used",
@@ -48,7 +49,7 @@ HATCH_PATTERN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A part's position at one moment, and whether it is visible; in between it moves at a steady pace."""
+    """A part's position at one moment, and whether it's visible; between two keys it moves at a steady pace."""
 
     time_s: float
     y: float = 0.0
@@ -58,13 +59,13 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """An SVG element, drawn at the origin of its motion, and its keyframes; one for a part that never changes."""
+    """An SVG element, drawn at the origin of its motion, and its keyframes; a part that never changes has one."""
 
     shape: str
     keys: tuple[Key, ...] = (Key(time_s=0.0),)
 
     def at(self, time_s: float) -> Key:
-        """Return its position at that time."""
+        """Return the part's position at that time."""
         place = bisect_right([key.time_s for key in self.keys], time_s)
         if place in (0, len(self.keys)):
             return self.keys[min(place, len(self.keys) - 1)]
@@ -132,13 +133,13 @@ def animated(step: UnitTrace) -> Picture:
 
 
 def still_s(step: UnitTrace) -> float:
-    """Return the most telling moment: the reduce-scatter of a unit in the middle."""
+    """Return the time of the most telling moment: the reduce-scatter of a unit in the middle."""
     reduce = step.ranks[0].reduces[step.units[len(step.units) // 2].name]
     return (reduce.start_s + 2 * reduce.end_s) / 3
 
 
 def player(step: UnitTrace) -> object:
-    """Return the step with play and scrub or, where ipywidgets is missing, a still."""
+    """Return the step with a play button and a slider or, if ipywidgets is missing, as a still."""
     try:
         import ipywidgets
     except ImportError:
@@ -186,7 +187,7 @@ def _picture(step: UnitTrace, moving: str, style: str) -> Picture:
 
 
 def _moving(step: UnitTrace) -> Iterator[Part]:
-    """Yield boxes, captions, the collective in progress, the cursor and its readings."""
+    """Yield the parts that move: boxes, captions, the collective in progress, the cursor and its readings."""
     yield from parts(step)
     for text, start_s, end_s in captions(step):
         look = 'text-anchor="middle" font-weight="600" style="font-size:17px"'
@@ -245,19 +246,19 @@ def _kept(place: Place, rank: int) -> Iterator[Part]:
 
 
 def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the other rank's parameter shard: it arrives with each all-gather, and goes when the unit is resharded."""
+    """Yield the other rank's parameter shard, which arrives with each all-gather and disappears on reshard."""
     top, its_top = TOPS["parameters"][rank], TOPS["parameters"][OTHER[rank]]
     keys: list[Key] = []
     for number, stay in enumerate(seen.stays[unit]):
         theirs = step.ranks[OTHER[rank]].stays[unit][number].gather
-        begins_s = max(stay.gather.start_s, theirs.start_s)  # no data moves before both ranks are there
+        begins_s = max(stay.gather.start_s, theirs.start_s)  # no data moves before both ranks have arrived
         keys += _blink(begins_s, its_top - top, stay.gather.end_s, 0, stay.freed_s)
     shape = place.half(OTHER[rank]).box(top, ROW, STATE_COLORS["parameters"], ' fill-opacity="0.85"')
     yield Part(shape=shape, keys=tuple(keys))
 
 
 def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the shard of the mean until zero_grad, full gradients tensor by tensor, and their halves in transit."""
+    """Yield the mean gradient's shard until zero_grad, full gradients tensor by tensor, and their halves in transit."""
     top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
     reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
     begins_s = max(reduce.start_s, theirs.start_s)
@@ -278,7 +279,7 @@ def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUn
 
 
 def _made(unit: str, place: Place, seen: RankUnits) -> Iterator[tuple[Place, float]]:
-    """Yield each gradient's place in the unit, and when it exists; the last in forward is the first in backward."""
+    """Yield each gradient's place in the unit, and the time it appears; the last in forward is first in backward."""
     made = [one for one in seen.gradients if one.unit == unit]
     whole = sum(one.bytes for one in made)
     group_bytes, end = whole / MANY, 1.0
@@ -306,7 +307,7 @@ def _blink(appears_s: float, from_y: float, arrives_s: float, to_y: float, goes_
 
 
 def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
-    """Return every collective of rank 0 with a text that names it and its unit, in time."""
+    """Return rank 0's collectives in order of time, each with a text that names it and its unit."""
     seen = step.ranks[0]
     gathers = [(f"all-gather: {unit}", stay.gather) for unit, stays in seen.stays.items() for stay in stays]
     reduces = [(f"reduce-scatter: {unit}", reduce) for unit, reduce in seen.reduces.items()]
@@ -323,7 +324,7 @@ def captions(step: UnitTrace) -> list[tuple[str, float, float]]:
 
 
 def _readings(step: UnitTrace) -> Iterator[Part]:
-    """Yield rank 0's allocated bytes over time, as a number and as a dot on the curve, often enough to follow."""
+    """Yield rank 0's allocated bytes over time, as a number and as a dot on the curve, often enough to look smooth."""
     curve = step.ranks[0].trace.curve
     for number in range(READINGS):
         start_s, end_s = (step.length_s * (number + more) / READINGS for more in (0, 1))
@@ -340,7 +341,7 @@ def _for_a_while(shape: str, start_s: float, end_s: float) -> Part:
 
 
 def _fixed(step: UnitTrace) -> Iterator[str]:
-    """Yield names, both time lines with their collectives, and rank 0's memory curve."""
+    """Yield the parts that don't move: names, both time lines with their collectives, and rank 0's memory curve."""
     for unit, place in places(step).items():
         if place.width > 40 or len(step.units) == 1:
             yield _text(place.left + place.width / 2, 74, unit, 'text-anchor="middle"')
@@ -406,7 +407,7 @@ def ddp_bytes(step: UnitTrace) -> int:
 
 
 def thinned(times_s: tuple[float, ...], sizes: tuple[int, ...]) -> list[tuple[float, int]]:
-    """Return the staircase with at most CURVE_POINTS stretches; of each, the highest point stays."""
+    """Return the memory curve with at most CURVE_POINTS points: the highest of each stretch of time."""
     kept: dict[int, tuple[float, int]] = {}
     for at_s, size in zip(times_s, sizes, strict=True):
         stretch = int(CURVE_POINTS * at_s / (times_s[-1] or 1))
@@ -435,10 +436,10 @@ def _still(part: Part, time_s: float, number: int | None = None) -> str:
 
 
 def _rule(number: int, keys: tuple[Key, ...], length_s: float) -> str:
-    """Return the CSS of one part's motion: keyframes as shares of the step plus the rest after it."""
+    """Return the CSS of one part's motion, with keyframes as shares of the step and the pause after it."""
     share = 100 * PLAY_S / (PLAY_S + REST_S) / length_s
     stops = {0.0: keys[0]}
-    for key in keys:  # two keys at one time are a jump; CSS would take the second for both
+    for key in keys:  # two keys at one time mean a jump; CSS would use the second for both
         at = round(share * key.time_s, 2)
         stops[at if at > max(stops) or not key.time_s else round(max(stops) + 0.01, 2)] = key
     stops[100.0] = keys[-1]

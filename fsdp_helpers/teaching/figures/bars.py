@@ -1,4 +1,4 @@
-"""Bars of bytes, drawn into axes from `plots`: a rank's bytes between steps, and at the peak."""
+"""Draw bars of bytes into axes from `plots`: a rank's bytes between steps, and at the peak."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -23,11 +23,11 @@ from fsdp_helpers.teaching.figures.style import (
 from fsdp_helpers.training.palette import TEXT_COLOR
 
 THIN = 0.36  # height of one of the two bars of a row
-ROOM = 0.07  # of the axis: a part this narrow has no room for its number
+ROOM = 0.07  # share of the axis: a part narrower than this has no room for its number
 
 
 def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
-    """Return row label -> run and record: one row for ranks with the same numbers, else one per rank."""
+    """Return the run and a record for each row label: one row for ranks with the same numbers, else one per rank."""
     rows = {}
     for name, ranks in runs.items():
         if len(ranks) == 1:
@@ -56,8 +56,8 @@ def held_parts(record: RankRecord) -> dict[str, int]:
 def peak_parts(peak: Peak, alone: bool = False) -> dict[str, int]:
     """Return the bytes of a predicted peak by kind: full gradients and their shards, gloo's copies and other buffers.
 
-    FSDP2's input to a reduce-scatter is full gradients in a new layout. A process that's `alone` has nothing to average
-    its gradients with, so they count as gradients, as between steps.
+    The input to FSDP2's reduce-scatter counts as full gradients, since it's the same values in a new layout. A process
+    that's `alone` has no other rank to average with, so its gradients count as gradients, as they do between steps.
     """
     parts = dict.fromkeys(PEAK_COLORS, 0)
     for term in peak.terms:
@@ -72,7 +72,7 @@ def _kind_of(term: Term, alone: bool) -> str:
 
 
 def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes: int, alone: bool) -> set[str]:
-    """Draw the two bars of a row, and a line at the measured peak; return the kinds drawn. `alone` means in one process."""
+    """Draw the two bars of a row, and a line at the measured peak; return the kinds drawn. `alone`: in one process."""
     held, parts = held_parts(record), peak_parts(peak, alone)
     above, below = row - THIN / 2 - 0.02, row + THIN / 2 + 0.02
     _draw_parts(ax, above, "held", held, highest_bytes)
@@ -108,7 +108,7 @@ def _look(kind: str) -> dict:
 
 
 def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
-    """Draw for each row the bytes at the peak (light), and in front of them the held bytes (solid), with their number."""
+    """Draw each row's bytes at the peak (light) and, in front of them, its held bytes (solid), with their number."""
     places, colors = range(len(rows)), [STRATEGY_COLORS[row.strategy] for row in rows]
     highest_bytes = max(row.peak_bytes for row in rows)
     ax.barh(places, [row.peak_bytes / MB for row in rows], color=colors, alpha=0.35, height=0.7, label="peak")
@@ -121,7 +121,7 @@ def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
 
 
 def draw_times(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
-    """Draw the step time of each row, with its number."""
+    """Draw each row's step time as a bar, with its number."""
     times_ms = [1e3 * row.step_s for row in rows]
     ax.barh(range(len(rows)), times_ms, color=[STRATEGY_COLORS[row.strategy] for row in rows], height=0.7)
     for place, time_ms in enumerate(times_ms):

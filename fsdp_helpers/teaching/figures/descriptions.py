@@ -1,4 +1,4 @@
-"""A figure in words and numbers, for readers who can't see it, generated from the drawing."""
+"""Describe a figure in words and numbers, generated from the drawing, for readers who can't see it."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ def put_in_words(fig: Figure, words: str) -> None:
 
 
 def describe(fig: Figure) -> str:
-    """Return a figure's description: its own if it has one, else title, axes and numbers of each panel."""
+    """Return a figure's description: its own if it has one, else each panel's title, axes and numbers."""
     if fig.get_label():
         return str(fig.get_label())
     parts = [part for ax in fig.axes if (part := _describe_axes(ax))]
@@ -49,13 +49,13 @@ def _describe_axes(ax: Axes) -> str:
 
 
 def _sentence(what: str, parts: Iterable[str]) -> list[str]:
-    """Return one sentence, or "" if there is nothing to say."""
+    """Return a list with one sentence, or an empty list if there's nothing to say."""
     said = "; ".join(dict.fromkeys(part for part in parts if part))
     return [f"{what}: {said}."] if said else []
 
 
 def _line(line: Line2D) -> str:
-    """Return a line's first and last value, and its range."""
+    """Return a sentence with a line's first and last values, and its range."""
     xs, ys = ([float(value) for value in np.asarray(data)] for data in line.get_data())
     name = f"{_name(line)}: " if _is_named(line) else "A line: "
     if len(set(xs)) == 1:
@@ -69,7 +69,7 @@ def _line(line: Line2D) -> str:
 
 
 def _points(points: PathCollection) -> str:
-    """Return the values of a few points or, for many, their range."""
+    """Return a sentence with the values of a few points or, if there are many, their range."""
     places = [(float(x), float(y)) for x, y in points.get_offsets()]
     if len(places) <= 4:
         return f"{_name(points)}: {', '.join(f'{y:,.4g} at {x:,.4g}' for x, y in places)}."
@@ -86,7 +86,7 @@ def _is_named(drawn: Artist) -> bool:
 
 
 def _bars(ax: Axes) -> list[str]:
-    """Return the lengths of the bars, row by row, with their labels; of many bars, how many of each label."""
+    """Return the bars' lengths and labels, row by row; if there are many bars, how many have each label."""
     rows: dict[str, list[tuple[str, float]]] = {}
     for container in ax.containers:
         if isinstance(container, BarContainer):

@@ -1,4 +1,4 @@
-"""The figures of notebook 15: ranks in two dimensions, a pipeline's step, sent bytes."""
+"""The figures of notebook 15: ranks in two dimensions, a pipeline's step, and the bytes that are sent."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ WORK_COLORS = {"F": STATE_COLORS["parameters"], "B": STATE_COLORS["gradients"]}
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
     """Draw one panel per mesh of 2 x 2 ranks: in each rank's box, one line per thing it holds.
 
-    `meshes` has the names of both dimensions, rows first, and for each of them the contents of ranks 0 and 1 along it.
+    `meshes` maps the names of both dimensions, rows first, to what ranks 0 and 1 along each dimension hold.
     """
     with figure_style():
         fig, axes = plt.subplots(1, len(meshes), figsize=(9, 2.5), layout="constrained")

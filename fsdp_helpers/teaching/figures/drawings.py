@@ -1,6 +1,7 @@
-"""Diagrams: the bytes and stages of a step, units and queues. Nothing here is measured.
+"""Diagrams of a step's stages, of units, and of a GPU's queues. None of them shows measured numbers.
 
-Each function returns `fig, ax` or `fig, axes`. Filled boxes are what a rank has; empty frames are elsewhere.
+Each function returns `fig, ax` or `fig, axes`. Filled boxes are what a rank has; empty frames are what it
+doesn't.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +29,15 @@ IN_WORDS = {
     WHOLE: "in full on every rank",
     SHARD: "a shard on each rank",
     NOTHING: "none",
-    OWN: "in full on every rank (of its own images only)",
+    OWN: "in full on every rank (from its own images only)",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of a step: how much of the parameters, gradients and optimizer state every rank has then.
+    """One stage of a step: how much of the parameters, gradients and optimizer state each rank has.
 
-    "own" means full gradients of the rank's own images, not yet averaged with those of the other ranks.
+    "own" means full gradients of the rank's own images, not yet averaged with the other ranks'.
     """
 
     title: str
@@ -61,7 +62,7 @@ DDP_STEP = (
 STEPS = {"DDP": DDP_STEP, "FSDP": FSDP_STEP}
 ROWS = ("parameters", "gradients", "optimizer")
 KEY = (
-    "filled: this rank has it · framed: it lies on the other rank, or nowhere · hatched: of this rank's own images only"
+    "filled: this rank has it · framed: it's on the other rank, or nowhere · hatched: from this rank's own images only"
 )
 
 
@@ -124,9 +125,9 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
     """Draw one rank's step of FSDP2, one row per unit (root first): when it has full parameters and full gradients.
 
     Time runs to the right: forward through the units, then backward through them in reverse. The root stays unsharded
-    from its first all-gather to the end of backward, and so do its gradients from backward's beginning, since the model
-    ends with a head that belongs to it. Each other unit is unsharded twice, the second time while backward is still
-    busy with the unit behind it. In each row, parameters are above gradients, because a rank has both at once.
+    from its first all-gather to the end of backward, and its gradients stay full from the start of backward, since the
+    model ends with a head that belongs to the root. Each other unit is unsharded twice, the second time while backward
+    is still computing the unit after it. In each row, parameters are above gradients, because a rank has both at once.
     """
     root, *below = units
     turn = len(below) + 0.25  # forward ends
@@ -138,7 +139,7 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
         for row, _ in enumerate(below, start=1):
             backward = turn + len(below) - row  # the last unit first
             _draw_stretch(ax, row, row - 1, row, "parameters")
-            ahead = min(1, backward - turn)  # backward begins with the last unit, which nothing precedes
+            ahead = min(1, backward - turn)  # backward begins with the last unit, so nothing comes before it
             label = "parameters, unsharded early" if ahead else "parameters"
             _draw_stretch(ax, row, backward - ahead, backward + 1, label)
             _draw_stretch(ax, row, backward, backward + 1, "gradients", gradients=True)
@@ -170,7 +171,7 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
 
 
 def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
-    """Draw a GPU's two queues for each choice, one below the other; `given` names the assumptions behind the times."""
+    """Draw a GPU's two queues for each choice, one above the other; `given` says what the times are computed from."""
     colors = {"forward": FRAME_COLOR, "backward": TEXT_COLOR, **OP_COLORS}
     with figure_style():
         fig, ax = plt.subplots(figsize=(9, 0.9 + 0.9 * len(choices)), layout="constrained")
@@ -216,5 +217,5 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
         ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; numbers are blocks")
         ax.margins(x=0.01)
     told = "; ".join(f"{name}: {', '.join(order)}" for name, order in orders.items())
-    put_in_words(fig, f"Events of a forward in time. {told}.")
+    put_in_words(fig, f"A forward's events, in order. {told}.")
     return fig, ax

@@ -1,4 +1,4 @@
-"""Figures of plans: a rank's bytes by number of ranks, the fewest ranks that fit, and the errors of predictions."""
+"""Figures about plans: a rank's bytes by number of ranks, the fewest ranks that fit, and prediction errors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,9 +14,9 @@ from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLORS, SERIES_COL
 from fsdp_helpers.teaching.figures.titles import errors_within, fits_from, titled
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
-NEAR = 0.01  # of the measured peak
+NEAR = 0.01  # relative to the measured peak
 MODEL_SHIFT = 0.2  # between the marks of two models
-NOT_CHOSEN = 0.3  # opacity of a bar
+NOT_CHOSEN = 0.3  # opacity of a bar for another number of ranks
 
 
 def plot_waterfall(
@@ -67,8 +67,8 @@ def plot_what_fits(
 ) -> tuple[Figure, Axes]:
     """Plot a rank's bytes by number of ranks: a line per model, and a dashed line per device size.
 
-    `needed` has the bytes by model and ranks; `thresholds`, by model and GB of a device, the fewest ranks that fit. A
-    mark shows each threshold within the plotted ranks.
+    `needed` has the bytes by model and number of ranks; `thresholds` has the fewest ranks that fit, by model and device
+    size in GB. A mark shows each threshold within the plotted ranks.
     """
     sizes = sorted({size for fewest in thresholds.values() for size in fewest})
     with figure_style():
@@ -94,7 +94,7 @@ def plot_what_fits(
 
 
 def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
-    """Plot the errors of predictions in percent: a mark for each run, a column for each variant, a marker per model."""
+    """Plot prediction errors in percent: one mark per run, one column per variant, one marker shape per model."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():

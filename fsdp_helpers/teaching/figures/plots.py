@@ -47,7 +47,7 @@ HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
-    """Plot each step's training loss, a line per run. If runs coincide, thin dashed lines cover thick pale ones."""
+    """Plot each step's training loss, one line per run. If runs coincide, thin dashed lines cover thick pale ones."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
@@ -55,13 +55,13 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]
             look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.6 if depth == 0 and above else 1}
             ax.plot(range(1, len(losses) + 1), losses, label=name, **look)
         ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title=same_losses(list(runs.values())))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # no ticks at fractions of a step
         ax.legend(handlelength=5)
     return fig, ax
 
 
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
-    """Plot a row of digits (N, 1, 28, 28), titled with label or prediction: "7 ≠ 1" is a wrong prediction."""
+    """Plot a row of digits (N, 1, 28, 28), each titled with its label or prediction: "7 ≠ 1" is a wrong prediction."""
     right = labels[: len(images)].tolist()
     shown = right if predictions is None else predictions[: len(images)].tolist()
     with figure_style():
@@ -80,7 +80,7 @@ def plot_memory_curve(
 ) -> tuple[Figure, Axes]:
     """Plot the bytes allocated over one step, with its phases shaded and its peak marked.
 
-    `notes` are texts and their times in seconds; each gets a line down to the curve at that time.
+    `notes` maps texts to times in seconds; each text gets a line down to the curve at its time.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3.4 if notes else 2.8), layout="constrained")
@@ -91,7 +91,7 @@ def plot_memory_curve(
 
 
 def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
-    """Return notes for the memory curve of a model in a single FSDP unit: the cause of each jump, and its time."""
+    """Return notes for the memory curve of a model that's a single FSDP unit: each jump's cause and time."""
     gather = next(seen for seen in trace.collectives if seen.op == "all_gather")
     reduce = next(seen for seen in trace.collectives if seen.op == "reduce_scatter")
     end_s = {phase.name: phase.end_s for phase in trace.curve.phases}
@@ -106,7 +106,7 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
 def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] | None = None) -> tuple[Figure, Axes]:
     """Plot two bars per row: a rank's bytes between steps, and its bytes at the peak according to the ledger.
 
-    `peaks` are the predicted ones, by the names of `runs`; without them `predicted_peaks` measures a step of each run
+    `peaks` are the predicted peaks, keyed like `runs`; without them, `predicted_peaks` measures a step of each run
     here. A line marks the measured peak. Ranks with the same bytes share a row.
     """
     peaks = predicted_peaks(runs) if peaks is None else peaks
@@ -129,7 +129,7 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] 
 
 
 def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Axes]:
-    """Plot the collectives of one step on a time line, one row per rank, each with the MB that the rank sends."""
+    """Plot the collectives of one step on a time line, one row per rank, with the MB that each one sends."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 1.1 + 0.5 * len(traces)), layout="constrained")
         draw_collectives(ax, traces)
@@ -153,7 +153,7 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
 def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
     """Draw peak bytes per parameter against the number of ranks.
 
-    There is one line per name: a strategy, or one with a variant ("ddp, lean"). Its name is at its end.
+    There's one line per name, which is a strategy or a variant of one ("ddp, lean"); the name is at the line's end.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -178,7 +178,7 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
 
 
 def apart(ends: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
-    """Yield named points (x, y, name), moved up where their names would overlap in a column."""
+    """Yield named points (x, y, name), moved up where names in the same column would overlap."""
     line = 0.07 * max(y for _, y, _ in ends)  # the height of a line of text
     below = (0.0, -line)
     for x, y, name in sorted(ends):
@@ -187,7 +187,7 @@ def apart(ends: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, flo
 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
-    """Plot a bar per rung: bytes held (solid), peak (light), its prediction (a mark), its change; and the step time."""
+    """Plot each rung's held bytes (solid), peak (light), predicted peak (a mark), change of peak, and step time."""
     with figure_style():
         size = (9, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
@@ -208,7 +208,7 @@ def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
 
 
 def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axes]]:
-    """Plot, for each model, bytes held (solid) and peak (light) of every strategy, and its step time."""
+    """Plot, for each model, every strategy's held bytes (solid), peak (light) and step time."""
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
         fig, axes = plt.subplots(len(models), 2, figsize=(9, 0.6 + 2.4 * len(models)), layout="constrained")
@@ -241,7 +241,7 @@ def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence
 
 
 def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
-    """Plot measured step times against bandwidth, over the planner's range from the shortest to the longest step.
+    """Plot measured step times against bandwidth, on top of the planner's range from the shortest to the longest step.
 
     Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as in the saved record.
     """

@@ -1,4 +1,4 @@
-"""The look of all figures: one color per strategy through the series, one per kind of state.
+"""The look of all figures: one color per strategy throughout the series, and one per kind of state.
 
 Color is never the only cue: a label, a hatch, a line's pattern or a fixed order gives the same information.
 """
@@ -42,7 +42,7 @@ STRATEGY_COLORS = {
     "fsdp-auto-wrap": GREEN,
     "fsdp-offload": PURPLE,
 }
-# For runs, ranks and units, in this order: everything except strategies.
+# For runs, ranks and units, in this order; strategies have their own.
 SERIES_COLORS = ("#6b7280", BLUE, ORANGE, VERMILION, GREEN, PURPLE)
 PHASE_COLORS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # translucent
 # Darker, since numbers are written on them in white.
@@ -60,7 +60,7 @@ PEAK_COLOR = "#c2500a"
 LINE_PATTERNS = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 IN_WORDS = "font-size:0.85em;opacity:0.8;max-width:60em"
-FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"  # of what is drawn as SVG
+FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"  # for drawings in SVG
 STYLE = {
     **TEXT_STYLE,
     "axes.prop_cycle": cycler(color=SERIES_COLORS),
@@ -82,25 +82,25 @@ def ink_on(color: str) -> str:
 
 
 def height_of(op: str, row: float) -> float:
-    """Return how high a collective's bar is in a row: low if it reduces, else high."""
+    """Return the height of a collective's bar in a row: low if the collective reduces, else high."""
     return 0.55 * row if op in REDUCING else row
 
 
 def swatches(colors: Mapping[str, str]) -> list[Line2D]:
-    """Return one swatch per name for a legend, as high as the bars of that collective."""
+    """Return one swatch per name for a legend, each as high as that collective's bars."""
     look = {"linestyle": "-", "solid_capstyle": "butt"}
     return [Line2D([], [], color=color, linewidth=height_of(op, 8), label=op, **look) for op, color in colors.items()]
 
 
 def figure_style() -> AbstractContextManager:
-    """Set the style within the block. The backend is loaded first, since its own settings must stay."""
+    """Return a context that sets the style. The backend is loaded first, since its own settings must stay."""
     plt.switch_backend(plt.get_backend())
     _describe_in_notebook()
     return plt.rc_context(STYLE)
 
 
 def _describe_in_notebook() -> None:
-    """Have a notebook show figures with twice the pixels, for sharp screens, and below each its description, folded.
+    """Make notebooks show figures with twice the pixels, for sharp screens, and with a folded description below each.
 
     A description in a picture's metadata alone reaches exports, but JupyterLab doesn't show it.
     """
@@ -127,7 +127,7 @@ def show_described(fig: Figure) -> None:
 
 
 def described_png(fig: Figure) -> tuple[str, dict[str, Any]] | None:
-    """Return a figure as a PNG in base64, and its metadata: the size in which to show it, and its description."""
+    """Return a figure as a base64 PNG, and its metadata: the size to show it at, and its description."""
     from IPython.core.pylabtools import retina_figure
 
     shown = retina_figure(fig, base64=True, bbox_inches="tight")

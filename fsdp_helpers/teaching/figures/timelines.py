@@ -1,4 +1,4 @@
-"""One step of a run on a time line, drawn into axes from `plots`."""
+"""Draw one step of a run on a time line, into axes from `plots`."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
 from fsdp_helpers.teaching.figures.style import OP_COLORS, PHASE_COLORS, height_of, swatches
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
-NARROW = 0.05  # of the time line: a bar this narrow has no room for its number
+NARROW = 0.05  # share of the time line: a bar narrower than this has no room for its number
 
 
 def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
@@ -30,7 +30,7 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
 
 
 def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None:
-    """Draw texts above the curve, to the right of their lines, later ones lower, so that no line crosses a text."""
+    """Draw texts above the curve, to the right of their lines; later texts are lower, so that no line crosses one."""
     peak_mb = curve.peak_bytes / MB
     for above, (text, time_s) in enumerate(sorted(notes.items(), key=lambda note: note[1], reverse=True)):
         place = max(0, bisect_right(curve.times_s, time_s) - 1)
@@ -61,14 +61,14 @@ def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
 
 
 def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> None:
-    """Draw collectives as bars on the first line; below them each unit's copies, to the device and to the host."""
+    """Draw collectives as bars in the first row, and below them each unit's copies to the device and to the host."""
     lines = ("collectives", TO_DEVICE, TO_HOST)
     for phase in trace.curve.phases:
         ax.axvspan(1e3 * phase.start_s, 1e3 * phase.end_s, color=PHASE_COLORS[phase.name], linewidth=0)
         ax.text(500 * (phase.start_s + phase.end_s), -0.55, phase.name, ha="center", va="bottom", color=TEXT_COLOR)
     length_s = max([phase.end_s for phase in trace.curve.phases] + [seen.end_s for seen in trace.collectives])
     for seen in trace.collectives:
-        width_s = max(seen.end_s - seen.start_s, 0.004 * length_s)  # visible, however short
+        width_s = max(seen.end_s - seen.start_s, 0.004 * length_s)  # wide enough to see
         ax.barh(0, 1e3 * width_s, left=1e3 * seen.start_s, **_look(seen.op))
     for unit, way, start_s in unit_copies(copies, units):
         line, time_ms = lines.index(way), 1e3 * (start_s - trace.began_s)
@@ -80,7 +80,7 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
 
 
 def unit_copies(copies: Sequence[OffloadCopy], units: Sequence[str]) -> list[tuple[str, str, float]]:
-    """Return unit, direction and time of each group of copies: one of each parameter of a unit, in turn."""
+    """Return the unit, direction and time of each group of copies; a group copies each of a unit's parameters once."""
     found: list[tuple[str, str, float]] = []
     names: set[str] = set()  # of the parameters in the last group
     for copy in copies:
@@ -118,7 +118,7 @@ def _color(op: str) -> str:
 
 
 def _name_operations(ax: Axes, collectives: Sequence[Collective]) -> None:
-    """Put the operations' colors and heights above the axes on the right, next to the title."""
+    """Put a legend of the operations' colors and heights above the axes on the right, next to the title."""
     colors = {seen.op: _color(seen.op) for seen in collectives}
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     if colors:

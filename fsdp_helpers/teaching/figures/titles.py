@@ -1,4 +1,4 @@
-"""The titles of figures: one sentence each about the content of the figure, made from its numbers."""
+"""The titles of figures: each is one sentence that says what the figure shows, made from its numbers."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from fsdp_helpers.progress import count_ranks
 from fsdp_helpers.quantities import GB, format_bytes, in_mb
 from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
 
-SAME = 1e-4  # nats; summing in fp32 in a different order leaves far less
+SAME = 1e-4  # nats; summing in fp32 in a different order makes a far smaller difference
 
 
 def titled(finding: str, subject: str) -> str:
@@ -22,19 +22,19 @@ def same_losses(runs: Sequence[Sequence[float]]) -> str:
     if len(runs) < 2 or not runs[0] or len({len(losses) for losses in runs}) > 1:
         return ""
     gaps = [largest_difference(one, other) for one, other in combinations(runs, 2)]
-    if not all(gap < SAME for gap in gaps):  # a NaN is not
+    if not all(gap < SAME for gap in gaps):  # a NaN isn't below it
         return ""
     return f"Same losses: they differ by at most {_short(max(gaps))}" if any(gaps) else "Same losses, bitwise equal"
 
 
 def _short(value: float) -> str:
-    """Return one digit and a power of ten: 6e-8, not 6e-08."""
+    """Return a number as one digit and a power of ten: 6e-8, not 6e-08."""
     digit, _, power = f"{value:.0e}".partition("e")
     return f"{digit}e{int(power)}"
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
-    """Say in which phase a step peaks, and how far above the held bytes; return "" if it has no phases."""
+    """Say in which phase a step peaks, and how far above its held bytes; return "" if the step has no phases."""
     if not curve.phases:
         return ""
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]
@@ -51,7 +51,7 @@ def _above_held(curve: MemoryCurve) -> str:
 
 
 def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> str:
-    """Say which line ends lowest on the most ranks, in bytes per parameter and as a share of the highest there."""
+    """Say which line ends lowest on the most ranks, in bytes per parameter and as a share of the highest line."""
     most = max(ranks for by_ranks in peaks.values() for ranks in by_ranks)
     there = {name: by_ranks[most] for name, by_ranks in peaks.items() if most in by_ranks}
     least, greatest = min(there, key=there.__getitem__), max(there, key=there.__getitem__)
@@ -83,7 +83,7 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
 
 
 def foot_of_the_ladder(rungs: Sequence[Rung]) -> str:
-    """Compare the lowest peak with the first one."""
+    """Say what the lowest peak is, and how it compares with the first rung's."""
     least = min(rungs, key=lambda rung: rung.peak_bytes)
     if least is rungs[0]:
         return ""
@@ -92,7 +92,7 @@ def foot_of_the_ladder(rungs: Sequence[Rung]) -> str:
 
 
 def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
-    """Say which strategies of one model have the lowest peak, and how far below the first."""
+    """Say which strategies of one model have the lowest peak, and what share of the first one's it is."""
     least = min(row.peak_bytes for row in rows)
     names = [row.label for row in rows if row.peak_bytes == least]
     share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""
@@ -100,7 +100,7 @@ def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
 
 
 def copies_of_a_step(ways: Sequence[str]) -> str:
-    """Say how often units are copied each way."""
+    """Say how many times units are copied in each direction."""
     return f"Copies of units: {ways.count(TO_DEVICE)} to the device, {ways.count(TO_HOST)} to the host"
 
 
@@ -121,7 +121,7 @@ def errors_within(errors: Sequence[float], bound: float) -> str:
 
 
 def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
-    """Say how many times as long a step takes over the slowest of the links, by bandwidth in Mbit/s."""
+    """Say how many times as long a step takes on the slowest link; `steps_s` is keyed by bandwidth in Mbit/s."""
     slowest = min(steps_s)
     return (
         f"At {slowest:,.0f} Mbit/s a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"

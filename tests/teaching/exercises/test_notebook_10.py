@@ -138,10 +138,13 @@ WRONG = [
     ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "a port from 1024 to 65535 is needed"),
     ([("$first:", "localhost:")], "the meeting point has to be one of the job's nodes"),
     ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart its own store"),
-    ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node is 1; gpu or auto or 4 is needed"),
+    ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node is 1; it should be gpu or auto or 4"),
     # torchrun takes the last one, and after a script's name all belongs to the script
-    ([("--max-restarts=3", "--nnodes=1 --max-restarts=3")], "torchrun --nnodes is 1; 4 or 4:4 is needed"),
-    ([('"$SLURM_JOB_NUM_NODES"', "4")], "submitted with sbatch --nodes=2: torchrun --nnodes is 4; 2 or 2:2 is needed"),
+    ([("--max-restarts=3", "--nnodes=1 --max-restarts=3")], "torchrun --nnodes is 1; it should be 4 or 4:4"),
+    (
+        [('"$SLURM_JOB_NUM_NODES"', "4")],
+        "submitted with sbatch --nodes=2: torchrun --nnodes is 4; it should be 2 or 2:2",
+    ),
     ([('"$first:$((20000 + SLURM_JOB_ID % 10000))"', '"127.0.0.1:1"'), ("c10d", "static")], "rdzv-backend is static"),
     # each node's own name, looked up where torchrun runs
     (

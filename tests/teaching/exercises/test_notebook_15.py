@@ -105,7 +105,7 @@ def test_the_folded_solution_is_right():
         ({"data": 64, "tensor": 8, "context": 1, "pipeline": 1}, "is 512 GPUs; there are 1,024"),
         ({"data": 1024, "tensor": 1, "context": 1, "pipeline": 1}, "512 sequences can't be split evenly across 1024"),
         ({"data": 64, "tensor": 16, "context": 1, "pipeline": 1}, "16 ranks can't share 8 key heads"),
-        ({"data": 128, "tensor": 1, "context": 1, "pipeline": 8}, "80 layers|bubble; at most 25%"),
+        ({"data": 128, "tensor": 1, "context": 1, "pipeline": 8}, "80 layers|bubble, above 25%"),
         ({"data": 512, "tensor": 2, "context": 1, "pipeline": 1}, "communication takes 100% of the arithmetic's time"),
         ({"data": 512, "tensor": 1, "context": 2, "pipeline": 1}, "communication takes 195% of"),
         ({"data": 32, "tensor": 1, "context": 1, "pipeline": 32}, "80 layers can't be divided into 32 stages"),
@@ -128,6 +128,6 @@ def test_wrong_dimensions(choice, says):
     ],
 )
 def test_wrong_bytes(sent_gb, name):
-    with pytest.raises(NotYet, match=f"along {name} a rank doesn't send") as refused:
+    with pytest.raises(NotYet, match=f"along {name}, a rank doesn't send") as refused:
         notebook_15.check_dimensions(SOLUTION["choice"], sent_gb)
     assert "52.5" not in str(refused.value) or name != "data"

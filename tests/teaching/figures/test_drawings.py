@@ -96,7 +96,7 @@ def test_gathers_are_drawn_in_order():
             "draw_step",
             "Stage 2, forward: parameters in full on every rank, gradients none, optimizer a shard on each rank. "
             "Next: backward. Stage 3, end of backward: parameters in full on every rank, gradients in full on every rank "
-            "(of its own images only), optimizer a shard on each rank. Next: reduce-scatter.",
+            "(from its own images only), optimizer a shard on each rank. Next: reduce-scatter.",
         ),
         ("draw_units", "The root, net, stays unsharded from its first all-gather"),
         ("draw_units", "Unsharded one unit early in backward: first."),

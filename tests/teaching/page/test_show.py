@@ -215,7 +215,11 @@ def test_the_data_are_prepared(machine, tmp_path, monkeypatch):
     "found, num_ranks, said",
     [
         (Gpus(1), 2, "This machine has 1 GPU, idle here: 2 ranks need 2, one each. Notebook 01, with one process,"),
-        (Gpus(2), 2, 'This machine has 2 GPUs, idle here: to use one for each rank, set `DEVICE = "cuda"` in the cell'),
+        (
+            Gpus(2),
+            2,
+            'This machine has 2 GPUs, idle here: to use one for each rank, set `DEVICE = "cuda"` in the settings',
+        ),
         (
             Gpus(1),
             1,
