@@ -90,7 +90,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
             continue
         expect_whole(given)
         expect(given >= 1, f"{says}there has to be at least one rank")
-        expect(_starts_on(given, layers, device_bytes), f"{says}starting on those needs more bytes than that")
+        expect(_starts_on(given, layers, device_bytes), f"{says}with {given} rank(s), a device is too small")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
         expect(not fewer, f"{says}fewer ranks can start it, too")
     return "Right: more ranks make shards smaller, but the largest layer has to fit unsharded."
@@ -149,7 +149,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.units == UNITS,
-        f"{says}the units are {', '.join(found.units)}; one per block and the root, please",
+        f"{says}the units are {', '.join(found.units)}; make one unit per block, plus the root",
         "memory-root-only",
     )
     expect(

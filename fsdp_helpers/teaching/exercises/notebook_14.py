@@ -71,7 +71,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     )
     expect(
         found.units == UNITS,
-        f"{says}the units are {', '.join(found.units)}; one per block and the root, please",
+        f"{says}the units are {', '.join(found.units)}; make one unit per block, plus the root",
         "memory-root-only",
     )
     expect(

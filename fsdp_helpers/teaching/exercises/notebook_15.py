@@ -170,7 +170,7 @@ def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> No
 
 def _three_tensors(given: Any, tokens: Tensor, world_size: int, says: str) -> tuple[Tensor, Tensor, Tensor]:
     three = isinstance(given, tuple | list) and len(given) == 3 and all(isinstance(one, Tensor) for one in given)
-    expect(three, f"{says}split returns three tensors: inputs, labels and places")
+    expect(three, f"{says}split should return three tensors: inputs, labels and places")
     own = (tokens.shape[1] - 1) // world_size
     wanted = ((len(tokens), own), (len(tokens), own), (own,))
     shapes = tuple(tuple(one.shape) for one in given)
@@ -192,7 +192,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
     expect_answered(choice)
     expect_answered(sent_gb)
     wanted = ", ".join(NAMES)
-    expect(isinstance(choice, Mapping) and set(choice) == set(NAMES), f"choice needs these names: {wanted}")
+    expect(isinstance(choice, Mapping) and set(choice) == set(NAMES), f"choice needs exactly these names: {wanted}")
     for name, degree in choice.items():
         expect_number(degree)
         expect(degree == int(degree) and degree >= 1, f"{name} is {degree}; it should be a number of ranks")

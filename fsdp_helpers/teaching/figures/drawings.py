@@ -1,7 +1,7 @@
 """Diagrams of a step's stages, of units, and of a GPU's queues. None of them shows measured numbers.
 
-Each function returns `fig, ax` or `fig, axes`. Filled boxes are what a rank has; empty frames are what it
-doesn't.
+Each function returns `fig, ax` or `fig, axes`. A rank has what's in the filled boxes, and not what's in
+the empty frames.
 """
 
 from collections.abc import Mapping, Sequence

@@ -154,9 +154,9 @@ def machine(
     """Set a notebook up on `device` and describe the machine; return the device, "cpu" or "cuda".
 
     The variable FSDP_DEVICE overrides `device`, unless that's `fixed`. On the CPU, GPUs are hidden from this kernel and
-    from every process it starts. The data is prepared, unless `data` says why none is needed. It shows versions,
-    device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle GPUs. Raises
-    ValueError for "cuda" if there are too few GPUs or torch can't use them.
+    from every process it starts. The data is prepared, unless `data` says why none is needed. The description
+    has versions, device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle
+    GPUs. Raises ValueError for "cuda" if there are too few GPUs or torch can't use them.
     """
     import torch
 

@@ -65,7 +65,7 @@ class TestAccumulation(BuildTestsOnRanks):
     name = "my_accumulation"
     checker = staticmethod(notebook_07.check_accumulation)
     worker = staticmethod(notebook_07.accumulate_by_reader)
-    starter = "on 2 ranks, with 4 parts, rank 0: no gradient was reduced"
+    starter = "on 2 ranks, with 4 parts, rank 0: no gradients were reduced"
     wrong = [
         ([("index == len(parts) - 1", "True")], "12 reduce-scatters.*memory-accumulation"),
         ([("index == len(parts) - 1", "False")], "no gradients were reduced"),

@@ -117,7 +117,7 @@ class TestStart(BuildTestsOnRanks):
     wrong = [
         ([('with torch.device("meta")', "if True")], "on top of what stays, .* in memory for a moment"),
         ([("    model.fill_buffers()\n", "")], "the buffer doesn't have its values.*wrong-meta-buffers"),
-        ([("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; one per block"),
+        ([("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; make one unit per block"),
         (
             [("model.to_empty(device=mesh.device_type)", "pass")],
             "1 tensors are still on meta, waves .*wrong-meta-buffers",
@@ -129,7 +129,7 @@ class TestStart(BuildTestsOnRanks):
         ([(ADD_KEY, "")], MISSING_KEY),
         (
             [(ADD_KEY, ""), ("broadcast_from_rank0=True)", "broadcast_from_rank0=True, strict=False)")],
-            "from weights without blocks.3.linear1.weight your model also starts",
+            "your model starts even from weights without blocks.3.linear1.weight",
         ),
         (
             [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],

@@ -130,7 +130,10 @@ class TestMove(BuildTestsOnRanks):
         ),
         # 6
         ([("get_model_state_dict(model, options=options)", "model.state_dict()")], "in the file is a shard"),
-        ([("        fully_shard(block, mesh=mesh)\n", "        pass\n")], "the units are root; one per block"),
+        (
+            [("        fully_shard(block, mesh=mesh)\n", "        pass\n")],
+            "the units are root; make one unit per block",
+        ),
     ]
 
     def test_a_job_that_stays_under_ddp_to_its_last_lines_is_refused(self, write):

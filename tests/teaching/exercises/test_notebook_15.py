@@ -64,7 +64,7 @@ class TestLabels(BuildTests):
         ([("pieces[-1 - rank]", "pieces[rank + world_size]")], "some ranks compute more scores than others"),
         ([("pieces[-1 - rank]", "pieces[-1]")], "the ranks don't have every place exactly once"),
         ([("tokens[:, places + 1]", "tokens[:, places].roll(-1, 1)")], "the label at place .* isn't the token at place"),
-        ([("return tokens[:, places], tokens[:, places + 1], places", "return tokens[:, places], tokens[:, places + 1]")], "split returns three tensors"),
+        ([("return tokens[:, places], tokens[:, places + 1], places", "return tokens[:, places], tokens[:, places + 1]")], "split should return three tensors"),
         ([("2 * world_size", "world_size"), ("torch.cat([pieces[rank], pieces[-1 - rank]])", "pieces[rank]")], "some ranks compute more scores"),
         ([("tokens[:, places], tokens", "tokens[:, places].T, tokens")], "the shapes are"),
         ([("torch.arange(length)", "(torch.arange(length) + 1)")], "your function fails: IndexError"),
@@ -100,7 +100,7 @@ def test_the_folded_solution_is_right():
     "choice, says",
     [
         (..., "replace the ... with your answer"),
-        ({"data": 1024}, "choice needs these names: tensor, context, data, pipeline"),
+        ({"data": 1024}, "choice needs exactly these names: tensor, context, data, pipeline"),
         ({"data": ...}, "it should be a number|replace|choice needs"),
         ({"data": 64, "tensor": 8, "context": 1, "pipeline": 1}, "is 512 GPUs; there are 1,024"),
         ({"data": 1024, "tensor": 1, "context": 1, "pipeline": 1}, "512 sequences can't be split evenly across 1024"),
