@@ -87,14 +87,12 @@ def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> N
 
 
 def _tidy_up() -> None:
-    """Do what Python does at its end, but for its own cleanup; wait for non-daemon threads.
+    """Do what Python does at its end, except for its own cleanup; wait for non-daemon threads.
 
     gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     """
     end_own_children()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # as multiprocessing ends a process; first it tells thread pools, torch.compile's too, to end
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
 
