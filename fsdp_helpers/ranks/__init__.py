@@ -1,1 +1,1 @@
-"""Processes that work together: started, joined and stopped, with nothing left behind."""
+"""The processes of a run: how they're started, joined in a group, and stopped with nothing left behind."""

@@ -1,4 +1,4 @@
-"""Inside a rank that stays: it runs one cell after another in a module of its own, and answers with the result."""
+"""The inside of a live rank: it runs cells one after another in a module of its own, and sends back each result."""
 
 import ast
 import builtins
@@ -26,9 +26,9 @@ from fsdp_helpers.ranks.output import without_addresses
 from fsdp_helpers.ranks.pickling import dumps
 from fsdp_helpers.ranks.rank import Send, Setup, flush
 
-INTERRUPT = signal.SIGUSR2  # the parent's request to end a cell; SIGINT is for the whole group
-WIDTH = 110  # of a value that is shown over several lines
-LONGER_S = 300.0  # for a collective while another rank may compile
+INTERRUPT = signal.SIGUSR2  # how the parent asks a rank to end its cell; SIGINT goes to a whole process group
+WIDTH = 110  # characters in a line, if a value is shown on several lines
+LONGER_S = 300.0  # for a collective, while another rank may still be compiling
 CELLS = "<cells>"  # the file of the module in which all cells run
 
 
@@ -58,10 +58,12 @@ class Cells:
     """The module in which a rank's cells run: its names persist from cell to cell."""
 
     def __init__(self, rank: int, setup: Setup, send: Send) -> None:
-        # Its name is that of a script's module, so that what is shown can be copied into a script.
+        # It's called `__main__`, as in a script, so that code from the notebook can be copied into one.
         module = types.ModuleType("__main__")
         module.__file__ = CELLS
-        module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)  # nothing for a further process to import
+        module.__spec__ = importlib.machinery.ModuleSpec(
+            "__main__", None
+        )  # so that processes started from here import nothing
         start = {"rank": rank, "world_size": setup.world_size, "device": rank_device()}
         module.__dict__.update(start, __builtins__=builtins)
         sys.modules["__main__"] = module
@@ -78,7 +80,7 @@ class Cells:
             raise KeyboardInterrupt
 
     def answer(self, number: int, kind: str, *content: str) -> Answer:
-        """Run a cell, or look up a variable: return the value, or the exception that ended it."""
+        """Run a cell or look up a variable; return an Answer with the value, or with the exception that ended it."""
         value = failure = None
         try:
             self.running = True
@@ -92,11 +94,11 @@ class Cells:
         return Answer(number, value, failure, self._count_collectives())
 
     def _look_up(self, name: str) -> list:
-        """Return the variable as the only item of a list, which is empty if there is none of this name."""
+        """Return a list that contains only the variable's value; an empty list if no variable has this name."""
         return [portable(self.names[name])] if name in self.names else []
 
     def _run(self, text: str, file: str) -> str | None:
-        """Run a cell; return the value of its last line as it is shown."""
+        """Run a cell; return the value of its last line as text, the way a notebook shows it."""
         self._limit_waiting(text)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         offset, known = self._keep_source(text), self._classes()
@@ -105,7 +107,7 @@ class Cells:
             last = statements.pop()
         try:
             for statement in statements:
-                self.send("note", statement.lineno)  # a process that dies cannot say it any more
+                self.send("note", statement.lineno)  # in advance, since a process that dies can't say it anymore
                 exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)  # type: ignore[arg-type]
             if last is None:
                 return None
@@ -118,7 +120,7 @@ class Cells:
                     defined.__firstlineno__ += offset
 
     def _limit_waiting(self, text: str) -> None:
-        """Give collectives longer from the first cell that compiles, and NCCL's first one: ranks may take different times."""
+        """Raise the timeout from the first cell that compiles, and for NCCL's first collective: ranks may differ."""
         self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
         limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
@@ -127,10 +129,10 @@ class Cells:
         return {value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"}
 
     def _keep_source(self, text: str) -> int:
-        """Make `inspect.getsource` find the classes of all cells in the file of their module; return this cell's offset.
+        """Add this cell to the source in which `inspect.getsource` finds classes; return its line offset there.
 
-        Up to 3.12, Python finds the first class of that name, so the newest cell comes first. Since 3.13, it goes to
-        the line where the class says it begins, so cells are in the order in which they ran.
+        Up to 3.12, Python takes the first class of that name, so the newest cell comes first. Since 3.13, it takes the
+        one at the class's `__firstlineno__`, so cells are kept in the order in which they ran.
         """
         lines = f"{text}\n".splitlines(keepends=True)
         newest_first = sys.version_info < (3, 13)
@@ -140,7 +142,7 @@ class Cells:
         return offset
 
     def _count_collectives(self) -> dict[tuple, int]:
-        """Count the collectives of each group that this rank is in, without messages between single ranks."""
+        """Return how many collectives each of this rank's groups has run so far, without point-to-point messages."""
         return {
             (group.group_name, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
             - self.point_to_point.get(group.group_name, 0)
@@ -149,7 +151,7 @@ class Cells:
 
 
 def _count_point_to_point() -> dict[str, int]:
-    """Count messages from rank to rank from now on, since groups number them together with their collectives."""
+    """Start counting point-to-point messages, which groups number along with their collectives; return the counts."""
     counts: dict[str, int] = {}
 
     def counted(method: Any) -> Any:
@@ -165,7 +167,7 @@ def _count_point_to_point() -> dict[str, int]:
 
 
 def show_value(value: object) -> str:
-    """Format a value as a cell shows it: containers broken into lines, no memory addresses."""
+    """Return a value as the text that a cell shows: containers are wrapped, and memory addresses are left out."""
     if type(value) in (dict, list, tuple, set):
         return without_addresses(pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False))
     return without_addresses(repr(value))

@@ -1,4 +1,4 @@
-"""A rank's report of its failure, and the errors made from it. A notebook shows their messages, without a traceback."""
+"""How a rank reports a failure, and the errors raised from such a report. A notebook shows only their messages."""
 
 import time
 import traceback
@@ -24,28 +24,28 @@ class Failure:
 class Answer:
     """A rank's answer to a message: it has joined, its worker has returned, a cell has run, or it has failed."""
 
-    number: int | None  # of the message; None if the rank ends
+    number: int | None  # of the message that it answers; None if the rank is about to exit
     value: Any = None
     failure: Failure | None = None
-    collectives: Mapping[tuple, int] = field(default_factory=dict)  # of each group (name and ranks): how many so far
+    collectives: Mapping[tuple, int] = field(default_factory=dict)  # how many so far, by group (its name and ranks)
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message has its number and its original traceback."""
+    """A rank failed; the message has the rank's number and the original traceback."""
 
     def __init__(self, rank: int, world_size: int, summary: str, details: str = "") -> None:
         self.rank, self.world_size, self.summary, self.details = rank, world_size, summary, details
         super().__init__(f"rank {rank} of {world_size} failed: {summary}" + (f"\n\n{details}" if details else ""))
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows. The rank's traceback ends with the summary, so that isn't repeated."""
+        """Return what IPython shows. The rank's traceback ends with the summary, which therefore isn't repeated."""
         if not self.details:
             return [f"RankError: {self}"]
         return [f"RankError: rank {self.rank} of {self.world_size} failed, with this traceback:", self.details]
 
 
 class RankTimeout(TimeoutError):
-    """Ranks were still running when time ran out; the message says where each one was, as `places` does."""
+    """Ranks were still running when time ran out; the message and `places` say where each one was."""
 
     def __init__(self, summary: str, places: list[str]) -> None:
         self.places = places
@@ -64,7 +64,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
-    """Within the block, a notebook shows only the message of these errors, which are written for people."""
+    """Within the block, make a notebook show only the message of such an error, without a traceback."""
     try:
         yield
     except kinds as error:
@@ -74,15 +74,15 @@ def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def is_the_workers(file: str) -> bool:
-    """Return whether a line of this file is the worker's, and not one that runs workers."""
+    """Return True if this file belongs to a worker's code, not to the code that runs workers."""
     return file not in OWN_FILES
 
 
 def describe_error(error: BaseException, is_shown: Callable[[str], bool] = is_the_workers) -> tuple[str, str]:
-    """Return the last line of a traceback, and the traceback, with the lines of those files that are shown."""
+    """Return the last line of a traceback, and the traceback, limited to files for which `is_shown` is true."""
     trace = traceback.TracebackException.from_exception(error)
     parts = [trace]
-    for part in parts:  # grows as it is read: causes have causes
+    for part in parts:  # the list grows during the loop, since causes have causes
         parts += filter(None, [part.__cause__, part.__context__])
         part.stack[:] = [frame for frame in part.stack if is_shown(frame.filename)]
     return traceback.format_exception_only(error)[-1].strip(), "".join(trace.format()).rstrip()

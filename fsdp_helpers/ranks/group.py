@@ -20,11 +20,11 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_helpers.gpus import are_hidden
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
-LONGEST_WAIT_S = 1800.0  # for the other ranks, where no timeout is given: the library's own default
-ROLL_CALL_S = 5.0  # at most; of a short timeout a quarter
-JOIN_S = 300.0  # for all ranks to load PyTorch and to come; a short timeout is meant for the steps
+LONGEST_WAIT_S = 1800.0  # for the other ranks, if no timeout is given; it's torch's own default
+ROLL_CALL_S = 5.0  # at most; a quarter of the timeout if that's shorter
+JOIN_S = 300.0  # for all ranks to load PyTorch and join; a shorter timeout is meant for the steps only
 
-set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older torch
+set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older versions of torch
 
 _device: torch.device | None = None  # this rank's, while it is in a group
 
@@ -43,7 +43,7 @@ def check_world_size(world_size: int) -> None:
 
 
 def check_seconds(**limits_s: float | None) -> None:
-    """Raise ValueError unless each of these limits, by its name, is a number of seconds above 0, or None."""
+    """Raise ValueError, naming the limit, unless each limit is None or a number of seconds above 0."""
     for name, limit_s in limits_s.items():
         is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool)
         if limit_s is not None and not (is_number and 0 < limit_s < math.inf):
@@ -68,10 +68,10 @@ def process_group(
     """Join the group of all ranks for the duration of the block: gloo between CPUs; nccl, with one device per rank, on CUDA.
 
     The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up a little
-    before `timeout_s` (half an hour if it's None); the rest is for `silent_ranks_named`. Joining gives up after JOIN_S
-    at the earliest, because one rank may take much longer than the others to load PyTorch. Ranks that `launch` started
-    know that all of them are on one host, and end with the block: host names are not exchanged, and gloo's connections
-    end with the process, since closing them one by one costs 10 ms each.
+    before `timeout_s` (half an hour if it's None); the remaining time is for `silent_ranks_named`. Joining doesn't give
+    up before JOIN_S, because one rank may take much longer than the others to load PyTorch. Ranks that `launch` started
+    (`launched`) are all on one host, so they don't exchange host names. They also exit right after the block, so gloo's
+    connections are left to close with the process; closing them one by one would cost 10 ms each.
     """
     global _device
     if device == "cuda":
@@ -91,7 +91,7 @@ def process_group(
         group["timeout"] = timedelta(seconds=max(JOIN_S, timeout_s - roll_call_s(timeout_s)))
         dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **group)
         if launched:
-            dist.all_reduce(torch.zeros(1))  # a rank that leaves at once would cut off one that is still connecting
+            dist.all_reduce(torch.zeros(1))  # else a rank that leaves at once cuts off one that's still connecting
             torch.set_num_threads(max(1, num_cores() // world_size))
         else:
             share_cores()
@@ -109,25 +109,26 @@ def compute_repeatably() -> None:
     """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is requested.
 
     The series compares runs bitwise (06) or to 1e-5. By default, cuDNN may choose a different algorithm in the next
-    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, 10 bits of 23. All of that is
-    faster, so leave it on for runs you don't need to compare. Call this before the first use of the GPU.
+    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's 23
+    mantissa bits. All of that is faster, so keep the defaults for runs you don't need to compare. Call this before the
+    first use of the GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False  # as torch has it
+    torch.backends.cuda.matmul.allow_tf32 = False  # torch's default
 
 
 def keep_freed_memory() -> None:
     """Ask glibc to keep freed memory instead of handing it back to the system after every step.
 
     Each step allocates the same large buffers again; fresh ones would have to be cleared page by page. The price is
-    that a process's resident memory stays at its highest. The other half of the settings takes effect at the start of a
-    process (`MALLOC_TUNABLES`): `launch` uses it, torchrun does not.
+    that a process's resident memory stays at its peak. The other half of the settings takes effect only when a process
+    starts (`MALLOC_TUNABLES`): `launch` applies it, but torchrun doesn't.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_mxfast, m_trim_threshold, m_mmap_max = 1, -1, -4  # from malloc.h
-        libc.mallopt(m_mxfast, 0)  # scraps are joined with their neighbors at once, as without a tcache
+        libc.mallopt(m_mxfast, 0)  # merge freed scraps with their neighbors at once, as if there were no tcache
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, -1)
 
@@ -135,10 +136,10 @@ def keep_freed_memory() -> None:
 def wait_in_the_open() -> None:
     """Make NCCL raise an error in a rank whose wait times out.
 
-    By default NCCL's `wait()` returns at once, and a watchdog thread later aborts the process (SIGABRT): the healthy
-    one, without naming the missing rank. With this setting, `wait()` waits and raises, so the roll call can run, and
-    there's no watchdog. The price: communication no longer overlaps with arithmetic. DDP, which never calls `wait()`,
-    would hang, hence `wait_for_buckets`.
+    By default, NCCL's `wait()` returns at once, and a watchdog thread later aborts the process (SIGABRT), although it's
+    a healthy one, and doesn't name the missing rank. With this setting, `wait()` waits and raises, so the roll call can
+    run, and there's no watchdog. The price is that communication no longer overlaps with computation. DDP, which never
+    calls `wait()`, would hang, hence `wait_for_buckets`.
     """
     os.environ.setdefault(WAIT_IN_THE_OPEN, "1")
 
@@ -148,7 +149,7 @@ def waits_in_the_open() -> bool:
 
 
 def limit_waiting(timeout_s: float) -> None:
-    """Limit collectives in all groups of this rank, and in those to come; by default, a new one waits for half an hour."""
+    """Set the timeout for all of this rank's groups and for future ones, which would otherwise wait half an hour."""
     limit = timedelta(seconds=timeout_s)
     if c10d.default_pg_timeout != limit:
         for group in c10d._world.pg_map:
@@ -157,7 +158,7 @@ def limit_waiting(timeout_s: float) -> None:
 
 
 def share_cores() -> None:
-    """Give this rank an equal share of its machine's cores, among the ranks on this host only.
+    """Give this rank an equal share of its host's cores, divided among the ranks on that host only.
 
     By default every rank starts one thread per core, and ranks on a laptop compete for them. Two torchruns on one host
     don't know of each other, so we count host names instead of trusting LOCAL_WORLD_SIZE.
@@ -178,7 +179,7 @@ def device_name(device: torch.device) -> str:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum of `values` over all ranks, on every rank; `values` itself if there is only one process."""
+    """Return the sum of `values` across all ranks, the same on every rank; `values` itself in a single process."""
     if dist.is_initialized():
         values = values.clone()
         dist.all_reduce(values)
@@ -186,7 +187,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_over_ranks(value: object) -> list:
-    """Return one value per rank, in rank order, on every rank."""
+    """Return a list of all ranks' values, in rank order; every rank gets the same list."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()

@@ -1,7 +1,7 @@
-"""Ranks that wait for one another forever: none of them sends a message, and none of them computes.
+"""Detecting ranks that wait for one another forever: none of them sends a message, and none of them computes.
 
-Time alone can't tell. On a busy machine, a correct program takes long, but it uses its share of the cores; ranks that
-wait in a collective use none, or a hundredth of a core if they wait at the store.
+The clock alone can't tell. On a busy machine, a correct program may take long, but it keeps using its share of the
+cores. Ranks that wait in a collective use none of it, or a hundredth of a core if they wait at the store.
 """
 
 import time
@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import psutil
 
-WAITING_SHARE = 0.03  # of a core: a rank that takes less only waits
-LOOK_S = 0.5  # between two looks at processes; one takes milliseconds
+WAITING_SHARE = 0.03  # of a core; a rank that uses less is only waiting
+LOOK_S = 0.5  # between two checks of the processes; a check takes milliseconds
 
 
 class HangDetector:
-    """A clock that runs while nothing moves; without a limit (`stall_s` is None) it never runs out."""
+    """A clock that runs while all ranks are idle; without a limit (`stall_s` is None), it never runs out."""
 
     def __init__(self, stall_s: float | None) -> None:
         self.stall_s = stall_s
@@ -26,7 +26,7 @@ class HangDetector:
         self._since_s, self._spent_s = time.monotonic(), {}
 
     def lasts(self, pids: Iterable[int]) -> bool:
-        """Return True once none of these processes, nor any that they started, has moved for `stall_s` seconds."""
+        """Return True once none of these processes, nor any that they started, has computed for `stall_s` seconds."""
         if self.stall_s is None or time.monotonic() - self._since_s < LOOK_S:
             return False
         for pid in pids:
@@ -38,7 +38,7 @@ class HangDetector:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process and of all its living descendants."""
+    """Return the CPU time of a process and all of its living descendants, in seconds."""
     seconds = 0.0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

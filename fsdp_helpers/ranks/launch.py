@@ -1,7 +1,7 @@
 """Start one process per rank, show progress, return the results, and leave nothing behind.
 
 Workers are importable functions `worker(rank, world_size, *args)`. Their processes are forked from a server that has
-torch loaded already, so launches after the first take a fraction of a second.
+already loaded torch, so launches after the first take a fraction of a second.
 """
 
 import time
@@ -40,17 +40,18 @@ def launch(
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
     Each worker runs in a process group: gloo on the CPU, nccl with one device per rank on CUDA. The ranks meet through
-    a file in a private folder, so no port is taken that a different program could want. A worker's output arrives here
-    line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank that
-    waits for the others in a collective gives up after `group_timeout_s`, half an hour if it is None, and names those
-    that did not answer; on CUDA, setting it makes ranks wait for each collective, without overlap. `progress` may be a
-    bar that is drawn already. `start_method` is "forkserver" or "spawn", which loads torch anew.
+    a file in a private folder, so they don't take up a port that another program might need. A worker's output is
+    printed here line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A
+    rank that waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None),
+    and its error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
+    communication no longer overlaps with computation. `progress` may be a bar that's already on screen. `start_method`
+    is "forkserver" or "spawn", which loads torch again in every rank.
 
-    Raises ValueError before anything starts (a worker that cannot be imported, an argument that cannot be sent, zero
-    ranks, more ranks than CUDA devices), RankError when a rank fails, RankTimeout after `timeout_s` seconds, or once
-    all ranks are in the group and none of them has computed or reported anything for `stall_s` seconds, Interrupted, a
-    KeyboardInterrupt, after ^C or the stop button, RuntimeError in a script without a main guard. No process outlives
-    the call, nor does one that a worker started.
+    Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
+    zero ranks or more ranks than CUDA devices. Raises RankError when a rank fails; RankTimeout after `timeout_s`
+    seconds, or once all ranks have joined and none of them has computed or reported anything for `stall_s` seconds;
+    Interrupted, which is a KeyboardInterrupt, after ^C or the stop button; and RuntimeError in a script without a main
+    guard. No process outlives the call, not even one that a worker started.
     """
     server.check_not_a_rank()
     follow_edits()

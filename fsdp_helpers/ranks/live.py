@@ -1,4 +1,4 @@
-"""Live ranks: processes in one group that run a cell, keep its variables, and wait for the next one."""
+"""Live ranks: processes in one group that run a cell, keep its variables, and wait for the next cell."""
 
 import atexit
 import sys
@@ -20,7 +20,7 @@ from fsdp_helpers.ranks.roll_call import list_ranks, waited_in_vain
 from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 
 START_S = 300.0  # for all ranks to load what they need and to join
-BACK_S = 2.0  # after a failure, or Stop: for the other ranks to come back; else the group restarts
+BACK_S = 2.0  # after a failure or Stop, for the other ranks to come back; otherwise the group is restarted
 KEPT = "The ranks keep their variables."
 GONE = "The ranks were restarted, and their variables are gone."
 
@@ -33,27 +33,28 @@ def open_ranks() -> list["Ranks"]:
 
 
 def opened_last() -> "Ranks":
-    """Return the ranks that `%%ranks` runs on; RuntimeError if none are open."""
+    """Return the ranks that `%%ranks` runs on, the ones opened last. Raises RuntimeError if none are open."""
     if not (ranks := open_ranks()):
         raise RuntimeError("no ranks are open; open some first: ranks = Ranks(2)")
     return ranks[-1]
 
 
 class Ranks:
-    """Processes in one group that stay between cells.
+    """Processes in one group that stay alive between cells.
 
-    Each runs the same code, in a module of its own with `rank`, `world_size` and `device`; what it defines there stays.
-    In a notebook, `%load_ext fsdp_helpers`, then begin a cell with `%%ranks`, or `%%ranks 0` for some of the ranks.
+    Each rank runs the same code in a module of its own, which has `rank`, `world_size` and `device`, and keeps
+    everything that the code defines. In a notebook, run `%load_ext fsdp_helpers`, then begin a cell with `%%ranks`, or
+    with `%%ranks 0` to run it only on some of the ranks.
 
         with Ranks(2, device="cpu") as ranks:
             ranks.run("import torch.distributed as dist; print(dist.get_rank())")
             ranks["rank"]
 
     `device` is "cpu", "cuda" (each rank gets a GPU of its own) or "auto". A collective gives up after `timeout_s`
-    seconds (half an hour if it is None), or five minutes from the first cell on that compiles. The ranks end with
-    `close()`, with a `with` block, and with this process.
+    seconds (half an hour if it's None); from the first cell that compiles, it gets at least five minutes. The ranks end
+    when you call `close()`, at the end of a `with` block, or with this process.
 
-    Raises ValueError before anything starts: fewer than one rank, fewer GPUs than ranks, an unknown device.
+    Raises ValueError, before anything starts, for fewer than one rank, fewer GPUs than ranks, or an unknown device.
     """
 
     def __init__(self, world_size: int, device: str = "auto", timeout_s: float | None = 20.0) -> None:
@@ -81,11 +82,11 @@ class Ranks:
         self.close()
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # of one whose arguments were refused
+        with suppress(AttributeError):  # if the arguments were refused, there's nothing to close
             self.close()
 
     def close(self) -> None:
-        """End the ranks; their variables are gone. You can call it more than once."""
+        """End the ranks; their variables are lost. You can call this more than once."""
         _open[:] = [reference for reference in _open if reference() not in (None, self)]
         with interrupts_wait():
             processes, self._processes = self._processes, None
@@ -105,9 +106,9 @@ class Ranks:
     def run(self, code: str, ranks: Sequence[int] | None = None, name: str | None = None) -> None:
         """Run `code` on every rank, or on `ranks`; show what it prints and the value of its last line.
 
-        Output is shown once if all ranks agree, else rank by rank. Tracebacks call the code `name`, "cell 1" and so on by
-        default. Raises SyntaxError before anything runs, RankError if a rank fails or dies, Interrupted after ^C or
-        Stop, ValueError for a rank that doesn't exist.
+        Output is shown once if all ranks agree, else rank by rank. `name` is what tracebacks call the code; by default,
+        that's "cell 1" and so on. Raises SyntaxError before anything runs, RankError if a rank fails or dies,
+        Interrupted after ^C or Stop, and ValueError for a rank that doesn't exist.
         """
         self._num_cells += 1
         name = name or f"cell {self._num_cells}"
@@ -115,7 +116,7 @@ class Ranks:
         if wrong := [rank for rank in chosen if rank not in range(self.world_size)]:
             with shown_by_message(ValueError):
                 raise ValueError(f"there is no {list_ranks(wrong)}; these ranks are 0 to {self.world_size - 1}")
-        compile(code, name, "exec")  # a syntax error runs on no rank
+        compile(code, name, "exec")  # so that code with a syntax error runs on no rank
         self._get_ready()
         output = CellOutput()
         self._processes.on_output = output.add
@@ -133,9 +134,9 @@ class Ranks:
             raise RankError(cause[0], self.world_size, cause[1].summary, "\n".join(lines))
 
     def __getitem__(self, name: str) -> list:
-        """Return this variable on every rank, in rank order.
+        """Return a list of this variable's values on all ranks, in rank order.
 
-        Tensors are detached and on the CPU, a DTensor becomes a LocalShard, and values that can't be sent become their
+        Tensors come back detached and on the CPU, a DTensor as a LocalShard, and a value that can't be sent as its
         repr. Raises NameError if a rank has no such variable.
         """
         everyone = range(self.world_size)
@@ -147,7 +148,7 @@ class Ranks:
         return [answers[rank].value[0] for rank in everyone]
 
     def _ask(self, ranks: Sequence[int], *message: str) -> dict[int, Answer]:
-        """Send a message to these ranks; return the answers, all of them unless a rank fails."""
+        """Send a message to these ranks; return their answers by rank. Some are missing if a rank fails."""
         self._processes.tell(ranks, *message)
         self._processes.collect(ranks)
         return self._processes.answers
@@ -169,7 +170,7 @@ class Ranks:
         self._joining = False
 
     def _get_ready(self) -> None:
-        """Make sure that there are ranks to run a cell: if some have ended since the last one, say so, and start new ones."""
+        """Make sure that ranks can run a cell: if some have ended since the last cell, say so, and start new ones."""
         if self._processes is None:
             raise RuntimeError("these ranks are closed; open new ones: ranks = Ranks(2)")
         follow_edits()
@@ -184,10 +185,10 @@ class Ranks:
             print(*ends, GONE, file=sys.stderr)
             self._await_start()
 
-    # ------------------------------------------------------------ a cell that did not end well
+    # ------------------------------------------------------------ after a cell that failed or was interrupted
 
     def _behind(self) -> dict[int, int]:
-        """Return by how many collectives ranks are behind the others of a group; {} if all are equal."""
+        """Return the ranks that are behind others in their group, and by how many collectives; {} if none is."""
         self._counts |= {rank: answer.collectives for rank, answer in self._processes.answers.items() if answer.number}
         most: dict[tuple, int] = {}
         for counts in self._counts.values():
@@ -199,24 +200,24 @@ class Ranks:
         return {rank: count for rank, count in behind.items() if count}
 
     def _find_cause(self, cell: str) -> tuple[int, Failure] | None:
-        """Return the rank that failed by itself, or that took no part in a collective, and how; None if all is well."""
+        """Return the rank that failed by itself or missed a collective, and its failure; None if all went well."""
         behind = sorted(self._behind().items())
         self._processes.note_ends()
         rank, failure = self._processes.find_cause() or (-1, None)
         if failure and not failure.details and (line := self._processes.notes.get(rank)):
-            failure = replace(failure, details=f"It was at {cell} line {line}.")  # as it can't say itself any more
+            failure = replace(failure, details=f"It was at {cell} line {line}.")  # since the rank can't say it anymore
         elif not failure and behind:
             rank, failure = behind[0][0], Failure(f"it {_no_part_in(behind[0][1])}")
         return (rank, failure) if failure else None
 
     def _settle(self, chosen: list[int], cause: tuple[int, Failure] | None) -> list[str]:
-        """Get all ranks ready for the next cell, restarting them if necessary; return the lines that say what became of each."""
-        answers = dict(self._processes.answers)  # those of now: more come because the ranks are asked to stop
+        """Get all ranks ready for the next cell, with a restart if necessary; return lines on what happened to each."""
+        answers = dict(self._processes.answers)  # a copy, because more arrive once the ranks are asked to stop
         running = self._processes.missing(chosen)
         found = self._processes.stacks(running)
         for rank in running:
             self._processes.signal(rank, INTERRUPT)
-        # One in a collective doesn't come back: others have ended it.
+        # A rank in a collective doesn't come back, because the others have left it.
         if not all(map(stacks.is_in_collective, found.values())):
             self._processes.collect(running, time.monotonic() + BACK_S, failed=True)
         at_fault, details = (cause[0], cause[1].details) if cause else (None, "")
@@ -235,7 +236,7 @@ class Ranks:
         return [*lines, KEPT if kept else GONE]
 
     def _describe(self, rank: int, answer: Answer | None, details: str) -> str:
-        """Say what became of a rank that is neither running nor at fault; `details` are those of the one at fault."""
+        """Say what happened to a rank that's neither running nor at fault; `details` are from the one at fault."""
         if answer is None:
             return f"has ended: {self._processes.describe_end(rank)}"
         if answer.failure:

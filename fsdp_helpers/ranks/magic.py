@@ -1,4 +1,4 @@
-"""The cell magic `%%ranks`: a cell that runs on ranks."""
+"""The cell magic `%%ranks`, which runs a cell on live ranks."""
 
 import re
 import traceback
@@ -8,7 +8,7 @@ from fsdp_helpers.ranks.live import opened_last
 
 
 class CellSyntaxError(Exception):
-    """A cell that no rank can run; for a SyntaxError, IPython would show the callers' lines, too."""
+    """A syntax error in a cell, which no rank runs. (For a SyntaxError, IPython would show our own lines, too.)"""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
@@ -20,7 +20,7 @@ def ranks(line: str, cell: str) -> None:
     from IPython.core.error import UsageError
 
     if not re.fullmatch(r"\s*(\d+\s*(,\s*\d+\s*)*)?", line):
-        raise UsageError(f"%%ranks {line}: give the numbers of ranks, as in %%ranks 0 or %%ranks 1,2, or nothing")
+        raise UsageError(f"%%ranks {line}: give rank numbers, as in %%ranks 0 or %%ranks 1,2, or nothing for all")
     chosen = [int(number) for number in line.split(",")] if line.strip() else None
     # The magic itself is the cell's first line.
     code, file = f"\n{cell}", f"Cell In[{get_ipython().execution_count}]"
@@ -31,5 +31,5 @@ def ranks(line: str, cell: str) -> None:
 
 
 def register(shell: Any) -> None:
-    """Give a notebook this magic; `%load_ext fsdp_helpers` calls it."""
+    """Add this magic to a notebook; `%load_ext fsdp_helpers` calls this function."""
     shell.register_magic_function(ranks, magic_kind="cell")

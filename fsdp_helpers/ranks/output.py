@@ -1,4 +1,4 @@
-"""Ranks' output: of a launch line by line; of a cell once where ranks agree, and rank by rank where they differ."""
+"""Showing ranks' output: a launch's line by line; a cell's once if the ranks agree, and rank by rank if they differ."""
 
 import math
 import re
@@ -10,19 +10,19 @@ from fsdp_helpers.progress import print_above_bar
 from fsdp_helpers.ranks.rank import STREAMS
 from fsdp_helpers.ranks.roll_call import list_ranks
 
-DRAW_S = 0.1  # between two states of a cell's output
+DRAW_S = 0.1  # between two updates of a cell's output
 ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 
 
 class LaunchOutput:
-    """The output of a launch's ranks: each line once it's complete, with the name of its rank if they have `names`."""
+    """Prints the output of a launch's ranks, each line once it's complete, and which rank it's from if `names`."""
 
     def __init__(self, names: bool) -> None:
         self._names = names
         self._unfinished: dict[tuple[int, int], bytes] = {}  # the beginning of a line, by rank and stream
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Take a rank's printed output."""
+        """Receive output that a rank has printed."""
         *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
         if rest:
             self._unfinished[rank, stream] = rest
@@ -40,7 +40,7 @@ class LaunchOutput:
 
 
 class CellOutput:
-    """The output of one cell: in a notebook line by line while it runs, elsewhere when it has ended."""
+    """Shows the output of one cell: in a notebook, line by line while it runs; elsewhere, once it has ended."""
 
     def __init__(self) -> None:
         self._printed: dict[int, bytes] = {}
@@ -48,7 +48,7 @@ class CellOutput:
         self._drawn_s = -math.inf
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Take a rank's printed output."""
+        """Receive output that a rank has printed."""
         self._printed[rank] = self._printed.get(rank, b"") + data
         if self._page is not None and time.monotonic() - self._drawn_s > DRAW_S:
             self._drawn_s = time.monotonic()
@@ -59,7 +59,7 @@ class CellOutput:
         return {rank: without_addresses(text) for rank, text in texts.items()}
 
     def finish(self, values: dict[int, str | None]) -> None:
-        """Show the final output: printed lines, then the values of the last line."""
+        """Show the final output: everything the ranks printed, then the `values` of the cell's last line."""
         texts = self._texts()
         ranks = sorted(values.keys() | texts.keys())
         printed = merge({rank: texts.get(rank, "") for rank in ranks})
@@ -72,7 +72,7 @@ class CellOutput:
 
 
 def merge(texts: dict[int, str]) -> str:
-    """Return the text of all ranks: once if they agree, else rank by rank, each under its name."""
+    """Merge the ranks' texts: into one copy if they agree, else one after another, each with its rank's name."""
     if len(set(texts.values())) <= 1:
         return next(iter(texts.values()), "")
     parts = []

@@ -1,4 +1,4 @@
-"""Pickling of the data that is sent to a rank and back; an error names the part that cannot be pickled."""
+"""Pickling the data that's sent to a rank and back, with errors that name the value that can't be pickled."""
 
 import inspect
 import io
@@ -19,7 +19,7 @@ OR_A_CELL = " (a .py file, or a cell that begins with '%%writefile my_worker.py'
 def check_worker(worker: Callable) -> None:
     """Raise ValueError for a worker that another process cannot import."""
     if not inspect.isfunction(worker):
-        raise ValueError(f"a worker must be a function, this is {type(worker).__name__!r}: {worker!r}")
+        raise ValueError(f"a worker must be a function, but this is {type(worker).__name__!r}: {worker!r}")
     if "<" in worker.__qualname__:
         raise ValueError(
             f"{worker.__qualname__!r} is a lambda or is defined inside another function, so a new process cannot "
@@ -35,9 +35,9 @@ def check_worker(worker: Callable) -> None:
 
 
 def pickle_job(worker: Callable, args: tuple) -> bytes:
-    """Return the worker's name and its arguments as bytes; the ValueError names an argument that cannot be sent.
+    """Return the worker's name and its arguments as bytes. Raises ValueError for an argument that can't be sent.
 
-    By name, because the worker's module may have been edited and imported again: a rank runs the file's current code.
+    The worker is sent by name because its module may have been edited since; a rank runs the file's current code.
     """
     names = [repr(name) for name in inspect.signature(worker).parameters][2:]
     names += [f"number {position + 1}" for position in range(len(names), len(args))]
@@ -54,7 +54,7 @@ def read_job(job: bytes) -> tuple[Callable, tuple]:
 
 
 def dumps_named(value: Any, name: str) -> bytes:
-    """Pickle `value`; the ValueError says by this name that it cannot be sent, and why."""
+    """Return `value` pickled. Raises ValueError if it can't be sent; the message calls it `name` and says why."""
     try:
         return dumps(value)
     except Exception as error:
@@ -65,7 +65,7 @@ def dumps_named(value: Any, name: str) -> bytes:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle `value`; also raise for values that could be pickled here but not read there."""
+    """Return `value` pickled; also raise for a value that can be pickled here but not unpickled in another process."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
@@ -85,7 +85,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _can_import_main() -> bool:
-    """Return True if a new process can import this program's main module, as it can a script or `python -m module`."""
+    """Return True if a new process can import this program's main module: a script, or that of `python -m module`."""
     main = sys.modules["__main__"]
     name = getattr(main.__spec__, "name", None)
     if name is not None:

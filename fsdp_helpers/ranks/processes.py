@@ -1,6 +1,6 @@
-"""The processes of one group, as their parent sees them: started, listened to, asked where they are, and ended.
+"""The processes of one group, as their parent sees them: it starts them, listens, asks where they are, and ends them.
 
-`launch` and `Ranks` both use it; torch's own `start_processes`, which `mp.spawn` calls too, starts them.
+`launch` and `Ranks` both use this. Processes are started by torch's own `start_processes`, which `mp.spawn` calls, too.
 """
 
 import math
@@ -30,7 +30,7 @@ from fsdp_helpers.ranks.server import (
     ready_to_start,
 )
 
-GRACE_S = 0.5  # after a failure: for the failure that caused it, and for what the other ranks have to say
+GRACE_S = 0.5  # after a failure, to wait for the one that caused it, and for the other ranks' last output
 TERM_S = 3.0  # after SIGTERM: a rank has this long before SIGKILL
 READ_BYTES = 2**20  # more than a pipe holds
 
@@ -38,9 +38,9 @@ READ_BYTES = 2**20  # more than a pipe holds
 class Processes:
     """One process per rank, each with a link for messages and with pipes for its output.
 
-    `body(rank, setup, send, link)` runs in each of them. Its output arrives as on_output(rank, stream, data), its notes
-    arrive as on_note(note, rank), and its answers to the last message are collected. With two `streams`, standard
-    output and error are kept apart, with one they stay in order. As a context manager, it ends the processes.
+    `body(rank, setup, send, link)` runs in each of them. Its output is passed to on_output(rank, stream, data), its
+    notes to on_note(note, rank), and its answers to the last message are collected. With two `streams`, standard output
+    and standard error are kept apart; with one, they stay in order. A `with` block ends the processes when it ends.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Processes:
         start_method: str = "forkserver",
     ) -> None:
         self.world_size, self.on_output, self.on_note = world_size, on_output, on_note
-        self.number = 0  # of the last message; that all have joined answers none
+        self.number = 0  # of the last message; 0 before the first, while ranks answer that they have joined
         self.answers: dict[int, Answer] = {}
-        self.notes: dict[int, Any] = {}  # the last one of each rank
+        self.notes: dict[int, Any] = {}  # each rank's last note
         self.ends: dict[int, int | None] = {}  # ranks that have ended, and their exit codes
         self.hang = HangDetector(None)
         self._processes: list = []
@@ -107,13 +107,14 @@ class Processes:
                 self._links[rank].send_bytes(pickle.dumps((self.number, *message)))
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of the ranks that have neither answered nor ended."""
+        """Return the ones among these ranks that have neither answered nor ended."""
         return [rank for rank in ranks if rank not in self.answers and rank not in self.ends]
 
     def collect(self, ranks: Iterable[int], until_s: float = math.inf, failed: bool = False) -> None:
-        """Receive these ranks' answers until they are complete, time is up, or ranks hang.
+        """Receive these ranks' answers until all have arrived, time is up, or the ranks hang.
 
-        After a failure or an end, only those that arrive soon count, unless it is known that a rank has `failed`.
+        Once a rank has failed or ended, wait only GRACE_S longer, unless the caller already knows that one has
+        `failed`.
         """
         while waiting := self.missing(ranks):
             left_s = until_s - time.monotonic()
@@ -124,9 +125,10 @@ class Processes:
                 failed, until_s = True, time.monotonic() + GRACE_S
 
     def answers_of_all(self, began_s: float, timeout_s: float | None) -> list:
-        """Return what every rank answers, in rank order.
+        """Return the values that all ranks answer with, in rank order.
 
-        Raises RankError if one fails or ends, RankTimeout if `timeout_s` seconds after `began_s` some haven't answered.
+        Raises RankError if a rank fails or ends, and RankTimeout if the ranks hang, or if some haven't answered
+        `timeout_s` seconds after `began_s`.
         """
         everyone, until_s = range(self.world_size), began_s + (timeout_s or math.inf)
         self.collect(everyone, until_s)
@@ -143,10 +145,10 @@ class Processes:
         return [self.answers[rank].value for rank in everyone]
 
     def find_cause(self) -> tuple[int, Failure] | None:
-        """Return the rank that the others fail because of, and how it failed; None if none has.
+        """Return the rank that made the others fail, and its failure; None if no rank has failed.
 
-        One that has ended comes before one that says why it failed, and last come those that waited for others.
-        Of several with one message, it's the first.
+        A rank that has ended comes before one that reported a failure, and those that only waited for others come last.
+        If several ranks sent the same message, it's the first of them.
         """
         for rank in sorted(self.ends.keys() - self.answers.keys()):
             return rank, Failure(self.describe_end(rank))
@@ -157,7 +159,7 @@ class Processes:
         return next((rank, failure) for rank, failure in failures.items() if failure.summary == first.summary)
 
     def _listen(self, ranks: Iterable[int], wait_s: float) -> None:
-        """Wait for messages, output, or the end of one of the ranks; pass on what has come."""
+        """Wait for messages, output, or the end of one of these ranks; pass on whatever has arrived."""
         links = {self._links[rank]: rank for rank in ranks}
         sentinels = {self._processes[rank].sentinel: rank for rank in ranks}
         ready = set(wait([*links, *sentinels, *self._outputs], wait_s))
@@ -165,7 +167,7 @@ class Processes:
             if link in ready:
                 self._receive(rank, link)
         for sentinel, rank in sentinels.items():
-            # One that has left a message behind ends once that is read.
+            # If it left a message behind, it counts as ended once that has been read.
             if sentinel in ready and rank not in self.ends and not self._links[rank].poll():
                 self._note_end(rank)
         self._read_outputs()
@@ -186,7 +188,7 @@ class Processes:
             self.notes[rank] = content
             if self.on_note:
                 self.on_note(content, rank)
-        elif content.number in (self.number, None):  # else to a cell that was interrupted
+        elif content.number in (self.number, None):  # else it answers a cell that was interrupted
             self.answers[rank] = content
 
     def _read_outputs(self) -> None:
@@ -215,7 +217,7 @@ class Processes:
                 self._note_end(rank)
 
     def describe_end(self, rank: int) -> str:
-        """Describe how a process ended that sent no message."""
+        """Describe the end of a process that didn't send a message."""
         code = self.ends[rank]
         if code is None or code >= 0:
             return f"the process left with exit status {code}"
@@ -234,9 +236,10 @@ class Processes:
             os.kill(self._processes[rank].pid, number)
 
     def end(self, *, grace_s: float = 0.0) -> None:
-        """End all processes and everything that they have started; it may be called again, and interrupts wait.
+        """End all processes and everything they've started, holding back interrupts. You can call this more than once.
 
-        Those that have answered the last message leave by themselves; `grace_s` after SIGTERM the others are killed.
+        Processes that have answered the last message exit by themselves; the others get a SIGTERM if there's a grace
+        period. Those still running after `grace_s` seconds are killed.
         """
         with interrupts_wait():
             until_s = time.monotonic() + grace_s
@@ -250,7 +253,7 @@ class Processes:
             for process in self._processes:
                 process.join()
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, if no server has adopted that
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, unless a server has adopted that
             if self._processes:
                 end_orphans()
                 self._read_outputs()

@@ -1,4 +1,4 @@
-"""The process of one rank: everything from its first moment to its end, whatever it runs."""
+"""The process of one rank, from its start to its exit, whatever it runs."""
 
 import ctypes
 import multiprocessing.connection
@@ -22,7 +22,7 @@ from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
 from fsdp_helpers.ranks.stacks import written_on_request
 
 STREAMS = ("stdout", "stderr")
-Send = Callable[[str, Any], None]  # send("answer", an Answer), or send("note", what the parent should know on the way)
+Send = Callable[[str, Any], None]  # send("answer", an Answer), or send("note", something to tell the parent meanwhile)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Setup:
     body: Callable  # what each rank runs, as body(rank, setup, send, link); it may return a last answer
     world_size: int
     device: str
-    folder: str  # private to the group: it meets there
-    environment: dict[str, str]  # the parent's, at this moment; the server's is older
-    payload: Any = None  # what the body needs, besides
+    folder: str  # private to the group, whose ranks meet there
+    environment: dict[str, str]  # the parent's at this moment; the server's may be out of date
+    payload: Any = None  # whatever else the body needs
     timeout_s: float | None = None  # how long a rank waits for the others in a collective
 
     def stack_file(self, rank: int) -> Path:
@@ -42,29 +42,31 @@ class Setup:
 
     @property
     def group(self) -> dict[str, Any]:
-        """This group's settings for `process_group`."""
+        """This group's arguments for `process_group`."""
         return {"device": self.device, "init_method": f"file://{self.folder}/meeting-point", "launched": True}
 
 
 def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> None:
-    """Prepare this process, run the body of the group, and leave; `start_processes` calls this.
+    """Prepare this process, run the group's body, and exit; `start_processes` calls this.
 
-    `ends` are each rank's ends of a link for messages and of one or two pipes for its output. The parent is told at once
-    if the body ends in any other way than by returning, sys.exit() included; its last answer is sent at the very end.
+    `ends` has each rank's end of its link for messages, and of one or two pipes for its output. If the body ends in any
+    way other than by returning, sys.exit() included, the parent is told at once. If it returns a last answer, that's
+    sent at the very end.
     """
     link, *outputs = ends[rank]
     server.is_rank = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     os.setsid()
     adopt_orphans()
     _end_with_parent(setup.folder)
     write_into(outputs)
-    # An edited file can have the size and second of change of its cached module: look for caches in an empty folder.
+    # An edited file can have the same size and the same second of change as its cached module. So look for caches in
+    # an empty folder.
     sys.pycache_prefix, sys.dont_write_bytecode = setup.folder, True
     os.environ.clear()
     os.environ.update(setup.environment)
     if setup.device == "cpu":
-        hide_gpus()  # before the worker's module is imported, which may look
+        hide_gpus()  # before the worker's module is imported, which may look for GPUs
     _set_rank_variables(rank, setup.world_size)
     multiprocessing.set_start_method("fork", force=True)  # so that a DataLoader's workers know what a cell defines
 
@@ -87,20 +89,18 @@ def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> N
 
 
 def _tidy_up() -> None:
-    """Do what Python does at its end, but for its own cleanup; wait for non-daemon threads.
+    """Do what Python does at exit, waiting for non-daemon threads included, but not the cleanup of its own objects.
 
     gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     """
     end_own_children()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # as multiprocessing ends a process; first it tells thread pools, torch.compile's too, to end
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
 
 
 def write_into(outputs: Sequence[Connection]) -> None:
-    """Send this process's output into the parent's pipes: Python's line by line, C libraries', and that of programs it starts."""
+    """Redirect output to the parent's pipes: Python's (line by line), C libraries', and that of subprocesses."""
     for name, number, output in zip(STREAMS, (1, 2), (outputs[0], outputs[-1]), strict=True):
         os.dup2(output.fileno(), number)
         stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
@@ -115,7 +115,7 @@ def flush() -> None:
 
 
 def _end_with_parent(folder: str) -> None:
-    """End this rank, and everything it has started, when its parent ends in any way: a kernel is killed, or restarted."""
+    """End this rank and everything it has started when its parent ends, e.g. a kernel that's killed or restarted."""
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:

@@ -1,7 +1,8 @@
-"""The ranks that don't answer when a collective times out.
+"""Finding the ranks that don't answer when a collective times out.
 
 A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks call
-the roll in the store where the group met: each signs, and a rank that hasn't signed in time is stopped, stuck or gone.
+the roll in the store where the group met. Each rank signs, and one that hasn't signed in time is stopped, stuck or
+gone.
 """
 
 import os
@@ -16,25 +17,25 @@ import torch.distributed as dist
 from fsdp_helpers.ranks.group import LONGEST_WAIT_S, gather_over_ranks, roll_call_s
 
 POLL_S = 0.1
-# What such errors say, gloo's and NCCL's: neither has a type of its own.
+# Words in gloo's and NCCL's messages about such errors, which don't have a type of their own.
 WAITED_IN_VAIN = ("gloo", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
 
 
 class SilentRanks(TimeoutError):
-    """Ranks neither took part in a collective nor answered; the message has their numbers."""
+    """Some ranks neither joined a collective nor answered; the message has their numbers."""
 
 
 def waited_in_vain(message: str) -> bool:
-    """Return whether an error's message is that of a collective that some rank did not join."""
+    """Return True if an error with this message came from a collective that some rank didn't join."""
     return any(words in message.lower() for words in WAITED_IN_VAIN)
 
 
 @contextmanager
 def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
-    """Within the block, a collective that times out raises SilentRanks, with the ranks that didn't come.
+    """Within the block, a collective that times out raises SilentRanks, which names the ranks that didn't join.
 
-    Every rank of the group has to be in the block. A silent rank of the same torchrun is ended at once: torchrun itself
-    would give a stopped process 30 seconds.
+    Every rank of the group has to enter the block. A silent rank that was started by the same torchrun is killed at
+    once, since torchrun itself would give a stopped process 30 seconds.
     """
     timeout_s = timeout_s or LONGEST_WAIT_S
     agent = os.environ.get("GROUP_RANK")  # of torchrun; `launch` ends its ranks itself
@@ -45,7 +46,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     except RuntimeError as error:
         if not waited_in_vain(str(error)):
             raise
-        if agent:  # one that lost its meeting point ends its ranks: they say why first
+        if agent:  # an agent that has lost its rendezvous ends its ranks, but they should say why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
@@ -60,9 +61,9 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
 
 
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
-    """Return the ranks that didn't sign within `wait_s` seconds; [0] if the store, which rank 0 serves, is silent."""
+    """Return the ranks that didn't sign within `wait_s` seconds; [0] if rank 0's store doesn't answer."""
     signed: set[int] = set()
-    caller = threading.Thread(  # a store in a process that is stopped never answers
+    caller = threading.Thread(  # in a thread, because a store in a stopped process never answers
         target=_collect, args=(rank, world_size, signed, time.monotonic() + wait_s), daemon=True
     )
     caller.start()

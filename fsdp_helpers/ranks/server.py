@@ -1,6 +1,6 @@
-"""The server that ranks are forked from: it has loaded torch, so that a rank starts in a fraction of a second.
+"""The server that ranks are forked from. It has already loaded torch, so a rank starts in a fraction of a second.
 
-It holds third-party modules only: an edit to your module, or to this package, takes effect from the next launch on.
+It loads only third-party modules, so an edit to your module, or to this package, takes effect at the next launch.
 """
 
 import atexit
@@ -17,7 +17,7 @@ from pathlib import Path
 from fsdp_helpers.ranks.orphans import SERVER_OF, end_children
 
 START_METHODS = ("forkserver", "spawn")
-NO_MAIN_GUARD = 113  # exit status of a rank whose import of the script came to `launch` again
+NO_MAIN_GUARD = 113  # exit status of a rank that reached `launch` again while importing the script
 PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
@@ -30,20 +30,20 @@ PRELOADED = [
     "filelock",
     "psutil",
     "tqdm",
-    "fsdp_helpers.ranks.orphans",  # the last one: it freezes what there is
+    "fsdp_helpers.ranks.orphans",  # comes last, because it freezes everything loaded so far
 ]
-# glibc reads these settings when a process starts; see `keep_freed_memory`, the other half of them. One heap for all threads: gloo's
-# would have heaps of their own, of at most 64 MB each. No cache of small blocks for each thread (tcache): an aligned
-# allocation cuts a scrap off either end; a scrap that lies in such a cache is not joined with the gap of the freed
-# buffer again, and the gap stays a little too small for the same buffer.
+# glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
+# gloo's would otherwise get heaps of their own, of at most 64 MB each. There's no per-thread cache of small blocks
+# (tcache): an aligned allocation cuts a scrap off either end, and while a scrap is in such a cache, it isn't merged
+# with the gap that the freed buffer leaves, so the gap stays slightly too small for the same buffer.
 MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 
-start_lock = threading.RLock()  # while ranks are started: what has just been forked is no orphan
+start_lock = threading.RLock()  # held while ranks are started, so that a fresh one isn't taken for an orphan
 is_rank = False  # `run_rank` sets it
 
 
 def choose_start_method(start_method: str | None) -> str:
-    """Return `start_method`, by default "forkserver"; ValueError for a word that is neither that nor "spawn"."""
+    """Return `start_method`, by default "forkserver". Raises ValueError for anything else, except "spawn"."""
     if start_method not in (None, *START_METHODS):
         raise ValueError(f"unknown start method {start_method!r}; choose one of {', '.join(START_METHODS)}")
     return start_method or START_METHODS[0]
@@ -51,17 +51,17 @@ def choose_start_method(start_method: str | None) -> str:
 
 @contextmanager
 def ready_to_start(start_method: str) -> Iterator[None]:
-    """Within the block, processes may be started that become ranks; the server runs.
+    """Within the block, ranks can be started: the server is running, and the environment has what they need.
 
-    It and they block interrupts for good. Jupyter interrupts a kernel's whole process group, and the server, or a
-    spawned rank, would die of that while it still loads torch.
+    The server and the ranks block interrupts for good. Jupyter interrupts a kernel's whole process group, which would
+    kill the server, or a spawned rank, while it's still loading torch.
     """
     variables = {"GLIBC_TUNABLES": ":".join(filter(None, [MALLOC_TUNABLES, os.environ.get("GLIBC_TUNABLES")]))}
     if start_method == "forkserver":
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         variables |= {"PYTHONPATH": path, SERVER_OF: str(os.getpid())}
-    resource_tracker.ensure_running()  # first: starting it lets interrupts through again
+    resource_tracker.ensure_running()  # comes first, because starting it unblocks interrupts
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with start_lock:
         before = {name: os.environ[name] for name in variables if name in os.environ}
@@ -80,14 +80,14 @@ def ready_to_start(start_method: str) -> Iterator[None]:
 
 
 def why_it_takes_long(start_method: str) -> str:
-    """Return the reason why the next start of ranks takes long; "" if PyTorch is loaded already."""
+    """Return the reason why starting ranks will take long; "" if PyTorch is already loaded."""
     if start_method == "spawn":
         return "every rank loads PyTorch"
     return "" if forkserver._forkserver._forkserver_pid else "loading PyTorch once; later launches take a second"
 
 
 def end_orphans() -> None:
-    """End whatever ranks have left behind: below the server, but no process this one has started."""
+    """End all processes that ranks have left behind: the server's children, except those that this process started."""
     with start_lock:
         if (server := forkserver._forkserver._forkserver_pid) is not None:
             end_children(server, spare={child.pid for child in multiprocessing.active_children()})
@@ -96,8 +96,8 @@ def end_orphans() -> None:
 def _tidy_up_on_sigterm() -> None:
     """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
 
-    Jupyter ends every kernel that has launched in this way: a kernel that is asked to shut down first waits for all its
-    children, and one of them, multiprocessing's resource tracker, waits for the kernel.
+    That's how Jupyter ends every kernel that has launched ranks. A kernel that's asked to shut down first waits for all
+    of its children, and one of them, multiprocessing's resource tracker, waits for the kernel.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -114,9 +114,9 @@ def _tidy_up_and_end(number: int, frame: object) -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold back interrupts until the end of the block, so that all ranks are started or stopped, or none."""
+    """Hold back interrupts until the end of the block, so that either all ranks are started or stopped, or none is."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # interrupts are the main thread's alone
+        yield  # only the main thread gets interrupts
         return
     seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append(True))
@@ -129,12 +129,13 @@ def interrupts_wait() -> Iterator[None]:
 
 
 def check_not_a_rank() -> None:
-    """Exit or raise if this is a rank, which may be importing a program that launches: ranks must not launch ranks.
+    """Exit or raise if this process is a rank, because ranks must not launch ranks.
 
-    A rank imports the program's script, which calls `launch` again if it has no main guard, and its worker's module.
+    A rank imports its worker's module, and also the program's script, which calls `launch` again if it has no main
+    guard.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
-        os._exit(NO_MAIN_GUARD)  # whoever started it is told
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing itself checks this, too
+        os._exit(NO_MAIN_GUARD)  # the parent is told by this exit status
     if is_rank:
         raise RuntimeError(
             "a rank calls launch, perhaps because its worker's module does; put the call under "

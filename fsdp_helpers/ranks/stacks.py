@@ -1,4 +1,4 @@
-"""Where a rank is: each writes its Python stack into a file when it gets a signal, whatever it is doing."""
+"""Finding out where ranks are: each writes its Python stack to a file when it gets a signal, whatever it's doing."""
 
 import faulthandler
 import os
@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-ANSWER_S = 5.0  # at most, for all ranks to write: one that is stopped never does
+ANSWER_S = 5.0  # at most, for all ranks to write; a stopped one never does
 POLL_S = 0.02
 LIBRARY = re.compile(r"^<frozen|/(python3[^/]*|(site|dist)-packages|torch)/")  # wherever they are installed
 PACKAGE = re.compile(r"/fsdp_helpers/")
-BODY = re.compile(r"/fsdp_helpers/ranks/(rank|launch|cells)\.py$")  # what a rank runs begins above it
+BODY = re.compile(r"/fsdp_helpers/ranks/(rank|launch|cells)\.py$")  # these files call the code that a rank runs
 
 
 @contextmanager
 def written_on_request(file: Path) -> Iterator[None]:
-    """Within the block, this process writes the stack of its main thread to `file` when it is asked."""
+    """Within the block, this process writes the stack of its main thread to `file` when it's asked to."""
     with open(file, "a") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         try:
@@ -28,10 +28,10 @@ def written_on_request(file: Path) -> Iterator[None]:
 
 
 def ask(files: Mapping[int, Path]) -> dict[int, str]:
-    """Ask processes, by their ids, for their stacks; return the content of each one's file, which may be empty."""
+    """Ask processes for their stacks, and return the stacks, both by process id; "" for one that doesn't answer."""
     started = {pid: file for pid, file in files.items() if file.exists()}
     for pid, file in started.items():
-        os.truncate(file, 0)  # of what it wrote before
+        os.truncate(file, 0)  # removes what it wrote before
         os.kill(pid, signal.SIGUSR1)
     until_s = time.monotonic() + ANSWER_S
     while not all(_is_complete(file.read_text()) for file in started.values()) and time.monotonic() < until_s:
@@ -40,19 +40,19 @@ def ask(files: Mapping[int, Path]) -> dict[int, str]:
 
 
 def _is_complete(stack: str) -> bool:
-    return stack.endswith((" in <module>\n", "...\n"))  # the outermost line, or that of a deep stack
+    return stack.endswith((" in <module>\n", "...\n"))  # the outermost line, or the end of a truncated deep stack
 
 
 def is_in_collective(stack: str) -> bool:
-    """Return whether the innermost Python line is in torch's code for groups, which waits in C."""
+    """Return True if the innermost Python line is in torch.distributed, whose collectives wait in C code."""
     innermost = re.search(r'File "(.+)", line', stack)
     return innermost is not None and "/torch/distributed/" in innermost.group(1)
 
 
 def describe(stack: str) -> str:
-    """Return the innermost line outside the libraries, and the library function it was waiting in.
+    """Describe where a stack was: the innermost line outside the libraries, and the library function it waited in.
 
-    A line outside this package takes precedence over one inside it, such as a reader's module over our function.
+    A line outside this package, for example in the reader's module, takes precedence over one inside it.
     """
     called, ours = "", ""
     for path, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stack):  # innermost first

@@ -1,7 +1,8 @@
-"""Save every few steps, so that a run killed at any moment continues from its newest checkpoint.
+"""Save every few steps, so that a run killed at any moment can continue from its newest checkpoint.
 
-`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` takes 3 steps; with 2 and 6, two ranks continue to step 6.
-Restarts, with `--max-restarts 3`, need the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+`torchrun --nproc-per-node 3 checkpoint.py FOLDER 3` takes 3 steps on three ranks. Run it again
+with 2 ranks and 6 steps, and two ranks continue from there up to step 6. To let torchrun restart the ranks
+(`--max-restarts 3`), set the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
 import ctypes
@@ -23,14 +24,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 LAYERS = 4
 WIDTH = 64
 CLASSES = 10
-BATCH = 24  # sequences per step, over all ranks: it divides by 2, 3 and 6
+BATCH = 24  # sequences per step, across all ranks; it splits evenly over 2, 3 or 6 of them
 LENGTH = 16  # tokens per sequence
-SAVE_EVERY = 5  # steps from save to save: a kill loses at most these
+SAVE_EVERY = 5  # steps between two saves; a kill loses at most this many
 
 
 def build_model() -> nn.Sequential:
     """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
-    torch.manual_seed(0)  # every rank begins with the same weights
+    torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
         model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
@@ -39,7 +40,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together. Put your own data here."""
+    """Return the global batch of a step, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -49,7 +50,7 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 def choose_device() -> torch.device:
     """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -57,16 +58,16 @@ def choose_device() -> torch.device:
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed; otherwise it would train on during the next run."""
+    """Have Linux kill this rank if torchrun is killed; otherwise it could overlap with the next run."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
         if os.getppid() != torchrun:
-            sys.exit("torchrun was killed")  # before the call above
+            sys.exit("torchrun was killed")  # it died before the call above
 
 
 def take(lock: FileLock, folder: Path) -> None:
-    """Keep other runs from writing to `folder` until this process ends. Exit if one already has the lock."""
+    """Keep other runs from writing to `folder` until this process ends. Exit if one has the lock."""
     try:
         lock.acquire(timeout=2)
     except Timeout:
@@ -79,33 +80,33 @@ def state_to_keep(model: nn.Module, adam: Adam, schedule: CosineAnnealingLR, ste
 
 
 def save_checkpoint(folder: Path, state: dict) -> None:
-    """Replace the checkpoint in `folder`. Only a complete one has a number as its name."""
+    """Replace the checkpoint in `folder`. Only a complete checkpoint has a number for its name."""
     rank = dist.get_rank()
     unfinished = folder / "unfinished"
     if rank == 0:
         if unfinished.exists():
-            shutil.rmtree(unfinished)  # of a killed run: whatever is in it would become part of this save
-    dist.barrier()  # every rank may create the folder, once rank 0 has removed the old one
-    save(state, checkpoint_id=unfinished)  # returns when all ranks have written
+            shutil.rmtree(unfinished)  # from a killed run; its files would become part of this save
+    dist.barrier()  # rank 0 has to remove the old folder before any rank creates a new one
+    save(state, checkpoint_id=unfinished)  # returns once all ranks have written their shards
     if rank == 0:
         older = list(folder.glob("[0-9]*"))
-        unfinished.rename(folder / f"{state['step']:06}")  # a kill comes before or after, never in between
+        unfinished.rename(folder / f"{state['step']:06}")  # atomic, so a kill can't leave half of it
         for checkpoint in older:
             shutil.rmtree(checkpoint)
 
 
 def load_newest(folder: Path, model: nn.Module, adam: Adam, schedule: CosineAnnealingLR) -> int:
-    """Load the newest checkpoint, if there is one. Return the number of steps done."""
+    """Load the newest checkpoint, if there is one. Return the number of steps already taken."""
     checkpoints = list(folder.glob("[0-9]*"))
     if not checkpoints:
         return 0
     newest = max(checkpoints, key=lambda checkpoint: int(checkpoint.name))
-    state = state_to_keep(model, adam, schedule, step=0)  # this rank's shards, to be loaded into
+    state = state_to_keep(model, adam, schedule, step=0)  # this rank's shards, which `load` then fills
     moments = state["adam"]["state"]
     saved = FileSystemReader(newest).read_metadata().state_dict_metadata
     for name in list(moments):
         if f"adam.state.{name}.step" not in saved:
-            del moments[name]  # it had no gradient yet: Adam starts with its first one
+            del moments[name]  # its parameter had no gradient yet; Adam's state starts with the first one
     load(state, checkpoint_id=newest)  # fails if anything else is missing
     options = state_dict.StateDictOptions(strict=False)  # not every parameter has moments
     state_dict.set_state_dict(
@@ -119,7 +120,7 @@ def main(device: torch.device, folder: Path, last_step: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     if os.environ["RANK"] == "0":
-        take(lock, folder)  # before the next line, in which the other ranks wait for rank 0
+        take(lock, folder)  # before the next line, where the other ranks wait for rank 0
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -128,13 +129,13 @@ def main(device: torch.device, folder: Path, last_step: int) -> None:
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
-    # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
+    # Build it after sharding, so that it holds the shards. fused=True makes one pass without temporary
+    # copies. That's faster, above all on the host, and peaks 4 bytes per parameter below CUDA's default.
     adam = Adam(model.parameters(), lr=3e-3, fused=True)
     schedule = CosineAnnealingLR(adam, T_max=20)
 
     first_step = load_newest(folder, model, adam, schedule)
-    signals = []  # Slurm sends SIGTERM before the time limit; it is noted here, and the step is completed
+    signals = []  # Slurm sends SIGTERM before the time limit; we note it here and complete the step first
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     for step in range(first_step, last_step):
         inputs, labels = load_batch(step)
@@ -148,7 +149,7 @@ def main(device: torch.device, folder: Path, last_step: int) -> None:
         schedule.step()
 
         sums = torch.tensor([loss.item() / world_size, len(signals)])
-        dist.all_reduce(sums)  # if one rank was asked to end, all end after the same step
+        dist.all_reduce(sums)  # if any rank got the signal, all of them stop after the same step
         if rank == 0:
             print(f"step {step}  loss {sums[0]:.7f}", flush=True)
         is_last = step + 1 == last_step or sums[1] > 0
@@ -165,4 +166,4 @@ if __name__ == "__main__":
     chosen = choose_device()
     main(chosen, Path(sys.argv[1]), int(sys.argv[2]))
     if chosen.type == "cpu":
-        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included
+        os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

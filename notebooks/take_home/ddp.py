@@ -1,7 +1,7 @@
 """DDP: every rank has the full model and its own share of the batch, and gradients are averaged.
 
-Run it with `torchrun --nproc-per-node 2 ddp.py`, on GPUs or, if there are too few, on the CPU.
-`ddp.py FILE 3` takes 3 steps and saves them in FILE, as DDP scripts do.
+Run it with `torchrun --nproc-per-node 2 ddp.py`. It uses GPUs, or the CPU if there are too few.
+`ddp.py FILE 3` takes 3 steps, then saves the model, the optimizer and the step in FILE, as DDP scripts do.
 """
 
 import os
@@ -16,13 +16,13 @@ LAYERS = 4
 WIDTH = 64
 CLASSES = 10
 STEPS = 6
-BATCH = 24  # sequences per step, over all ranks: it divides by 2, 3 and 6
+BATCH = 24  # sequences per step, across all ranks; it splits evenly over 2, 3 or 6 of them
 LENGTH = 16  # tokens per sequence
 
 
 def build_model() -> nn.Sequential:
     """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
-    torch.manual_seed(0)  # every rank begins with the same weights
+    torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
         model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
@@ -31,7 +31,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together. Put your own data here."""
+    """Return the global batch of a step, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -41,7 +41,7 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 def choose_device() -> torch.device:
     """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -53,8 +53,8 @@ def main(device: torch.device, path: str | None = None, last_step: int = STEPS) 
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     model = DistributedDataParallel(build_model().to(device))
-    # Every rank takes the same step. Fused: one pass without temporary copies, faster (above all on
-    # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
+    # Every rank takes the same step. fused=True makes one pass without temporary copies. That's faster,
+    # above all on the host, and its peak is 4 bytes per parameter below CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
     for step in range(last_step):
@@ -74,7 +74,7 @@ def main(device: torch.device, path: str | None = None, last_step: int = STEPS) 
     if path and rank == 0:
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": last_step}
         torch.save(checkpoint, path)
-    del model  # before its group, or PyTorch 2.11 may hang here
+    del model  # delete it before its group; otherwise PyTorch 2.11 may hang here
     dist.destroy_process_group()
 
 
@@ -85,4 +85,4 @@ if __name__ == "__main__":
     else:
         main(chosen)
     if chosen.type == "cpu":
-        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included
+        os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

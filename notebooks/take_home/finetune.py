@@ -1,12 +1,13 @@
-"""Fine-tune a Llama from a Hugging Face folder with FSDP2: each rank reads its rows, the loss counts tokens.
+"""Fine-tune a Llama from Hugging Face files with FSDP2. Ranks read only their rows; the loss counts tokens.
 
-Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, on GPUs or, if there are too few, on the
-CPU. FOLDER has config.json and safetensors files (and tokenizer.json, for which `pip install tokenizers`; without one,
-tokens are bytes). TEXT is a text file, with blank lines between its documents; the first LONGEST tokens of each are
-read. RUN receives checkpoints and, in the end, RUN/model. STEPS is the total: the same command with more STEPS
-continues from the newest checkpoint, on any number of ranks that divides BATCH. You may also edit the settings below
-between two starts; they apply from then on. For a different model or text, use a new RUN. All parameters are trained.
-(finetune_hf.py does this for any model of `transformers`.)
+Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`. It uses GPUs, or the CPU if
+there are fewer GPUs than ranks. FOLDER has config.json and safetensors files. If it also has tokenizer.json,
+`pip install tokenizers`; if not, tokens are bytes. TEXT is a text file with blank lines between documents;
+only the first LONGEST tokens of each are used. Checkpoints go in RUN, and the trained model in RUN/model.
+STEPS is the total: run the command again with more STEPS to continue from the newest checkpoint, on any
+number of ranks that divides BATCH. You may also edit the settings below between two runs; they apply from
+then on. For a different model or text, use a new RUN. All parameters are trained. (finetune_hf.py does the
+same for any causal language model of `transformers`.)
 """
 
 import ctypes
@@ -29,15 +30,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-BATCH = 24  # documents per step, over all ranks: it divides by 2, 3, 4, 6, 8, 12 and 24
-LONGEST = 256  # tokens of a document; the rest is left out
-CHUNKS = 4  # the logits of a quarter of the tokens at a time
+BATCH = 24  # documents per step, across all ranks; it splits evenly over 2, 3, 4, 6, 8, 12 or 24 of them
+LONGEST = 256  # tokens of a document that we use; the rest is left out
+CHUNKS = 4  # we compute the logits of a quarter of the tokens at a time
 LEARNING_RATE = 3e-4
-WARM_UP = 4  # steps in which the learning rate rises
+WARM_UP = 4  # steps over which the learning rate rises
 MAX_NORM = 1.0
-SAVE_EVERY = 4  # steps from save to save: a kill loses at most these
-KEEP = 2  # checkpoints
-IGNORED = -100  # a target without a loss
+SAVE_EVERY = 4  # steps between two saves; a kill loses at most this many
+KEEP = 2  # how many checkpoints we keep
+IGNORED = -100  # the target of a token that has no loss
 
 
 class Attention(nn.Module):
@@ -97,19 +98,19 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config["num_hidden_layers"]))
         self.norm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
         num_pairs = config["hidden_size"] // config["num_attention_heads"] // 2
-        self.register_buffer("inv_freq", torch.empty(num_pairs), persistent=False)  # in no file; see `start`
+        self.register_buffer("inv_freq", torch.empty(num_pairs), persistent=False)  # `start` fills it
 
     def forward(self, numbers: Tensor) -> Tensor:
         positions = torch.arange(numbers.shape[1], device=numbers.device)
         angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
         tokens = self.embed_tokens(numbers)
-        for layer in self.layers:  # keeps only each layer's input; backward computes the rest again
+        for layer in self.layers:  # keep only each layer's input; backward recomputes the rest
             tokens = checkpoint(layer, tokens, angles.cos(), angles.sin(), use_reentrant=False)
         return self.norm(tokens)
 
 
 class Llama(nn.Module):
-    """Hugging Face's Llama, as far as names and numbers go. Returns the sum of the tokens' losses."""
+    """A Llama with Hugging Face's names and arithmetic. Its forward returns the sum of the tokens' losses."""
 
     def __init__(self, config: dict) -> None:
         super().__init__()
@@ -130,15 +131,15 @@ class Llama(nn.Module):
 
 
 def read_config(folder: Path) -> dict:
-    """Return the model's config.json with defaults filled in; refuse settings that this model doesn't support."""
+    """Return config.json with defaults filled in; refuse settings that this model doesn't support."""
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "default"}
-    rope = {"rope_type": rope.get("type", "default")} | rope  # older files say "type"
+    rope = {"rope_type": rope.get("type", "default")} | rope  # older files call it "type"
     if config["model_type"] != "llama" or rope["rope_type"] not in ("default", "llama3"):
-        sys.exit(f"{folder}: this script supports only Llamas with plain positions or Llama 3.1's; change its model")
+        sys.exit(f"{folder}: this supports only Llamas with plain positions or Llama 3.1's; change the model")
     head_width = config["hidden_size"] // config["num_attention_heads"]
     if (config.get("head_dim") or head_width) != head_width:
-        sys.exit(f"{folder}: its head_dim is not {head_width}, the width over the heads; change the model")
+        sys.exit(f"{folder}: head_dim has to be hidden_size / num_attention_heads here, {head_width}")
     if not any(folder.glob("*.safetensors")):
         sys.exit(f"{folder}: no safetensors files")
     if config.get("attention_bias") or config.get("mlp_bias"):
@@ -150,12 +151,13 @@ def read_config(folder: Path) -> dict:
 
 
 def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Tensor:
-    """Return the angle by which each pair of values turns from one token to the next."""
+    """Return, for each pair of values, the angle by which it's rotated from one token to the next."""
     rope = config["rope"]
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(num_pairs, device=device) / num_pairs)
     if rope["rope_type"] == "default":
         return frequencies
-    # Llama 3.1: a pair that turns only a few times in the first, shorter context turns `factor` times more slowly.
+    # Llama 3.1: pairs that turn only a few times within the original, shorter context turn more slowly,
+    # by `factor`.
     turns = frequencies * rope["original_max_position_embeddings"] / (2 * math.pi)
     kept = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
     kept = kept.clamp(0, 1)
@@ -163,10 +165,10 @@ def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Te
 
 
 def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
-    """Return the documents of the text as token IDs: those of the folder's tokenizer, or bytes."""
+    """Return the text's documents as token IDs, from the folder's tokenizer or, without one, as bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
     if not documents:
-        sys.exit(f"{text}: there is nothing to learn in it; documents are separated by blank lines")
+        sys.exit(f"{text}: it has no documents to learn from; separate documents by blank lines")
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
@@ -175,14 +177,14 @@ def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
     elif vocabulary == 256:
         tokens = [list(document.encode()) for document in documents]
     else:
-        sys.exit(f"{folder}: no tokenizer.json, and a vocabulary of {vocabulary}, which is not the 256 bytes")
+        sys.exit(f"{folder}: no tokenizer.json, and a vocabulary of {vocabulary}, which can't be bytes")
     return [torch.tensor(document) for document in tokens]
 
 
 def load_batch(documents: list[Tensor], step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together at this step: token IDs and targets, (BATCH, length) each.
+    """Return the token IDs and targets of this step's global batch, both of shape (BATCH, length).
 
-    Each epoch has every document once, in a new order.
+    Each epoch contains every document once, in a new order.
     """
     rows = []
     for index in range(step * BATCH, (step + 1) * BATCH):
@@ -204,12 +206,12 @@ def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
 
 
 def start(config: dict, folder: Path, device: torch.device) -> Llama:
-    """Return the sharded model; each rank has read its own rows, and no more.
+    """Return the sharded model, of which each rank has read only its own rows.
 
     The head is in the root: as its own unit, it would be all-gathered again for every chunk of the loss.
     """
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    # The shards stay fp32. In bf16, most updates would be too small to change a value.
+    # The shards stay in fp32, because in bf16 most updates would be too small to change a value.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
     with torch.device("meta"):
         model = Llama(config)
@@ -228,7 +230,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Return a step's learning rate: a line up, then half a cosine down to a tenth."""
+    """Return a step's learning rate: a linear rise, then half a cosine down to a tenth of the peak."""
     if step < WARM_UP:
         return LEARNING_RATE * (step + 1) / WARM_UP
     done = (step - WARM_UP) / max(1, steps - WARM_UP)
@@ -236,11 +238,11 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write a checkpoint under a temporary name, then rename it: a kill leaves all of it or nothing."""
+    """Write a checkpoint under a temporary name, then rename it: a killed run never leaves half of one."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed run
-    dist.barrier()  # every rank may create the folder, once rank 0 has removed the old one
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed run
+    dist.barrier()  # rank 0 has to remove the old folder before any rank creates a new one
     parameters, moments = get_state_dict(model, optimizer)
     dcp.save({"model": parameters, "optimizer": moments}, checkpoint_id=unfinished)
     if dist.get_rank() == 0:
@@ -251,7 +253,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None
 
 
 def remove(path: Path) -> None:
-    """Remove a folder; a kill must not leave half of it under its name."""
+    """Rename a folder before removing it, so that a killed run never leaves half of one under its name."""
     nameless = path.with_name(f"unfinished-removal-of-{path.name}")
     shutil.rmtree(nameless, ignore_errors=True)
     path.rename(nameless)
@@ -259,7 +261,7 @@ def remove(path: Path) -> None:
 
 
 def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -> int:
-    """Load the newest checkpoint and return its step; 0 if there is none."""
+    """Load the newest checkpoint and return its step, or 0 if there's no checkpoint."""
     newest = max(run.glob("step-*"), default=None)
     if newest is None:
         return 0
@@ -273,10 +275,10 @@ def export(model: nn.Module, folder: Path, out: Path) -> None:
     """Write the model as a Hugging Face folder: every rank writes its rows, which are then joined."""
     unfinished = out.with_name(f"unfinished-{out.name}")
     if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # torch would join a killed run's rows with these
+        shutil.rmtree(unfinished, ignore_errors=True)  # or torch would join a killed run's rows, too
         unfinished.mkdir()
     dist.barrier()
-    names = dict.fromkeys(tensors_in_files(model), 1)  # all in file 1; give more numbers for more files
+    names = dict.fromkeys(tensors_in_files(model), 1)  # all in file 1; use more numbers for more files
     writer = dcp.HuggingFaceStorageWriter(
         str(unfinished), fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
     )
@@ -288,7 +290,7 @@ def export(model: nn.Module, folder: Path, out: Path) -> None:
                 shutil.copy(path, unfinished)  # tokenizer, chat template, settings for generating ...
         config = json.loads((folder / "config.json").read_text())
         config.pop("torch_dtype", None)  # the older name of "dtype"
-        config["dtype"] = "float32"  # as it was trained
+        config["dtype"] = "float32"  # the dtype it was trained in
         (unfinished / "config.json").write_text(json.dumps(config, indent=2))
         if out.exists():
             remove(out)
@@ -297,16 +299,16 @@ def export(model: nn.Module, folder: Path, out: Path) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed; otherwise it would train on during the next run."""
+    """Have Linux kill this rank if torchrun is killed; otherwise it could overlap with the next run."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
         if os.getppid() != torchrun:
-            sys.exit("torchrun was killed")  # before the call above
+            sys.exit("torchrun was killed")  # it died before the call above
 
 
 def take(lock, run: Path, kind: int, patience_s: float = 0.0) -> None:
-    """Keep other runs from writing to `run`: rank 0 takes the lock, then all share it until the last ends."""
+    """Keep other runs from writing to `run`: rank 0 takes the lock, then all ranks share it."""
     deadline_s = time.monotonic() + patience_s  # the ranks of a killed run may need a moment to end
     while True:
         try:
@@ -320,7 +322,7 @@ def take(lock, run: Path, kind: int, patience_s: float = 0.0) -> None:
 def choose_device() -> torch.device:
     """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -336,7 +338,7 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
     run.mkdir(parents=True, exist_ok=True)
     lock = (run / ".lock").open("a")
     if os.environ["RANK"] == "0":
-        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, where the others wait for rank 0
+        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, where the others wait
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -353,25 +355,25 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     first = load_newest(model, optimizer, run)
     if rank == 0 and first >= steps:
-        print(f"{run} has {first} steps already; STEPS counts from the beginning", flush=True)
+        print(f"{run} already has {first} steps; STEPS is the total, counted from the beginning", flush=True)
 
-    signals = []  # Slurm sends SIGTERM before the time limit; it is noted here, and the step is completed
+    signals = []  # Slurm sends SIGTERM before the time limit; we note it here and complete the step first
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     for step in range(first, steps):
         numbers, targets = load_batch(documents, step)
-        num_tokens = (targets != IGNORED).sum()  # of all ranks, since every rank has the whole batch here
+        num_tokens = (targets != IGNORED).sum()  # of all ranks, since every rank has the global batch here
         numbers = numbers.chunk(world_size)[rank].to(device)
         targets = targets.chunk(world_size)[rank].to(device)
         loss = model(numbers, targets) / num_tokens.to(device)
         optimizer.zero_grad()
-        (loss * world_size).backward()  # FSDP divides by the number of ranks, and tokens are counted already
+        (loss * world_size).backward()  # undo FSDP's division by the number of ranks; we divide by tokens
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         optimizer.step()
 
         sums = torch.tensor([loss.item(), len(signals)], dtype=torch.float64)
-        dist.all_reduce(sums)  # if one rank was asked to end, all end after the same step
+        dist.all_reduce(sums)  # if any rank got the signal, all of them stop after the same step
         if rank == 0:
             print(f"step {step}  loss {sums[0]:.7f}", flush=True)
         is_asked = sums[1] > 0
@@ -395,4 +397,4 @@ if __name__ == "__main__":
     chosen = choose_device()
     main(chosen, *sys.argv[1:])
     if chosen.type == "cpu":
-        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included
+        os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

@@ -1,17 +1,18 @@
-"""Fine-tune any causal language model of `transformers` with FSDP2: `pip install transformers` is all it needs besides torch.
+"""Fine-tune any causal language model of `transformers` with FSDP2. Besides torch, it needs `pip install transformers`.
 
-`torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN` on GPUs or, if there are too few, on the CPU.
+Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs, or the CPU if there are
+fewer GPUs than ranks.
 
-MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model. (Without
-a tokenizer, a vocabulary of 256 means bytes.) DATA is a text, whose documents are separated by blank lines, or JSON
-lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}, of which completions and the
-assistant's turns are learned. Texts longer than --length are split, and conversations are cut. As many documents as fit
-share a row, unless the model's attention would mix them. RUN receives the checkpoints, log.jsonl and, in the end, the
-model (or the adapter) in its own folder.
+MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model. (If it
+has no tokenizer and a vocabulary of 256, tokens are bytes.) DATA is a text file with blank lines between documents, or
+JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. The model learns texts,
+completions, and the assistant's turns. Texts longer than --length are split, and longer conversations are cut off. As
+many documents as fit are packed into a row, unless the model's attention would mix them. Checkpoints and log.jsonl go
+in RUN, and so does the finished model (or the adapter), in a folder of its own.
 
-The same command continues from the newest checkpoint, on any number of ranks. Between two starts you may change --lr,
---warmup, --steps, --epochs and whatever doesn't affect the result. The run refuses a different --batch, --length,
---seed, --held-out, data or kind of training: use a new RUN for those.
+Run the same command again to continue from the newest checkpoint, on any number of ranks. Between two runs, you may
+change --lr, --warmup, --steps, --epochs, and whatever doesn't affect the result. A different --batch, --length, --seed,
+--held-out, data or kind of training is refused; use a new RUN for those.
 """
 
 import argparse
@@ -38,12 +39,12 @@ from typing import TextIO
 
 
 def end_with_torchrun() -> None:
-    """Have Linux kill this rank if torchrun is killed; otherwise it would train on during the next run."""
+    """Have Linux kill this rank if torchrun is killed; otherwise it would still be training during the next run."""
     if sys.platform == "linux":
         torchrun = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
         if os.getppid() != torchrun:
-            sys.exit("torchrun was killed")  # before the call above
+            sys.exit("torchrun was killed")  # it died before the call above
 
 
 if __name__ == "__main__":
@@ -66,23 +67,23 @@ try:
 except ImportError:
     sys.exit("finetune_hf.py needs transformers: pip install transformers")
 
-IGNORED = -100  # a target without a loss: padding, and the prompt
-CHUNK = 1024  # tokens whose logits exist at a time
+IGNORED = -100  # the target of a token that has no loss: padding, and the prompt
+CHUNK = 1024  # number of tokens whose logits exist at the same time
 MAX_NORM = 1.0  # the largest gradient norm; longer gradients are scaled down to it
-SCALE = 2.0  # of an adapter's output
+SCALE = 2.0  # factor of an adapter's output
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DIGEST = "digest"
 TOKENS = "tokens.safetensors"
-# The settings that a resumed run may not change, and those that it may; the others don't affect the result.
+# FIXED settings can't change when a run resumes; OBEYED ones can. The others don't affect the result.
 FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "packed", DIGEST)
 OBEYED = ("lr", "warmup", "steps", "decay")
-TOKENS_BY = ("config", "token", "vocab", "merges", "chat", "special", "added", "spiece")  # files that decide the tokens
+TOKENS_BY = ("config", "token", "vocab", "merges", "chat", "special", "added", "spiece")  # files that affect the tokens
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 def refuse(message: str, status: int = 2) -> None:
-    """End the run with one line, for a problem that all ranks find: rank 0 prints it; torchrun then ends the others."""
+    """End the run because of a problem that all ranks find. Rank 0 prints one line, and torchrun ends the others."""
     if os.environ.get("RANK", "0") == "0":
         print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
     else:
@@ -98,49 +99,57 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", type=Path, help="a folder with config.json, safetensors files and a tokenizer")
-    add("data", type=Path, help="a text, or JSON lines")
+    add("data", type=Path, help="a text file, or JSON lines")
     add("--out", type=Path, required=True, metavar="RUN", help="the folder of this run")
-    add("--epochs", type=float, default=1.0, help="how often each row is seen (1)")
-    add("--steps", type=int, help="steps of the optimizer, instead of --epochs")
-    add("--batch", type=int, default=64, help="rows of --length tokens per step, over all ranks (64)")
+    add("--epochs", type=float, default=1.0, help="how many times each row is seen (1)")
+    add("--steps", type=int, help="number of optimizer steps, instead of --epochs")
+    add("--batch", type=int, default=64, help="rows of --length tokens per step, across all ranks (64)")
     add("--micro-batch", type=int, default=1, help="rows that a rank computes at a time (1)")
     add("--length", type=int, help="tokens in a row (4096, or the model's context if that is shorter)")
     add("--lr", type=float, help="the highest learning rate (1e-5; 2e-4 for adapters)")
-    add("--warmup", type=int, default=20, help="steps in which the learning rate rises (20)")
+    add("--warmup", type=int, default=20, help="steps over which the learning rate rises (20)")
     add("--decay", type=float, default=0.0, help="weight decay of matrices; norms and biases have none (0)")
-    add("--save-every", type=read_interval, default="500", metavar="N|Nm", help="steps, or minutes as in 20m (500)")
-    add("--keep", type=int, default=2, help="checkpoints (2)")
-    add("--held-out", type=float, default=0.02, help="share of the documents that is held out for testing (0.02)")
-    add("--test-every", type=int, default=100, help="steps between two measurements of the held-out loss (100)")
+    add(
+        "--save-every",
+        type=read_interval,
+        default="500",
+        metavar="N|Nm",
+        help="steps between saves, or minutes, as in 20m (500)",
+    )
+    add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
+    add("--held-out", type=float, default=0.02, help="fraction of the documents to hold out for testing (0.02)")
+    add("--test-every", type=int, default=100, help="measure the held-out loss every N steps (100)")
     add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
     add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks it)")
     add("--compile", action="store_true", help="torch.compile each layer")
-    add("--offload", action="store_true", help="keep shards and optimizer in host memory")
-    add("--unit", metavar="CLASS", help="the class that becomes a unit (the model's decoder layers)")
+    add("--offload", action="store_true", help="keep shards and optimizer state in host memory")
+    add("--unit", metavar="CLASS", help="the class of the modules that become units (the model's decoder layers)")
     add("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
     for name in ("batch", "micro_batch", "length", "keep", "test_every", "steps", "epochs"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it has to be above 0")
+            parser.error(f"--{name.replace('_', '-')} is {value}, but it has to be greater than 0")
     if not 0 <= arguments.held_out < 1:
-        parser.error(f"--held-out is {arguments.held_out}; it is a share, 0 or more and below 1")
+        parser.error(f"--held-out is {arguments.held_out}, but it has to be a fraction, at least 0 and less than 1")
     if arguments.lora_rank < 0 or arguments.warmup < 0:
-        parser.error("--lora-rank and --warmup are 0 or more")
+        parser.error("--lora-rank and --warmup can't be negative")
     if arguments.lr is None:
         arguments.lr = 2e-4 if arguments.lora_rank else 1e-5
     return arguments
 
 
 def read_interval(text: str) -> tuple[int | None, float | None]:
-    """Return how often to save as steps or as seconds; the other is None."""
+    """Return the interval between saves as (steps, None) or as (None, seconds)."""
     if not (found := re.fullmatch(r"(\d+)(m?)", text)) or int(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither steps, such as 500, nor minutes, such as 20m")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of steps, such as 500, nor of minutes, such as 20m"
+        )
     return (None, 60.0 * int(found[1])) if found[2] else (int(found[1]), None)
 
 
 def check_resumed(arguments: argparse.Namespace) -> None:
-    """Compare the settings with those of the run's checkpoints: print allowed changes, and end the run at any other."""
+    """Compare the settings with those of the run so far. Print changes that are allowed, and refuse any others."""
     run = arguments.out
     path = run / "settings.json"
     settings = {name: getattr(arguments, name) for name in (*FIXED, *OBEYED)}
@@ -149,7 +158,7 @@ def check_resumed(arguments: argparse.Namespace) -> None:
         changed = {name: (before[name], value) for name, value in settings.items() if before.get(name) != value}
         for name in FIXED:
             if name == DIGEST and name in changed:
-                refuse(f"{run} was started with a different model, tokenizer or data; use a new --out for these")
+                refuse(f"{run} was started with a different model, tokenizer or data; use a new --out for those")
             if name in changed:
                 old, new = changed[name]
                 refuse(f"{run} was started with {name} {old}, not {new}; repeat {old}, or use a new --out")
@@ -162,7 +171,7 @@ def check_resumed(arguments: argparse.Namespace) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under a temporary name, and rename it once all of it is on disk."""
+    """Write a file under a temporary name, then rename it once it's completely on disk."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     with unfinished.open("w") as file:
         file.write(text)
@@ -180,7 +189,7 @@ def say(text: str) -> None:
 
 
 class Bytes:
-    """A tokenizer for a model that comes without one and has 256 tokens, the bytes. A zero ends a document."""
+    """The tokenizer of a model that comes without one and whose 256 tokens are bytes. A zero ends a document."""
 
     bos_token_id = None
     eos_token_id = 0
@@ -195,7 +204,7 @@ def read_tokenizer(folder: Path, vocabulary: int):
     if not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").exists():
         if vocabulary != 256:
             refuse(
-                f"{folder} has no tokenizer, and its vocabulary of {vocabulary} is not that of bytes; copy one there"
+                f"{folder} has no tokenizer, and a vocabulary of {vocabulary} can't be bytes; copy a tokenizer there"
             )
         return Bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -206,11 +215,11 @@ def read_tokenizer(folder: Path, vocabulary: int):
 
 @dataclass(frozen=True)
 class Document:
-    """A text in segments, and which of them are learned."""
+    """A document as a list of segments, each with a flag that says whether it's learned."""
 
     kind: str  # text, prompt or messages
     segments: list[tuple[str, bool]]
-    num_rewritten: int = 0  # turns of the assistant that the chat template rewrites later
+    num_rewritten: int = 0  # how many of the assistant's turns the chat template rewrites later
 
 
 def read_documents(path: Path, tokenizer) -> Iterator[Document]:
@@ -223,7 +232,7 @@ def read_documents(path: Path, tokenizer) -> Iterator[Document]:
             if line.strip():
                 try:
                     yield document_of(json.loads(line), tokenizer)
-                except Exception as error:  # a chat template may raise any
+                except Exception as error:  # a chat template can raise any exception
                     refuse(f"{path}, line {number}: {error}")
 
 
@@ -238,12 +247,12 @@ def document_of(entry: dict, tokenizer) -> Document:
 
 
 def document_of_messages(messages: list[dict], tokenizer) -> Document:
-    """Split a rendered conversation where the assistant's turns begin and end; these are learned.
+    """Split a rendered conversation where the assistant's turns begin and end, so that only those turns are learned.
 
-    Some templates rewrite earlier turns (to drop their reasoning): those aren't learned, only counted.
+    Some templates rewrite earlier turns (to drop their reasoning). We don't learn those turns, we only count them.
     """
     if not tokenizer.chat_template:
-        raise ValueError('"messages" need a chat template, and the tokenizer has none; give "prompt" and "completion"')
+        raise ValueError('"messages" need a chat template, and the tokenizer has none; use "prompt" and "completion"')
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     full = render(messages)
     segments, done, num_rewritten = [], 0, 0
@@ -261,15 +270,15 @@ def document_of_messages(messages: list[dict], tokenizer) -> Document:
 
 
 def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
-    """Return a document's tokens, and which of them are learned.
+    """Return a document's tokens, and for each one whether it's learned.
 
-    Each segment is encoded alone, because at inference, too, the prompt is encoded before the answer is known.
+    We encode each segment by itself, as at inference, where the prompt is encoded before there's an answer.
     """
     if not any(text for text, is_learned in document.segments if is_learned):
         return [], []
     is_chat = document.kind == "messages"
     tokens, learned = [], []
-    if not is_chat and tokenizer.bos_token_id in tokenizer("").input_ids:  # a chat template writes it itself
+    if not is_chat and tokenizer.bos_token_id in tokenizer("").input_ids:  # chat templates add this token themselves
         tokens, learned = [tokenizer.bos_token_id], [False]
     for text, is_learned in document.segments:
         found = tokenizer(text, add_special_tokens=False).input_ids if text else []
@@ -277,13 +286,13 @@ def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
         learned += [is_learned] * len(found)
     end = tokenizer.eos_token_id
     if not (is_chat and any(token == end and own for token, own in zip(tokens, learned, strict=True))):
-        tokens.append(end)  # an answer in a chat may have one already
+        tokens.append(end)  # an answer in a chat may already have one
         learned.append(True)
     return tokens, learned
 
 
 def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> None:
-    """Write the documents' tokens to a file, unless it exists. Rank 0 calls this; every rank reads the file."""
+    """Write the documents' tokens to a file, unless it exists. Only rank 0 calls this; every rank reads the file."""
     path = arguments.out / TOKENS
     if path.exists():
         with safe_open(path, "pt") as file:
@@ -303,7 +312,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
         refuse(f"{arguments.data} has nothing to learn in it")
     if max(tokens) >= vocabulary:
         refuse(
-            f"the tokenizer of {arguments.model} has tokens up to {max(tokens)}, the model's table {vocabulary} rows"
+            f"the tokenizer of {arguments.model} has tokens up to {max(tokens)}; the embedding has {vocabulary} rows"
         )
     content = {"tokens": torch.tensor(tokens, dtype=torch.int32), "learned": torch.tensor(learned)}
     unfinished = path.with_name(f"unfinished-{path.name}")
@@ -312,7 +321,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
 
 
 def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[bool], list[int], Counter]:
-    """Return the tokens of all documents, which of them are learned, where each document ends, and counts."""
+    """Return all documents' tokens, whether each token is learned, where each document ends, and counts to print."""
     tokens, learned, ends = [], [], [0]
     counts = Counter()
     for document in read_documents(arguments.data, tokenizer):
@@ -334,7 +343,7 @@ def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[
 
 
 def digest_of(arguments: argparse.Namespace) -> str:
-    """Return a digest of model, tokenizer and data, 16 letters. It leaves out the weights, which have many bytes."""
+    """Return a digest of the model, tokenizer and data, in 16 digits. It leaves out the weights: they're too large."""
     paths = [path for path in side_files(arguments.model) if path.name.startswith(TOKENS_BY)]
     found = hashlib.sha256(f"{arguments.length}".encode())
     for path in [*paths, arguments.data]:
@@ -347,8 +356,8 @@ def digest_of(arguments: argparse.Namespace) -> str:
 
 
 def pack(sizes: list[int], length: int) -> list[list[int]]:
-    """Return rows of documents, each with at most `length` tokens: the longest first, each where it fits best."""
-    rows, room = [], []  # of each row that is not full: (tokens that are left, row), sorted
+    """Return rows of documents with at most `length` tokens each. The longest go first, each where it fits best."""
+    rows, room = [], []  # room: for each row that isn't full, (tokens of free space, row), sorted
     for document in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         at = bisect.bisect_left(room, (sizes[document], 0))
         left, row = room.pop(at) if at < len(room) else (length, len(rows))
@@ -361,7 +370,7 @@ def pack(sizes: list[int], length: int) -> list[list[int]]:
 
 
 class Rows:
-    """The documents in rows, from the file of tokens: some for training, some held out."""
+    """The documents in the file of tokens, arranged in rows: some for training, some held out."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.file = safe_open(arguments.out / TOKENS, "pt")
@@ -379,7 +388,7 @@ class Rows:
         return [[documents[index] for index in row] for row in rows]
 
     def of_step(self, step: int, batch: int) -> list[list[int]]:
-        """Return the rows of a step, for all ranks together; each epoch has every row once, in a new order."""
+        """Return the rows of a step's global batch. Each epoch contains every row once, in a new order."""
         rows = []
         for index in range(step * batch, (step + 1) * batch):
             epoch, place = divmod(index, len(self.learned))
@@ -391,7 +400,7 @@ class Rows:
         return rows
 
     def read(self, row: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a row's tokens, the position of each in its document, and the targets, (tokens in the row,) each."""
+        """Return a row's tokens, each token's position in its document, and the targets, as three vectors."""
         tokens, positions, targets = [], [], []
         for document in row:
             first, last = self.ends[document], self.ends[document + 1]
@@ -411,9 +420,10 @@ class Rows:
         return sum(learned[self.ends[one] + 1 : self.ends[one + 1]].sum().item() for one in documents)
 
     def micro_batches(self, rows: list[list[int]], size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-        """Yield this rank's part of the rows, `size` at a time, each as (rows, longest).
+        """Yield this rank's rows, `size` at a time: tokens, positions and targets, each of shape (rows, longest).
 
-        Every rank has the same number of them, because each one runs collectives; a row may be empty, without a loss.
+        Every rank gets the same number of micro-batches, because each one runs collectives. A row may be empty, without
+        any loss.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         own = rows[rank::world_size]
@@ -431,14 +441,17 @@ class Rows:
 
 
 class TokenLoss(nn.Module):
-    """A language model whose forward returns the sum of its tokens' losses. The logits exist a chunk at a time."""
+    """A language model whose forward returns the sum of its tokens' losses, with the logits of one chunk at a time."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the summed loss or, without targets, the last hidden states. Inputs are (rows, length); a position of 0 begins a new document."""
+        """Return the summed loss or, without targets, the last hidden states.
+
+        All inputs have shape (rows, length). A position of 0 begins a new document.
+        """
         output = self.model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
         hidden = output.last_hidden_state
         if targets is None:
@@ -450,7 +463,7 @@ class TokenLoss(nn.Module):
         return total
 
     def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Use the model's own forward, with the decoder's output given: some models scale or cap their logits."""
+        """Return a chunk's summed loss, from the model's own forward: some models scale or cap their logits in it."""
         decoder = self.model.base_model
         decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:
@@ -465,12 +478,12 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
         refuse(f"{folder} has no config.json; give the folder of a model in Hugging Face's layout")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except ValueError as error:  # a model that this version does not know, or whose code is in its folder
+    except ValueError as error:  # a model that this version doesn't know, or whose code is in its own folder
         refuse(f"{folder}: {str(error).splitlines()[0]}")
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERTS):
-        refuse(f"{folder} is a mixture of experts, whose routers need a loss of their own; this script has none")
+        refuse(f"{folder} is a mixture of experts, whose routers need an extra loss that this script doesn't have")
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        refuse(f"{folder}: AutoModelForCausalLM knows no {config.model_type}")
+        refuse(f"{folder}: AutoModelForCausalLM doesn't support the model type {config.model_type}")
     if not any(folder.glob("*.safetensors")):
         refuse(f"{folder} has no safetensors files")
     return config
@@ -478,15 +491,15 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FileTensor:
-    """A tensor in the model's files."""
+    """A tensor in one of the model's files."""
 
-    file: int  # the file's number, starting with 1
+    file: int  # the file's number, counted from 1
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
-    """Return the tensors of the folder's files, those in its index or, without one, all; no tensor is read."""
+    """Return the tensors in the files of the folder's index, or in all its files if it has none. Read no values."""
     index = folder / "model.safetensors.index.json"
     names = [path.name for path in folder.glob("*.safetensors")]
     if index.exists():
@@ -497,14 +510,14 @@ def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
             for key in file.keys():
                 tensor = file.get_slice(key)
                 if tensor.get_dtype() not in FILE_DTYPES:
-                    refuse(f"{folder / name}: {key} is {tensor.get_dtype()}; quantized models cannot be trained here")
+                    refuse(f"{folder / name}: {key} is {tensor.get_dtype()}; this script can't train quantized models")
                 dtype = FILE_DTYPES[tensor.get_dtype()]
                 found[key] = FileTensor(file=number, dtype=dtype, shape=tuple(tensor.get_shape()))
     return found
 
 
 def build(config: transformers.PretrainedConfig, arguments: argparse.Namespace) -> nn.Module:
-    """Return the model on the meta device: shapes without bytes."""
+    """Return the model on the meta device, where tensors have shapes but no memory."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=arguments.attention
@@ -515,13 +528,13 @@ def build(config: transformers.PretrainedConfig, arguments: argparse.Namespace) 
 
 
 def match_files(model: nn.Module, folder: Path, files: dict[str, FileTensor]) -> dict[str, str]:
-    """Return the model's name for each name in the files, which have only one of a tied weight's names."""
+    """Map each name in the files to the model's name; files have a tied weight under only one of its names."""
     names_of = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]:
         names_of.setdefault(tensor, []).append(name)
     chosen = {next((name for name in names if name in files), names[0]): names[0] for names in names_of.values()}
     known = {name for names in names_of.values() for name in names}
-    old = [*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq$"]  # once in files, now computed
+    old = [*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq$"]  # now computed
     extra = [name for name in files if name not in known and not any(re.search(pattern, name) for pattern in old)]
     missing = [name for name in chosen if name not in files]
     if missing or extra:
@@ -532,7 +545,7 @@ def match_files(model: nn.Module, folder: Path, files: dict[str, FileTensor]) ->
     for in_file, name in chosen.items():
         shape = tuple(model.get_parameter_or_buffer(name).shape)
         if files[in_file].shape != shape:
-            refuse(f"{folder}: {in_file} is {files[in_file].shape}, and {shape} in the model of config.json")
+            refuse(f"{folder}: {in_file} is {files[in_file].shape}, and {shape} in the model built from config.json")
     return chosen
 
 
@@ -546,24 +559,24 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]:
-    """Return the modules that become units: those of a class, or the outermost list with the most parameters."""
+    """Return the modules that become units: those of the class, or those in the outermost list with most parameters."""
     modules = dict(model.named_modules())
     if class_name:
         units = {name: module for name, module in modules.items() if type(module).__name__ == class_name}
         if not units:
             known = sorted({type(module).__name__ for module in modules.values()})
-            refuse(f"--unit {class_name}: the model has no such class; it has {', '.join(known)}")
+            refuse(f"--unit {class_name}: the model has no such class; its classes are {', '.join(known)}")
         return units
     lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList)}
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if not outermost:
-        refuse("the model has no list of layers; name the class of its layers with --unit")
+        refuse("the model has no list of layers; give the class of its layers with --unit")
     largest = max(outermost, key=lambda name: sum(one.numel() for one in lists[name].parameters()))
     return {f"{largest}.{name}": module for name, module in lists[largest].named_children()}
 
 
 def shard(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device, arguments: argparse.Namespace) -> None:
-    """Make each layer a unit that is recomputed in backward; the rest, embedding and head, is the root.
+    """Make each layer a unit that's recomputed in backward. The rest, embedding and head, stays in the root.
 
     As its own unit, the head would be all-gathered again for every chunk of the loss.
     """
@@ -585,21 +598,21 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def load(loss: TokenLoss, folder: Path, names: dict[str, str], device: torch.device, offload: bool) -> None:
-    """Give each shard its memory and fill it: every rank reads its own rows of the files, and no more."""
+    """Allocate the shards and fill them; each rank reads only its own rows from the files."""
     loss.to_empty(device="cpu" if offload else device)
     model = loss.model
     tensors = {in_file: model.get_parameter_or_buffer(name).detach() for in_file, name in names.items()}
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
-        tensor._is_hf_initialized = name in names.values() or tensor.requires_grad  # adapters have values later
-    model.initialize_weights()  # of transformers: the buffers that are in no file, such as rotary frequencies
+        tensor._is_hf_initialized = name in names.values() or tensor.requires_grad  # adapters get their values later
+    model.initialize_weights()  # transformers fills the buffers that aren't in any file, such as rotary frequencies
     for module in model.modules() if offload else ():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
 def documents_are_apart(loss: TokenLoss, device: torch.device) -> bool:
-    """Return whether the second document of a row gets the same outputs if the first one changes."""
+    """Return whether a row's second document gets the same outputs when the first one changes."""
     num_tokens = loss.model.config.get_text_config().vocab_size
     rows = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]], device=device) % num_tokens
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2, device=device)
@@ -617,10 +630,10 @@ def documents_are_apart(loss: TokenLoss, device: torch.device) -> bool:
 
 
 def add_adapters(model: nn.Module, units: dict[str, nn.Module], rank: int, dtype: torch.dtype) -> list[str]:
-    """Freeze the model in `dtype`, and give each projection in its layers two thin fp32 matrices. Return their names.
+    """Freeze the model in `dtype`, and add two thin fp32 matrices to each projection in its units. Return the names.
 
-    Hu et al. 2021, arXiv:2106.09685. A projection's output grows by SCALE * B A input. Existing tensors keep their
-    names, so the model's files still fit.
+    Hu et al. 2021, arXiv:2106.09685. SCALE * B A input is added to a projection's output. Existing tensors keep
+    their names, so the model's files still fit.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -635,7 +648,7 @@ def add_adapters(model: nn.Module, units: dict[str, nn.Module], rank: int, dtype
                 module.register_forward_hook(add_low_rank)
                 adapted.append(f"{unit_name}.{name}")
     if not adapted:
-        refuse("--lora-rank: the model's layers have no linear projections")
+        refuse("--lora-rank: the model's layers have no linear projections to adapt")
     return adapted
 
 
@@ -651,7 +664,7 @@ def add_low_rank(projection: nn.Module, inputs: tuple[Tensor], output: Tensor) -
 
 @torch.no_grad()
 def draw_adapters(model: nn.Module, adapted: list[str], seed: int) -> None:
-    """Draw each A, the same on any number of ranks, and set B to zero: at first, adapters change no output."""
+    """Draw each A, with the same values on any number of ranks, and zero each B, so that no output changes at first."""
     random = torch.Generator().manual_seed(seed)
     for name in adapted:
         projection = model.get_submodule(name)
@@ -666,7 +679,7 @@ def draw_adapters(model: nn.Module, adapted: list[str], seed: int) -> None:
 def export_adapters(model: nn.Module, adapted: list[str], arguments: argparse.Namespace) -> None:
     """Write the adapters as a folder that `peft` loads: adapter_config.json and adapter_model.safetensors."""
     tensors = {}
-    for name in adapted:  # a full tensor is a collective: every rank takes part, and rank 0 writes
+    for name in adapted:  # `full_tensor` is a collective: every rank takes part, and rank 0 writes
         projection = model.get_submodule(name)
         for matrix in ("lora_A", "lora_B"):
             full = getattr(projection, matrix).detach().full_tensor()
@@ -695,17 +708,17 @@ def export_adapters(model: nn.Module, adapted: list[str], arguments: argparse.Na
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    return max(run.glob("step-*"), default=None)  # all numbers have eight digits
+    return max(run.glob("step-*"), default=None)  # names sort by step: all numbers have eight digits
 
 
 def empty_folder(path: Path) -> Path:
-    shutil.rmtree(path, ignore_errors=True)  # of a killed run
+    shutil.rmtree(path, ignore_errors=True)  # left by a killed run
     path.mkdir()
     return path
 
 
 def give_name(unfinished: Path, path: Path) -> None:
-    """Rename a folder once all of it is on the disk. A kill comes before or after, never in between."""
+    """Rename a folder once it's completely on disk. A kill comes before or after the rename, never in between."""
     for file in unfinished.rglob("*"):
         if file.is_file():
             with file.open("rb") as opened:
@@ -716,7 +729,7 @@ def give_name(unfinished: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, under a different name, so that half of it never keeps its own."""
+    """Rename a folder before removing it, so that a killed run never leaves half of one under its name."""
     nameless = path.with_name(f"unfinished-removal-of-{path.name}")
     shutil.rmtree(nameless, ignore_errors=True)
     path.rename(nameless)
@@ -724,30 +737,30 @@ def remove(path: Path) -> None:
 
 
 class Checkpoints:
-    """The run's checkpoints: written in the background, one at a time; the newest `keep` of them stay."""
+    """The run's checkpoints, written in the background, one at a time. The newest `keep` of them are kept."""
 
     def __init__(self, arguments: argparse.Namespace, group: dist.ProcessGroup) -> None:
         self.run = arguments.out
         self.keep = arguments.keep
         self.every_steps, self.every_s = arguments.save_every
-        self.group = group  # for the background alone, so that its collectives can't get mixed up with a step's
+        self.group = group  # only for the background, so that its collectives can't get mixed up with a step's
         self.writing = None
         self.step = 0
         self.begun_s = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after `step`; if minutes decide, rank 0 has the clock."""
+        """Return whether to save after `step`. If the interval is in minutes, only rank 0 says so."""
         if self.every_steps:
             return step % self.every_steps == 0
         return dist.get_rank() == 0 and time.monotonic() - self.begun_s >= self.every_s
 
     def begin(self, loss: TokenLoss, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Copy the state, and write the copy while training goes on. All ranks call this."""
+        """Copy the state, and write the copy in the background while training goes on. All ranks call this."""
         self.finish()
         unfinished = self.run / "unfinished"
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier(group=self.group)  # every rank may create the folder, once rank 0 has removed the old one
+        dist.barrier(group=self.group)  # rank 0 has to remove the old folder before any rank creates a new one
         self.step = step
         self.begun_s = time.monotonic()
         self.writing = dcp.async_save(state_of(loss, optimizer)[0], checkpoint_id=unfinished, process_group=self.group)
@@ -757,7 +770,7 @@ class Checkpoints:
         return self.writing is None or self.writing.done()
 
     def finish(self) -> None:
-        """Wait until all ranks have written; only then does the checkpoint get its name."""
+        """Wait until all ranks have written their shards. Only then is the checkpoint renamed to its final name."""
         if self.writing is None:
             return
         try:
@@ -774,7 +787,7 @@ class Checkpoints:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the first cause in one line; torch's own message has every rank's traceback."""
+    """Return the first rank's error in one line; torch's own message has every rank's traceback."""
     failures = getattr(error, "failures", None) or {0: (error, None)}
     cause = next(iter(failures.values()))[0]
     said = str(getattr(cause, "strerror", None) or cause).strip()
@@ -782,33 +795,33 @@ def cause_of(error: BaseException) -> str:
 
 
 def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """Return the tensors of a checkpoint, without frozen ones, and the optimizer's full state dict."""
+    """Return a checkpoint's tensors, frozen ones left out, and the optimizer's complete state dict."""
     parameters = {name: one for name, one in loss.model.named_parameters() if one.requires_grad}
     moments = get_optimizer_state_dict(loss, optimizer)
     return {"model": parameters, "optimizer": moments["state"]}, moments
 
 
 def load_newest(loss: TokenLoss, optimizer: torch.optim.Optimizer, run: Path) -> int:
-    """Load the newest checkpoint, saved on any number of ranks. Return the number of steps that are done."""
+    """Load the newest checkpoint, saved on any number of ranks. Return the number of steps already taken."""
     newest = newest_checkpoint(run)
     if newest is None:
         return 0
     state, moments = state_of(loss, optimizer)
-    dcp.load(state, checkpoint_id=newest)  # into the shards of this rank
+    dcp.load(state, checkpoint_id=newest)  # into this rank's shards
     set_optimizer_state_dict(loss, optimizer, optim_state_dict=moments | {"state": state["optimizer"]})
     return int(newest.name.removeprefix("step-"))
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return all files except those of weights: configuration, tokenizer, chat template ..."""
+    """Return all files that don't hold weights: configuration, tokenizer, chat template ..."""
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
 
 
 def export(model: nn.Module, folder: Path, files: dict[str, FileTensor], names: dict[str, str], run: Path) -> None:
-    """Write the model as a folder like the one it came from: the same files, names and dtypes."""
+    """Write the model to a folder like the one it came from, with the same files, names and dtypes."""
     unfinished = run / "unfinished-model"
     if dist.get_rank() == 0:
-        empty_folder(unfinished)  # torch joins whatever it finds there
+        empty_folder(unfinished)  # torch would join whatever it finds there
     dist.barrier()
     state = model.state_dict()
     tensors = {in_file: state[name].to(files[in_file].dtype) for in_file, name in names.items()}
@@ -822,7 +835,7 @@ def export(model: nn.Module, folder: Path, files: dict[str, FileTensor], names: 
         dcp.save(tensors, storage_writer=writer)
     except (dcp.api.CheckpointException, OSError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        refuse(f"the model cannot be written ({cause_of(error)}); {newest_checkpoint(run)} has it", status=1)
+        refuse(f"the model cannot be written ({cause_of(error)}); it's saved in {newest_checkpoint(run)}", status=1)
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished / "sharded")
         for path in side_files(folder):
@@ -840,7 +853,7 @@ def choose_device() -> torch.device:
     if num_gpus < num_ranks:
         if num_gpus and os.environ["RANK"] == "0":
             print(f"ATTENTION: {num_ranks} ranks and {num_gpus} GPUs here: training on the CPU", flush=True)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -848,7 +861,7 @@ def choose_device() -> torch.device:
 
 
 def take(lock: TextIO, run: Path, kind: int, patience_s: float = 0.0) -> None:
-    """Keep other runs from writing to `run`: rank 0 takes the lock, then all share it until the last ends."""
+    """Keep other runs from writing to `run`: rank 0 takes the lock, then all ranks share it until the last one ends."""
     deadline_s = time.monotonic() + patience_s  # the ranks of a killed run may need a moment to end
     while True:
         try:
@@ -860,7 +873,7 @@ def take(lock: TextIO, run: Path, kind: int, patience_s: float = 0.0) -> None:
 
 
 def join(run: Path, device: torch.device) -> TextIO:
-    """Form the group of ranks, if no other run has the folder; return the lock, which all of them hold."""
+    """Form the group of ranks, unless another run is using the folder. Return the lock, which all ranks hold."""
     lock = (run / ".lock").open("a")
     if os.environ["RANK"] == "0":
         take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, in which the others wait for rank 0
@@ -873,7 +886,7 @@ def join(run: Path, device: torch.device) -> TextIO:
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
-    """Return a step's learning rate: a line up, then half a cosine down to a tenth."""
+    """Return a step's learning rate: a linear rise, then half a cosine down to a tenth of the peak."""
     if step < arguments.warmup:
         return arguments.lr * (step + 1) / arguments.warmup
     done = (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup)
@@ -881,7 +894,7 @@ def learning_rate(step: int, arguments: argparse.Namespace) -> float:
 
 
 def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return AdamW over the trained shards; vectors (norms and biases) have no weight decay."""
+    """Return AdamW for the trained parameters, without weight decay on vectors (norms and biases)."""
     trained = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     groups = [
         {"params": [one for one in trained if one.dim() > 1], "weight_decay": arguments.decay},
@@ -891,15 +904,15 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 
 
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
-    """Add up the gradient of the mean over the batch's learned tokens, and return this rank's part of that mean.
+    """Accumulate the gradient of the mean loss over the batch's learned tokens. Return this rank's part of that mean.
 
-    Each micro-batch is reduced at once; otherwise each rank would hold full gradients until the last one.
+    Each micro-batch's gradients are reduced at once; otherwise each rank would hold full gradients until the last.
     """
     num_learned = rows.num_learned(batch)
     total = torch.zeros((), device=device)
     for micro_batch in rows.micro_batches(batch, size, device):
         part = loss(*micro_batch) / num_learned
-        (part * dist.get_world_size()).backward()  # FSDP divides by the number of ranks, and tokens are counted already
+        (part * dist.get_world_size()).backward()  # undo FSDP's division by the number of ranks; we divide by tokens
         total += part.detach()
     return total
 
@@ -911,7 +924,7 @@ def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) 
     total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
     dist.all_reduce(total)
     loss.train()
-    loss.reshard()  # the root stays unsharded after a forward
+    loss.reshard()  # the root stays unsharded after a forward without a backward
     return total.item() / rows.num_learned(rows.held_out)
 
 
@@ -924,13 +937,13 @@ def train(
     device: torch.device,
     first: int,
 ) -> bool:
-    """Take the steps that are left, from `first`; return False if a signal ended the run before the last."""
-    signals = []  # Slurm sends SIGTERM before the time limit: it is noted here, and the step is completed
+    """Take the remaining steps, starting with `first`. Return False if a signal ended the run early."""
+    signals = []  # Slurm sends SIGTERM before the time limit; we note it here and complete the step first
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     is_asked = False
     for step in range(first, arguments.steps):
         began_s = time.monotonic()
-        torch.manual_seed((arguments.seed * 1_000_003 + step) * 10_007 + dist.get_rank())  # of dropout
+        torch.manual_seed((arguments.seed * 1_000_003 + step) * 10_007 + dist.get_rank())  # for dropout
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments)
         batch = rows.of_step(step, arguments.batch)
@@ -941,10 +954,10 @@ def train(
 
         flags = [len(signals), checkpoints.is_due(step + 1), not checkpoints.is_written]
         sums = torch.tensor([mean.item(), *flags], dtype=torch.float64)
-        dist.all_reduce(sums)  # whatever one rank finds, all do after the same step
+        dist.all_reduce(sums)  # if one rank has to stop or save, all ranks do, after the same step
         mean, num_asked, num_due, num_writing = sums.tolist()
         if not math.isfinite(mean):
-            refuse(f"the loss of step {step + 1} is {mean}; {newest_checkpoint(arguments.out)} is kept", 1)
+            refuse(f"the loss of step {step + 1} is {mean}; {newest_checkpoint(arguments.out)} is still there", 1)
         is_asked = num_asked > 0
         is_last = step + 1 == arguments.steps
         note = {"step": step + 1, "loss": mean, "lr": optimizer.param_groups[0]["lr"], "gradient_norm": norm}
@@ -964,7 +977,7 @@ def train(
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes so far: of tensors on a GPU, of the process on the CPU."""
+    """Return the peak so far, in bytes: the tensors' on a GPU, or the process's on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -972,7 +985,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def write_note(note: dict, run: Path) -> None:
-    """Print a step, and add it to log.jsonl. Steps that are repeated after a kill are written again."""
+    """Print a step's numbers and add them to log.jsonl. Steps that are repeated after a kill are written again."""
     if dist.get_rank() == 0:
         with (run / "log.jsonl").open("a") as file:
             file.write(json.dumps(note) + "\n")
@@ -999,15 +1012,15 @@ def describe(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device)
 def main(device: torch.device, arguments: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     if not arguments.data.is_file():
-        refuse(f"{arguments.data} is not a file; give a text, or JSON lines")
+        refuse(f"{arguments.data} is not a file; give a text file, or JSON lines")
     if arguments.offload and device.type == "cpu":
-        refuse("--offload moves shards to the host, where CPU ranks have them anyway")
+        refuse("--offload moves shards to host memory, where CPU ranks have them anyway")
     config = read_config(arguments.model)
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or 4096
     arguments.length = arguments.length or min(4096, context)
     if arguments.length > context:
-        refuse(f"--length {arguments.length} is beyond the model's context of {context} tokens")
+        refuse(f"--length {arguments.length} is longer than the model's context of {context} tokens")
     tokenizer = read_tokenizer(arguments.model, text_config.vocab_size)
     files = tensors_in_files(arguments.model)
     model = build(config, arguments)
@@ -1041,7 +1054,7 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
     optimizer = make_optimizer(loss, arguments)
     first = load_newest(loss, optimizer, arguments.out)
     if first >= arguments.steps:
-        say(f"{first} steps are done already, of {arguments.steps}")
+        say(f"{first} of {arguments.steps} steps are already done")
     elif first:
         say(f"continuing after step {first}")
     checkpoints = Checkpoints(arguments, background)
@@ -1064,13 +1077,13 @@ if __name__ == "__main__":
         main(chosen, chosen_arguments)
     except UnicodeDecodeError as error:
         sys.exit(f"finetune_hf.py: {chosen_arguments.data} is not UTF-8: {error}")
-    except (OSError, SafetensorError) as error:  # only this rank has the error, so it prints it
+    except (OSError, SafetensorError) as error:  # only this rank has the error, so this rank prints it
         place = getattr(error, "filename", None) or chosen_arguments.out
         cause = getattr(error, "strerror", None) or error
         sys.exit(f"finetune_hf.py: {cause} ({place}); everything saved so far is kept")
     except RuntimeError as error:
         if "by peer" not in str(error):
             raise
-        sys.exit(1)  # the connection is closed: another rank has ended, and said why
+        sys.exit(1)  # the connection was closed because another rank ended, and it printed why
     if chosen.type == "cpu":
-        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included
+        os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

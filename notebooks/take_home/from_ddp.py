@@ -1,6 +1,6 @@
-"""From DDP to FSDP2 in mid-training: read a DDP script's checkpoint, Adam and schedule included, and continue.
+"""Move from DDP to FSDP2 in mid-training, with the weights, Adam's state and schedule of a DDP checkpoint.
 
-`torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves them;
+`torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves its state;
 `torchrun --nproc-per-node 2 from_ddp.py FILE` takes the remaining steps under FSDP2, on any number of ranks.
 """
 
@@ -19,13 +19,13 @@ LAYERS = 4
 WIDTH = 64
 CLASSES = 10
 STEPS = 6
-BATCH = 24  # sequences per step, over all ranks: it divides by 2, 3 and 6
+BATCH = 24  # sequences per step, across all ranks; it splits evenly over 2, 3 or 6 of them
 LENGTH = 16  # tokens per sequence
 
 
 def build_model() -> nn.Sequential:
     """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
-    torch.manual_seed(0)  # every rank begins with the same weights
+    torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
         model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
@@ -34,7 +34,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together. Put your own data here."""
+    """Return the global batch of a step, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -44,7 +44,7 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 def choose_device() -> torch.device:
     """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -52,7 +52,7 @@ def choose_device() -> torch.device:
 
 
 def make_optimizer(model: nn.Module) -> Adam:
-    """Return the optimizer, with the DDP script's groups in the same order. Put your own here."""
+    """Return the optimizer, with the DDP script's parameter groups in the same order. Put your own here."""
     return Adam(model.parameters(), lr=3e-3, fused=True)
 
 
@@ -62,18 +62,18 @@ def make_schedule(adam: Adam) -> LambdaLR:
 
 
 def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
-    """Return the weights and Adam's state by name, and the rest of the file. Rank 0 calls this alone."""
+    """Return the weights and Adam's state, by name, and whatever else we need. Only rank 0 calls this."""
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     plain = build_model()
     weights = {}
     for name, value in checkpoint["model"].items():
-        name = name.replace("_orig_mod.", "")  # of torch.compile
-        weights[name.removeprefix("module.")] = value  # of DDP
+        name = name.replace("_orig_mod.", "")  # added by torch.compile
+        weights[name.removeprefix("module.")] = value  # added by DDP
     for name, parameter in plain.named_parameters():
         if parameter.shape == (1,) and name in weights:
-            weights[name] = weights[name].reshape(1)  # was a scalar, which `fully_shard` does not take
+            weights[name] = weights[name].reshape(1)  # it was a scalar, which `fully_shard` doesn't accept
     plain.load_state_dict(weights)
-    # Adam's state is saved by number. A plain model with a plain Adam knows which name belongs to which.
+    # The file has Adam's state by number. A plain model and a plain Adam know which name each one has.
     plain_adam = make_optimizer(plain)
     plain_adam.load_state_dict(checkpoint["optimizer"])
     for parameter, moments in plain_adam.state.items():
@@ -93,7 +93,7 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
 
 
 def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: LambdaLR) -> int:
-    """Read the file on rank 0 and send each rank its shards. Return the number of steps done.
+    """Read the file on rank 0 and send each rank its shards. Return the number of steps already taken.
 
     `schedule` has to exist already: it gives each rank's groups the `initial_lr` that loading then fills.
     """
@@ -110,7 +110,7 @@ def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: Lambd
     state_dict.set_optimizer_state_dict(model, adam, moments, options=options)
     parameters = dict(model.named_parameters())
     for name in rest[0]["without_moments"]:
-        adam.state.pop(parameters[name], None)  # zeros that count as one step already
+        adam.state.pop(parameters[name], None)  # torch gave it zeros that already count as one step
     if rest[0]["schedule"] is not None:
         schedule.load_state_dict(rest[0]["schedule"])
     return rest[0]["step"]
@@ -125,7 +125,7 @@ def main(device: torch.device, path: str) -> None:
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    adam = make_optimizer(model)  # after sharding: it needs the shards
+    adam = make_optimizer(model)  # after sharding, so that it holds the shards
     schedule = make_schedule(adam)  # after the optimizer, before the load
     first_step = load_ddp_checkpoint(path, model, adam, schedule)  # from here on, save as checkpoint.py does
 
@@ -151,4 +151,4 @@ if __name__ == "__main__":
     chosen = choose_device()
     main(chosen, sys.argv[1])
     if chosen.type == "cpu":
-        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included
+        os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

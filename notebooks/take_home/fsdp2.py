@@ -1,6 +1,6 @@
 """FSDP2: every rank keeps a shard of each parameter, of its gradient and of Adam's moments.
 
-Run it with `torchrun --nproc-per-node 2 fsdp2.py`, on GPUs or, if there are too few, on the CPU.
+Run it with `torchrun --nproc-per-node 2 fsdp2.py`. It uses GPUs, or the CPU if there are too few.
 """
 
 import os
@@ -14,13 +14,13 @@ LAYERS = 4
 WIDTH = 64
 CLASSES = 10
 STEPS = 6
-BATCH = 24  # sequences per step, over all ranks: it divides by 2, 3 and 6
+BATCH = 24  # sequences per step, across all ranks; it splits evenly over 2, 3 or 6 of them
 LENGTH = 16  # tokens per sequence
 
 
 def build_model() -> nn.Sequential:
     """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
-    torch.manual_seed(0)  # every rank begins with the same weights
+    torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
         model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
@@ -29,7 +29,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together. Put your own data here."""
+    """Return the global batch of a step, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -39,7 +39,7 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 def choose_device() -> torch.device:
     """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -53,10 +53,10 @@ def main(device: torch.device) -> None:
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
     for layer in model[:-1]:
-        fully_shard(layer, mesh=mesh)  # a unit: unsharded for its forward and its backward, resharded in between
-    fully_shard(model, mesh=mesh)  # the root: every parameter that no unit has
-    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
-    # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
+        fully_shard(layer, mesh=mesh)  # a unit: unsharded for forward, and again for backward
+    fully_shard(model, mesh=mesh)  # the root, which has every parameter that isn't in one of these units
+    # Build it after sharding, so that it holds the shards. fused=True makes one pass without temporary
+    # copies. That's faster, above all on the host, and peaks 4 bytes per parameter below CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
     for step in range(STEPS):
@@ -80,4 +80,4 @@ if __name__ == "__main__":
     chosen = choose_device()
     main(chosen)
     if chosen.type == "cpu":
-        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included
+        os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

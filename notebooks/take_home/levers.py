@@ -1,6 +1,6 @@
 """FSDP2 with bf16, activation checkpointing, micro-batches and clipping.
 
-Run it with `torchrun --nproc-per-node 2 levers.py`, on GPUs or, if there are too few, on the CPU.
+Run it with `torchrun --nproc-per-node 2 levers.py`. It uses GPUs, or the CPU if there are too few.
 """
 
 import os
@@ -15,7 +15,7 @@ LAYERS = 4
 WIDTH = 64
 CLASSES = 10
 STEPS = 6
-BATCH = 24  # sequences per step, over all ranks: it divides by 2, 3 and 6
+BATCH = 24  # sequences per step, across all ranks; it splits evenly over 2, 3 or 6 of them
 LENGTH = 16  # tokens per sequence
 PARTS = 2  # micro-batches per step
 MAX_NORM = 1.0  # a longer gradient is scaled down to this norm
@@ -23,7 +23,7 @@ MAX_NORM = 1.0  # a longer gradient is scaled down to this norm
 
 def build_model() -> nn.Sequential:
     """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
-    torch.manual_seed(0)  # every rank begins with the same weights
+    torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
         model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
@@ -32,7 +32,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together. Put your own data here."""
+    """Return the global batch of a step, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -42,7 +42,7 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 def choose_device() -> torch.device:
     """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -57,11 +57,11 @@ def main(device: torch.device) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # shards stay fp32
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
     for index, layer in enumerate(model[:-1]):
-        recomputed = checkpoint_wrapper(layer)  # by convention first, so that the unit is what is called
+        recomputed = checkpoint_wrapper(layer)  # before sharding, by convention: the unit is what's called
         model[index] = fully_shard(recomputed, mesh=mesh, mp_policy=bf16)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
-    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
-    # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
+    # Build it after sharding, so that it holds the shards. fused=True makes one pass without temporary
+    # copies. That's faster, above all on the host, and peaks 4 bytes per parameter below CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
     for step in range(STEPS):
@@ -73,12 +73,12 @@ def main(device: torch.device) -> None:
         for index in range(PARTS):
             is_last = index == PARTS - 1
             model.set_requires_gradient_sync(is_last)  # the last backward reduces the sum
-            outputs = model(inputs[index]).float()  # the loss in fp32
+            outputs = model(inputs[index]).float()  # compute the loss in fp32
             loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels[index].flatten()) / PARTS
             loss.backward()
             mean_loss += loss.detach() / world_size
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        norm = norm.full_tensor()  # was a DTensor; it is the norm over all shards, the same on every rank
+        norm = norm.full_tensor()  # from a DTensor to the norm over all shards, equal on every rank
         optimizer.step()
 
         dist.all_reduce(mean_loss)
@@ -95,4 +95,4 @@ if __name__ == "__main__":
     chosen = choose_device()
     main(chosen)
     if chosen.type == "cpu":
-        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included
+        os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

@@ -1,7 +1,7 @@
-"""A vision transformer, one unit per block, whose full weights are only on rank 0 before training.
+"""A vision transformer with one unit per block. Before training, only rank 0 has the full weights.
 
-Run it with `torchrun --nproc-per-node 2 vit.py`, on GPUs or, if there are too few, on the CPU.
-`vit.py FILE` starts from a file that `torch.save(model.state_dict(), FILE)` saved.
+Run it with `torchrun --nproc-per-node 2 vit.py`. It uses GPUs, or the CPU if there are too few.
+`vit.py FILE` starts from the weights in a file that `torch.save(model.state_dict(), FILE)` wrote.
 """
 
 import os
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-SIZE = 28  # of an image, in pixels
+SIZE = 28  # side of an image, in pixels
 PATCH = 4
 WIDTH = 64
 DEPTH = 4
 CLASSES = 10
 STEPS = 6
-BATCH = 24  # images per step, over all ranks: it divides by 2, 3 and 6
+BATCH = 24  # images per step, across all ranks; it splits evenly over 2, 3 or 6 of them
 
 
 class ViT(nn.Module):
@@ -46,7 +46,7 @@ class ViT(nn.Module):
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of all ranks together. Put your own data here."""
+    """Return the global batch of a step, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     labels = torch.arange(BATCH) % CLASSES
     images = torch.randn(BATCH, 1, SIZE, SIZE, generator=random)
@@ -54,7 +54,7 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def first_values(file: str | None) -> dict[str, Tensor]:
-    """Return all values of the model, in host memory: those of `file`, or new ones."""
+    """Return the model's full state dict in host memory: the one in `file`, or a newly initialized one."""
     if file:
         return torch.load(file, mmap=True, weights_only=True)
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def first_values(file: str | None) -> dict[str, Tensor]:
 def choose_device() -> torch.device:
     """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam's first step would open a GPU, even for CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -81,12 +81,12 @@ def main(device: torch.device, file: str | None = None) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)  # shards, still without bytes
     fully_shard(model, mesh=mesh)
-    model.to_empty(device=device)  # room for this rank's shards; buffers of your own need their values here
+    model.to_empty(device=device)  # allocates this rank's shards; if your model has buffers, fill them here
     values = first_values(file) if rank == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)  # tensor by tensor
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)  # sent tensor by tensor
     set_model_state_dict(model, values, options=options)
-    # After sharding: it needs the shards. Fused: one pass without temporary copies, faster (above all on
-    # the host), and with a peak 4 bytes per parameter below that of CUDA's default.
+    # Build it after sharding, so that it holds the shards. fused=True makes one pass without temporary
+    # copies. That's faster, above all on the host, and peaks 4 bytes per parameter below CUDA's default.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
     for step in range(STEPS):
@@ -109,4 +109,4 @@ if __name__ == "__main__":
     chosen = choose_device()
     main(chosen, *sys.argv[1:])
     if chosen.type == "cpu":
-        os._exit(0)  # a late thread of gloo can abort Python's clean-up; this skips it, `atexit` included
+        os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

@@ -42,7 +42,7 @@ def test_a_workers_module_is_all_that_it_takes():
     [
         (lambda rank, world_size: rank, "is a lambda or is defined inside another function"),
         (print, "a worker must be a function"),
-        ("train", "a worker must be a function, this is 'str'"),
+        ("train", "a worker must be a function, but this is 'str'"),
     ],
 )
 def test_workers_that_cannot_be_imported(refused, reason):

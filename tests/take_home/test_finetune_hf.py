@@ -285,7 +285,7 @@ def test_settings_that_change_are_refused(name, old, new, tmp_path, capsys):
     (tmp_path / "step-00000004").mkdir()
     setattr(arguments, name, new)
     is_data = name == "digest"
-    told = "a different model, tokenizer or data" if is_data else f"begun with {name} {old}, not {new}"
+    told = "a different model, tokenizer or data" if is_data else f"started with {name} {old}, not {new}"
     assert told in refused(capsys, SCRIPT.check_resumed, arguments)
     assert (tmp_path / "settings.json").read_text() == before
 

@@ -1,5 +1,6 @@
 """It crashes at the start, where processes meet, or at the end, when one of them exits early."""
 
+import os
 import re
 import socket
 import subprocess
@@ -68,9 +69,10 @@ if __name__ == "__main__":
 """
 
 
-def answer_of(command: list[str]) -> Numbers:
+def answer_of(command: list[str], **variables: str) -> Numbers:
     """Run a program and return the number that it prints; RuntimeError with its own error if it prints none."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | variables
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if not done.stdout:
         error = re.search(r"^[\w.]*Error: .*?(?=\n\n|\nTraceback|\Z)", done.stderr, re.MULTILINE | re.DOTALL)
         said = " ".join(error[0].split()) if error else f"no answer, and exit status {done.returncode}: {done.stderr}"
@@ -82,7 +84,7 @@ def answer_of_script(text: str, *starter: str) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         script.write_text(text)
-        return answer_of([sys.executable, *starter, str(script)])
+        return answer_of([sys.executable, *starter, str(script)], TMPDIR=folder)  # torchrun leaves its logs there
 
 
 def spawn_from_a_cell(rank: int, world_size: int) -> Numbers:
