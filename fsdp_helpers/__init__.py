@@ -1,9 +1,9 @@
-"""Sharded training, learned by running it: the functions that the notebooks call, for your own scripts, too.
+"""Sharded training, learned by running it. These are the functions the notebooks call; use them in your scripts, too.
 
     from fsdp_helpers import TrainConfig, train
     train(TrainConfig(model="shallow"), strategy="fsdp", world_size=2)
 
-Importing the package is instant, since each name is only loaded when you first use it.
+Importing the package is instant, because each function is loaded only when you first use it.
 """
 
 import importlib

@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
-        help="folder of a checkpoint, or of a run (its newest)",
+        help="folder of a checkpoint, or of a run's checkpoints (the newest is used)",
     )
     consolidate.add_argument("out", type=Path, metavar="OUT", help="the file to write: .safetensors or .pt")
     consolidate.add_argument(
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="run every strategy with both APIs and compare them")
     add_compare_arguments(compare)
 
-    plan = commands.add_parser("plan", help="predict memory, traffic and time of a model on many devices")
+    plan = commands.add_parser("plan", help="predict a model's memory, traffic and time on many devices")
     add_plan_arguments(plan)
 
     doctor = commands.add_parser("doctor", help="check this machine; exit status 1 if anything is wrong")
@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def train_flags() -> list[Flag]:
-    """Add all flags of `train`: the settings of a run, and those that only concern this call."""
+    """Return all flags of `train`: those for a run's settings, and those that only concern this call."""
     return [*flags(), *CALL_FLAGS]
 
 
@@ -107,9 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if options.command == "plan":  # it needs no torch, whose import would take longer than the plan
         return write_plan(options)
-    if options.command == "doctor":  # it has to run where an import fails
+    if options.command == "doctor":  # it has to run even where an import fails
         return doctor_command(options)
-    if options.command == "explain":  # so does this one, and at once
+    if options.command == "explain":  # so does this one, and without waiting for torch
         return explain_command(options)
     if problem := _wrong_place(options):  # before torch is loaded, for each rank and each restart
         return _complain(BAD_INPUT, problem)
@@ -132,15 +132,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Run `main` in its own process, and exit with its status.
 
-    A rank under torchrun exits without Python's cleanup, as ranks of `launch` do: gloo's threads outlive their group,
-    and if one releases a tensor while Python shuts down, the process aborts.
+    A rank under torchrun exits without Python's cleanup, like `launch`'s ranks: gloo's threads outlive their group, and
+    if one of them releases a tensor while Python is shutting down, the process aborts.
     """
     end_with_agent()  # before torch is loaded, which takes seconds
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except BrokenPipeError:  # the program that read the output, such as `head`, has stopped reading
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for whatever Python flushes at exit
         status = FAILED
     except KeyboardInterrupt:  # in the first seconds, while torch is being loaded
         status = _complain(INTERRUPTED, "interrupted; nothing was started")
@@ -159,7 +159,7 @@ def run() -> NoReturn:
 
 
 def _wrong_place(options: argparse.Namespace) -> str:
-    """Return what's wrong with the environment torchrun gave this rank; "" if nothing is, or if it isn't under torchrun."""
+    """Return what's wrong with torchrun's environment variables; "" if nothing is, or without torchrun."""
     from fsdp_helpers.training.torchrun import read_place, started_as_rank
 
     if options.command == "train" and started_as_rank():

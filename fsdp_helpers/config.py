@@ -1,7 +1,7 @@
 """The settings of a run, checked before any process starts.
 
-Everything about a setting is in its field of `TrainConfig`: default, choices, meaning, and whether it changes the
-losses. The command line, `--help` and the check of a resumed run all read it from there.
+Everything about a setting is in its field of `TrainConfig`: its default, choices and meaning, and whether it changes
+the losses. The command line, `--help` and the check of a resumed run all read it from there.
 """
 
 from dataclasses import Field, dataclass, field, fields
@@ -38,7 +38,7 @@ def setting(
     """Make a dataclass field for a setting; the command line makes a flag from it.
 
     If it `changes_losses`, a resumed run must have the same value. `flag` is the flag's name if it differs from the
-    field's. The field is the flag's value times `factor`, for example bytes from GB.
+    field's. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
     """
     metadata = {
         "meaning": meaning,
@@ -60,7 +60,7 @@ class TrainConfig:
     """
 
     model: str = setting("shallow", "the network", choices=MODELS, changes_losses=True)
-    strategy: str = setting("local", "how work and state are divided over ranks", choices=STRATEGIES)
+    strategy: str = setting("local", "how work and state are divided among ranks", choices=STRATEGIES)
     api: str = setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
     min_num_params: int = setting(
         20_000, "make each module with at least N parameters a unit (for auto-wrap and recomputing)"
@@ -100,7 +100,7 @@ class TrainConfig:
     )
     activation_checkpointing: str = setting(
         "none",
-        "recompute in backward: everything in each unit (units), or everything except matrix products (selective)",
+        "recompute activations in backward: everything in each unit (units), or all but matrix products (selective)",
         choices=ACTIVATION_CHECKPOINTING,
     )
     micro_batches: int = setting(
@@ -144,8 +144,8 @@ class TrainConfig:
     def reduces_every_part(self) -> bool:
         """Return True if gradients are reduced after every micro-batch, False if only once, after the last.
 
-        With sharded parameters, waiting gradients are full gradients, 4 bytes for each parameter of the model. With
-        DDP, they're full anyway. FSDP1 can't add up shards that it has moved to the host.
+        With sharded parameters, gradients that aren't reduced yet are full gradients, 4 bytes per parameter of the
+        model. With DDP, they're full anyway. FSDP1 can't add up shards that it has moved to the host.
         """
         if self.sync_micro_batches is not None:
             return self.sync_micro_batches
@@ -263,7 +263,7 @@ class TrainConfig:
             )
 
     def _batch_sizes_nearby(self, world_size: int) -> str:
-        """Return the nearest global batch sizes that ranks and micro-batches divide evenly and the images can fill."""
+        """Return the nearest global batch sizes that split evenly and that the training images can fill."""
         fewest, most = (self.train_images or known for known in FEWEST_AND_MOST_TRAIN_IMAGES)
         together = world_size * self.micro_batches
         larger = (self.global_batch_size // together + 1) * together
@@ -292,7 +292,7 @@ LOSS_SETTINGS = {one.name: one.default for one in fields(TrainConfig) if one.met
 
 
 def _check_by_itself(one: Field, value: object) -> None:
-    """Check one value on its own; None is fine for a setting that needs no value."""
+    """Check one value on its own; None is fine for a setting whose default is None."""
     if one.metadata["choices"] is not None:
         _require_choice(one.name, value, one.metadata["choices"])
     if one.metadata["at_least_one"] and not (value is None and one.default is None):

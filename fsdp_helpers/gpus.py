@@ -1,8 +1,8 @@
-"""The GPUs of this machine: counted and tried in a separate process, hidden from everything that runs on the CPU.
+"""This machine's GPUs: counted and tested in a separate process, and hidden from everything that runs on the CPU.
 
-torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in the group of a mesh, in
-every step of an optimizer. Hiding works only before torch has looked, since torch and the driver remember the result.
-So nothing here looks from a process that may still run on the CPU.
+torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in a mesh's group, and in
+every optimizer step. GPUs can only be hidden before torch has looked for them, since torch and the driver remember the
+result. So a process that may still run on the CPU never looks for them itself.
 """
 
 import ctypes
@@ -12,10 +12,10 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 
-VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the variable, and its value where no GPU is visible
+VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the variable, and its value that hides every GPU
 DRIVER = "libcuda.so.1"
 TRIAL_S = 60.0
-# Counting leaves every GPU alone. Computing does not, so it is tried only if ranks are about to compute there.
+# Counting doesn't touch a GPU. Computing does, so it's tested only if ranks are about to compute there.
 TRIAL = """
 import sys, torch
 count, wanted = torch.cuda.device_count(), int(sys.argv[1])
@@ -37,22 +37,22 @@ class Gpus:
     """The GPUs that this process and its children may use."""
 
     count: int
-    problem: str = ""  # why torch cannot use them, in torch's words, without a full stop
+    problem: str = ""  # why torch can't use them, in torch's words, without the final period
 
 
 def find_gpus(wanted: int = 0) -> Gpus:
-    """Count the GPUs and, if there are `wanted` of them and at least one, compute on the first.
+    """Count the GPUs; if there are at least `wanted` of them, and that's not 0, also try to compute on the first.
 
-    The first call takes as long as torch takes to load; without a driver, calls cost nothing.
+    The first call takes as long as loading torch; without a driver, calls cost nothing.
     """
     return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 
 
 def choose_device(device: str, ranks_on_this_machine: int) -> str:
-    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if every rank gets a GPU that torch can use.
+    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if there's a usable GPU per rank.
 
-    This process doesn't touch a GPU here. Raises ValueError for any other word, and for "cuda" if there are more ranks
-    than CUDA devices or torch cannot use them.
+    This process doesn't touch a GPU here. Raises ValueError for any other device, and for "cuda" if there are more
+    ranks than CUDA devices, or if torch can't use them.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"unknown device {device!r}; choose one of auto, cpu, cuda")
@@ -73,29 +73,29 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
 
 
 def hide_gpus() -> None:
-    """Hide all GPUs from torch, which must not have looked yet, and from all processes started from here."""
+    """Hide all GPUs from torch, which must not have looked for them yet, and from all processes started from here."""
     if os.environ.get(VISIBLE) != NONE:
         _hidden.append(os.environ.get(VISIBLE))
         os.environ[VISIBLE] = NONE
 
 
 def unhide_gpus() -> None:
-    """Undo `hide_gpus` for processes that start from now on; the reader's own setting stays."""
+    """Undo `hide_gpus` for processes started from now on, and restore the setting from before."""
     if _hidden:
         before = _hidden.pop()
         if before is None:
-            os.environ.pop(VISIBLE, None)  # the reader may have removed it meanwhile
+            os.environ.pop(VISIBLE, None)  # the reader may have removed it in the meantime
         else:
             os.environ[VISIBLE] = before
 
 
 def are_hidden() -> bool:
-    """Return whether the environment hides every GPU."""
+    """Return True if the environment hides every GPU."""
     return os.environ.get(VISIBLE) == NONE
 
 
 def _may_have_gpus() -> bool:
-    """Return False if there cannot be a GPU; this asks no driver."""
+    """Return False if there can't be a GPU; this doesn't ask the driver."""
     import torch
 
     if are_hidden() or not torch.backends.cuda.is_built():
@@ -111,9 +111,9 @@ def _may_have_gpus() -> bool:
 
 @cache
 def _ask_a_child(wanted: int, visible: str | None) -> Gpus:
-    """Run the trial, once per wanted number and setting of visible devices."""
+    """Run TRIAL in a child process, once for each combination of `wanted` and visible devices; return what it found."""
     command = [sys.executable, "-c", TRIAL, str(wanted)]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # it is not one of them
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # since the child isn't a rank
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRIAL_S, check=False)
     except subprocess.TimeoutExpired:

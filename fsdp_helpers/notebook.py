@@ -1,14 +1,14 @@
-"""The notebook that this process may serve: outputs that are replaced in place, and modules that its reader edits."""
+"""Working in a notebook: outputs that are replaced in place, and modules that the reader edits."""
 
 import importlib
 import sys
 from pathlib import Path
 
-_seen: dict[str, tuple[int, int]] = {}  # a module's name: its file's time of change and size when last looked at
+_seen: dict[str, tuple[int, int]] = {}  # module name -> its file's time of change and its size, when last checked
 
 
 def is_notebook() -> bool:
-    """Return True in a kernel, whatever front end shows its output: JupyterLab, nbconvert, an editor."""
+    """Return True in a Jupyter kernel, whatever shows its output: JupyterLab, nbconvert, an editor."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -24,7 +24,7 @@ class InPlace:
         self._handle = None
 
     def show(self, data: dict[str, str] | str, metadata: dict | None = None) -> None:
-        """Show `data`: a text, or the output's contents by MIME type."""
+        """Show `data`, which is a text or a dict of the output's contents by MIME type."""
         from IPython.display import display
 
         data = {"text/plain": data} if isinstance(data, str) else data
@@ -35,7 +35,7 @@ class InPlace:
 
 
 def follow_edits() -> None:
-    """In a notebook, from now on forget edited modules next to it before each cell; the next import reads them again.
+    """In a notebook, before each cell from now on, forget edited modules next to it, so that imports read them again.
 
     Python imports a module once. A rank is a new process and sees every edit, but the kernel would keep the old module,
     and `from my_worker import second` would fail if %%writefile has added `second` since.
@@ -50,7 +50,7 @@ def follow_edits() -> None:
 
 
 def forget_edited(*_: object) -> None:
-    """Drop every module of the working folder whose file has changed since the last look."""
+    """Forget every module in the working folder whose file has changed since the last check."""
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "/")
         if path.absolute().parent == Path.cwd() and path.exists():

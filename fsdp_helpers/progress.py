@@ -1,7 +1,7 @@
-"""One progress bar for any number of ranks: workers report, one process draws, with tqdm.
+"""One progress bar for any number of ranks: workers report their progress, and one process draws it with tqdm.
 
-A worker calls `report(...)`. Whoever started it decides where its reports go: the launcher sends them to the parent
-process, torchrun's first rank draws them itself, and without either they are dropped.
+A worker calls `report(...)`. Where its reports go depends on what started it: under `launch`, to the parent process;
+under torchrun, rank 0 draws its own; otherwise, they're dropped.
 """
 
 import sys
@@ -16,7 +16,7 @@ from fsdp_helpers.notebook import InPlace, is_notebook
 
 SECONDS_BETWEEN_REPORTS = 0.1
 SECONDS_BETWEEN_LINES = 5.0
-# Steps in a second are left out: what is evaluated or saved between two steps would count as a slow step.
+# There's no rate in steps per second, because time for evaluating or saving would count as part of a step.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 Item = TypeVar("Item")
 
@@ -43,13 +43,13 @@ def send_reports_to(sink: Callable[[Report], None] | None) -> None:
 
 
 def wants_report(done: int, total: int) -> bool:
-    """Return True if a report would be drawn now (the first and the last always are); ask this before computing costly details."""
+    """Return True if a report would be drawn now, as the first and last always are; ask before costly details."""
     is_end = done in (0, total)
     return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
 
 def report(done: int, total: int, *what: Any) -> None:
-    """Report that `done` of `total` steps are done, with the other fields of a Report; at most ten a second arrive.
+    """Report that `done` of `total` steps are done, with a Report's other fields; at most ten a second are sent.
 
     If a first step takes long, report 0 before it: the bar's clock starts at the first report.
     """
@@ -61,7 +61,7 @@ def report(done: int, total: int, *what: Any) -> None:
 
 @contextmanager
 def reports_drawn() -> Iterator[None]:
-    """Within the block, draw this process's reports, unless it's a rank, whose reports go to its parent."""
+    """Within the block, draw this process's reports, unless they're already sent somewhere, as a rank's are."""
     if _sink is not None:
         yield
         return
@@ -74,7 +74,7 @@ def reports_drawn() -> Iterator[None]:
 
 
 def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
-    """Yield `items`, with a bar for this process's own work on them."""
+    """Yield `items`, and draw a progress bar for this process's own work on them."""
     with reports_drawn():
         report(0, len(items), title)
         for done, item in enumerate(items, 1):
@@ -84,7 +84,7 @@ def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Say that the block runs and, in a notebook, how many seconds it took: for work whose progress is unknown."""
+    """Say that the block is running and, in a notebook, how long it took; for work whose progress can't be measured."""
     with closing(ProgressBar()) as bar:
         bar.start(what)
         yield
@@ -92,7 +92,7 @@ def timed(what: str) -> Iterator[None]:
 
 @contextmanager
 def in_lines() -> Iterator[None]:
-    """Within the block, log a bar that nobody is watching: a line every few seconds says how far the run has come."""
+    """Within the block, if there's no terminal to draw a bar in, print a line of progress every few seconds instead."""
     global _in_lines
     before, _in_lines = _in_lines, True
     try:
@@ -102,13 +102,13 @@ def in_lines() -> Iterator[None]:
 
 
 class ProgressBar:
-    """One tqdm bar at a time: in a notebook a line that updates in place and stays, in a terminal as usual.
+    """One tqdm bar at a time: in a notebook, a line that updates in place and stays; in a terminal, tqdm's usual bar.
 
-    If nobody watches (a log file, CI) it draws nothing, or writes lines; see `in_lines`.
+    If there's neither (a log file, CI), it draws nothing, or prints lines; see `in_lines`.
     """
 
     def __init__(self) -> None:
-        tqdm.get_lock()  # made now: tqdm would fail where an interrupt comes while it makes it
+        tqdm.get_lock()  # created now, because tqdm fails if an interrupt comes while it's creating it
         self._page = _Page() if is_notebook() else None
         self._starting: str | None = None
         self._began_s = self._line_s = time.monotonic()
@@ -123,12 +123,12 @@ class ProgressBar:
             self._bar.set_description_str(f"{self._starting}: starting ({why})")
 
     def running(self) -> None:
-        """Say that the started work is running, unless it has reported by now."""
+        """Say that the work is running, unless it has already sent a report."""
         if self._starting is not None:
             self._bar.set_description_str(f"{self._starting}: running")
 
     def update(self, report: Report, rank: int = 0) -> None:
-        """Draw a report. Ranks keep step with one another: rank 0 reports for all."""
+        """Draw a report. Ranks run in step with one another, so only rank 0's reports are drawn."""
         if rank != 0:
             return
         if self._starting is not None or report.title != self._title or report.done < self._bar.n:
@@ -139,7 +139,7 @@ class ProgressBar:
         self._log(report)
 
     def _begin(self, report: Report) -> None:
-        """Begin a bar for another piece of work, below the last one, or in place of the line about its start."""
+        """Start a bar for a new piece of work, below the previous bar or in place of the "starting" line."""
         if self._bar is not None:
             self._bar.close()
             if self._page is not None and self._starting is None:
@@ -148,7 +148,7 @@ class ProgressBar:
         self._draw(bar_format=BAR_FORMAT, desc=report.title, total=report.total, initial=report.done)
 
     def _draw(self, **settings: Any) -> None:
-        # In a notebook the last state stays.
+        # In a notebook, the bar's last state stays on the page.
         self._bar = tqdm(file=self._page, disable=None, leave=self._page is not None, **settings)
 
     def _log(self, report: Report) -> None:
@@ -158,7 +158,7 @@ class ProgressBar:
             print(f"{report.title}: {report.done} of {report.total}{details}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the bar. In a notebook, its last state stays, or the time that work without reports took."""
+        """Remove the bar. In a notebook, its last state stays or, for work without reports, the time it took."""
         if self._bar is not None:
             if self._starting is not None:
                 seconds = time.monotonic() - self._began_s
@@ -168,7 +168,7 @@ class ProgressBar:
 
 
 class _Page:
-    """The notebook, as a terminal that tqdm writes to: a line that is replaced in place."""
+    """A stand-in for the terminal that tqdm writes to: one line of a notebook's output, replaced in place."""
 
     encoding = "utf-8"
 
@@ -179,7 +179,7 @@ class _Page:
         return True
 
     def write(self, text: str) -> None:
-        text = text.replace("\x1b[A", "").strip("\r\n ")  # where a bar within a bar moves up, and at a line's end
+        text = text.replace("\x1b[A", "").strip("\r\n ")  # tqdm's moves of the cursor, and line ends
         if text and text != self._text:
             self._text = text
             self._output.show(text)
@@ -189,7 +189,7 @@ class _Page:
 
 
 def print_above_bar(text: str, stream: TextIO) -> None:
-    """Print a line without cutting through a bar that is being drawn."""
+    """Print a line above the bar that's on screen, if there is one."""
     with tqdm.external_write_mode(file=stream):
         print(text, file=stream, flush=True)
 

@@ -13,7 +13,7 @@ class StateBytes:
 
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int  # Adam: two moments a parameter; its step counters, 4 bytes a tensor, are left out
+    optimizer_bytes: int  # Adam: two moments per parameter, without its step counters (4 bytes per tensor)
 
     @property
     def total_bytes(self) -> int:
@@ -42,7 +42,7 @@ class MemoryCurve:
 
     @property
     def end_s(self) -> float:
-        """Return when the last phase ends; memory may have stopped changing before."""
+        """Return the time at which the last phase ends; memory may have stopped changing earlier."""
         return max([self.times_s[-1], *(phase.end_s for phase in self.phases)])
 
     @property
@@ -85,7 +85,7 @@ class RankRecord:
     """The bytes that one rank kept, held and sent at a steady step.
 
     `held_bytes` and `peak_bytes` are None, and `collectives` is empty, for a run of a single step:
-    the first step is not a steady one.
+    its only step isn't a steady one.
     """
 
     rank: int
@@ -99,11 +99,11 @@ class RankRecord:
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes that this rank sends in a step, in all collectives together."""
+        """Return the bytes that this rank sends in a step, all collectives together."""
         return sum(seen.sent_bytes for seen in self.collectives)
 
     def count(self, op: str | None = None) -> int:
-        """Return the number of collectives of a step: of the kind `op`, or of all kinds."""
+        """Return the number of collectives in a step: those of the kind `op`, or all of them."""
         return sum(seen.count for seen in self.collectives if op in (None, seen.op))
 
 
@@ -122,12 +122,12 @@ class EpochRecord:
     """One pass over the training images, and the evaluation after it."""
 
     epoch: int  # 1 is the first
-    train_loss: float | None  # mean over the images trained on; None if a resumed run had nothing left to train
+    train_loss: float | None  # mean over the training images; None if a resumed run had nothing left to train
     test_loss: float  # mean over all test images
     test_accuracy: float  # fraction, 0 to 1
     test_correct: int
-    test_images: int  # of a text: the bytes that were predicted
-    train_images: int  # of a text: sequences
+    test_images: int  # for a text, the number of bytes that were predicted
+    train_images: int  # for a text, the number of sequences
     seconds: float  # training only
     images_per_s: float | None
 
@@ -157,8 +157,8 @@ class RunRecord:
     epochs: tuple[EpochRecord, ...]
     first_step: int  # steps already taken when a resumed run began; 0 for a run from the start
     step_losses: tuple[float, ...]  # mean over the global batch, one per step of this process
-    gradient_norms: tuple[float, ...] = ()  # before clipping, one per step; empty where clip_norm is not set
-    step_seconds: tuple[float, ...]  # rank 0, one per step
+    gradient_norms: tuple[float, ...] = ()  # before clipping, one per step; empty if clip_norm isn't set
+    step_seconds: tuple[float, ...]  # rank 0's, one per step
     ranks: tuple[RankRecord, ...]
     sample: str | None = None  # the text that a language model generates after training, prompt included
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
@@ -172,17 +172,15 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Return the reason why a run took fewer than `max_steps` steps, or none, with the remedy; None for any other run."""
+        """Return why a run took fewer steps than `max_steps`, or none, and what to do; None for any other run."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
-                f"ended after {done} of {config.max_steps} steps: {config.epochs} epoch(s) have no more images; ask "
-                f"for more with --epochs"
+                f"ended after {done} of {config.max_steps} steps: {config.epochs} epoch(s) ran out of images; raise "
+                f"--epochs"
             )
         if not self.step_losses:
-            return (
-                f"nothing left to train: all {done} steps are already done; ask for more with --max-steps or --epochs"
-            )
+            return f"nothing left to train: all {done} steps are already done; raise --max-steps or --epochs"
         return None
 
     def to_json(self) -> dict:
@@ -194,18 +192,18 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingRecord:
-    """The time, memory and disk space that one way of saving takes, on the slowest and the fullest rank."""
+    """The time, memory and disk space that one way of saving takes, on the rank where each is highest."""
 
     way: str
-    waiting_s: float  # while training stands still
+    waiting_s: float  # how long training is blocked
     total_s: float  # until the checkpoint is complete
     disk_bytes: int  # of all files together
-    extra_bytes: int  # the most that saving allocates on the training device
+    extra_bytes: int  # the most that saving allocates on the training device, on top of the state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One step of the ladder of memory levers: one more change than the step above it, measured on rank 0."""
+    """One rung of the ladder of memory levers: the previous rung plus one more change, measured on rank 0."""
 
     name: str
     strategy: str
@@ -226,7 +224,7 @@ class ComparisonRow:
     step_s: float  # median of the steady steps
     held_bytes: int
     peak_bytes: int
-    moved_bytes: int  # full-tensor bytes of all collectives of a step; an all-gather counts as much as an all-reduce
+    moved_bytes: int  # full-tensor bytes of all collectives in a step; an all-gather counts as much as an all-reduce
     sent_bytes: int | None = None  # bytes that the rank sends in a step; None in records older than this field
     final_loss: float
     bucket_view: bool = False

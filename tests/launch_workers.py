@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -32,6 +33,15 @@ def load_torch_alone():
 
 def return_rank(rank, world_size):
     return rank, world_size
+
+
+OPEN_POOLS = []
+
+
+def leave_a_thread_pool_open(rank, world_size):
+    """As torch.compile does: its threads wait for work until Python ends."""
+    OPEN_POOLS.append(ThreadPoolExecutor(1))
+    return OPEN_POOLS[0].submit(return_rank, rank, world_size).result()
 
 
 def describe_itself(rank, world_size):

@@ -1,1 +1,1 @@
-"""Training state on disk: saved atomically, and read without running any code from it."""
+"""Checkpoints: training state that's saved atomically and loaded without running any code from the files."""

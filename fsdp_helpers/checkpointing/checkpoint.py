@@ -1,8 +1,8 @@
-"""`save` and `load`: the full state of any training loop, atomically, as one folder.
+"""`save` and `load` the full state of any training loop, atomically, as one folder.
 
-Every rank writes its shards to its own file, and rank 0 writes an index of all shards; if ranks have full copies (DDP),
-they divide the writing. Everything else is in `state.pt`, which `torch.load(weights_only=True)` reads, so loading never
-runs code.
+Every rank writes its shards to its own file, and rank 0 writes an index of all shards; if the ranks have full copies
+(DDP), they share the work of writing one. Everything else is in `state.pt`, which `torch.load(weights_only=True)`
+reads, so loading never runs code.
 """
 
 import io
@@ -67,12 +67,12 @@ def save(
     """Save a training state as `folder`, which must be new or empty. Every rank has to call this and writes its shards.
 
     Args:
-        model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, and its buffers as rank 0 has them.
+        model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, along with rank 0's copy of its buffers.
         optimizer: its state and its current settings, such as the learning rate.
-        extra: whatever else the loop needs to continue, as rank 0 has it: counters, `schedule.state_dict()`. Numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
+        extra: whatever else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is saved. It may contain numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
         settings: JSON for `checkpoint.json`, for people to read; `load` ignores it.
-        wait: False returns a Future as soon as the state is copied, and a thread writes the copy. The checkpoint is complete once `result()` has returned on any rank, and not before.
-        group: for that thread only, if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, its collectives could get mixed up with the step's.
+        wait: False returns a Future as soon as the state is copied, and a thread then writes the copy. The checkpoint isn't complete until `result()` has returned on some rank.
+        group: a process group for that thread alone, needed if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, its collectives could get mixed up with the step's.
 
     Raises CheckpointError on every rank if one of them can't write; then there's no `folder`. Raises ValueError if
     `extra` isn't plain data.
@@ -86,7 +86,7 @@ def save(
     unfinished = begin(path)
     if this_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
-    gather_over_ranks("it is gone")  # before a rank creates the folder again
+    gather_over_ranks("it is gone")  # every rank waits for that before one creates the folder again
     writer = dcp.FileSystemWriter(unfinished)
     description = {"step": step_of(path), "world_size": num_ranks(), "settings": settings or {}}
     with ignore_single_process_warnings():
@@ -96,7 +96,7 @@ def save(
         written = dcp.async_save(tensors, storage_writer=writer, process_group=group)
     thread = ThreadPoolExecutor(max_workers=1)
     future = thread.submit(_finish, written.result, unfinished, plain, description, group)
-    thread.shutdown(wait=False)  # after this one task
+    thread.shutdown(wait=False)  # ends the thread after this one task
     return future
 
 
@@ -123,7 +123,7 @@ def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: A
 
 
 def _packed(plain: dict[str, Any]) -> bytes:
-    """Return the bytes of `state.pt`, with the current values. Raises ValueError for an object `load` would refuse."""
+    """Return the content of `state.pt`, as of now, as bytes. Raises ValueError for objects `load` would refuse."""
     written = io.BytesIO()
     try:
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(plain)):
@@ -170,7 +170,7 @@ def _finish(
         dist.all_gather_object(failures, failure, group=group)
     if failure := next(filter(None, [failure, *failures]), None):
         if this_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)  # room for others, where the disk is full
+            shutil.rmtree(unfinished, ignore_errors=True)  # makes room for others if the disk is full
         raise CheckpointError(f"nothing was saved: {failure}")
 
 
@@ -183,8 +183,8 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     Every rank has to call this, with the model and optimizer as they are before the first step, and reads only its own
     shards. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, of which the newest is
     loaded. The optimizer gets its settings too, the learning rate among them, but keeps its current implementation
-    (`fused`, `foreach`). Ranks that saved a random state get it back; additional ranks get streams that no rank has
-    drawn from yet. Tensors in `extra` come back in host memory.
+    (`fused`, `foreach`). Ranks that saved a random state get it back; additional ranks get random streams that no rank
+    has drawn from yet. Tensors in `extra` come back in host memory.
 
     Raises CheckpointError if there is no complete checkpoint, or if it holds a different model.
     """
@@ -204,7 +204,7 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     with failures_named(path, "read its part"), ignore_single_process_warnings():
         dcp.load({**own, **random, **older}, storage_reader=SafeReader(path))
 
-    plain = _read_plain(path, older)  # with its tensors, if they lie among the others
+    plain = _read_plain(path, older)  # with its tensors, if an older version stored them among the others
     found = own | plain["values"]
     put_back(model, optimizer, replace(state, optimizer=_found_again(state.optimizer, found, "optimizer")))
     if optimizer is not None and plain["optimizer"] is not None:
@@ -219,7 +219,7 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     if saved is None:
         if not any(name.startswith("optimizer.") for name in stored):
             raise CheckpointError(f"{path} was saved without an optimizer; load it without an optimizer")
-        return  # of a version that left the settings to the configuration
+        return  # saved by a version that left the settings to the configuration
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
@@ -236,9 +236,9 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
 
 
 def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the content of `state.pt`; for a checkpoint of an earlier version, of `state.json`, or nothing.
+    """Return the content of `state.pt`. A checkpoint of an earlier version has a `state.json` instead, or neither.
 
-    `older` are the tensors that an earlier version put next to the model's.
+    `older` has the tensors that an earlier version stored next to the model's.
     """
     if (path / OLDER_STATE).exists():
         return read_state_json(path, older)
@@ -261,7 +261,7 @@ def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str,
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return `tree`, nested dicts, with each leaf replaced by the value found under its path; leaves not found are left out."""
+    """Return `tree`, nested dicts, with each leaf replaced by the value at its path in `found`, or left out."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

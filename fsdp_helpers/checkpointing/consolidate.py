@@ -34,12 +34,12 @@ SAFETENSORS_TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-CHUNK_BYTES = 2**20  # read at once, besides the tensor
+CHUNK_BYTES = 2**20  # read at a time, in addition to the tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """The tensors now in the file, and the entries that were skipped, unread, because they aren't tensors."""
+    """The tensors that are now in the file, and the entries that were skipped without reading: they aren't tensors."""
 
     tensors: tuple[TensorEntry, ...]
     skipped: tuple[str, ...]
@@ -48,9 +48,9 @@ class Consolidated:
 def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix: str = "model.") -> Consolidated:
     """Write a model's tensors from a sharded checkpoint to the file `out`: .safetensors, or .pt for `torch.load`.
 
-    `checkpoint` is any folder of `torch.distributed.checkpoint`, or a folder of checkpoints named step-00000020 and so
-    on, of which the newest is used. The file gets the tensors whose names begin with `prefix`, without that prefix. A
-    .safetensors file is written with one tensor in memory at a time; a .pt file is built in memory.
+    `checkpoint` is any folder that `torch.distributed.checkpoint` wrote, or a folder of checkpoints named step-00000020
+    and so on, of which the newest is used. The file gets the tensors whose names begin with `prefix`, without that
+    prefix. A .safetensors file is written with one tensor in memory at a time; a .pt file is built in memory.
 
     Raises CheckpointError if the checkpoint is incomplete or has no such tensors, ValueError if `out` can't be written.
     """
@@ -70,19 +70,19 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
     try:
         with whole_file(out) as file:
             WRITERS[out.suffix](checkpoint, tensors, file)
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, of a stream that takes no more
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         raise ValueError(f"{out} could not be written: {error}") from error
     return Consolidated(tensors=tuple(tensors.values()), skipped=tuple(skipped))
 
 
 def _write_safetensors(checkpoint: Path, tensors: dict[str, TensorEntry], file: IO[bytes]) -> None:
-    """Write a length, a description in JSON, and the tensors one after the other: that's all there is to the format."""
+    """Write a header's length, the header in JSON, and the tensors one after another, which is all the format needs."""
     for entry in tensors.values():
         if entry.dtype not in SAFETENSORS_TYPES:
             raise CheckpointError(
                 f"{entry.name} is of type {entry.dtype}, which safetensors doesn't support; write a .pt"
             )
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # wide types first keeps all aligned
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # wide types first: keeps all aligned
     ends = accumulate(entry.num_bytes for _, entry in ordered)
     description = {
         name: {
@@ -95,7 +95,7 @@ def _write_safetensors(checkpoint: Path, tensors: dict[str, TensorEntry], file: 
     header = json.dumps(description).encode()
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little") + header)
-    buffer = torch.empty(max(entry.num_bytes for entry in tensors.values()), dtype=torch.uint8)  # one for all, in turn
+    buffer = torch.empty(max(entry.num_bytes for entry in tensors.values()), dtype=torch.uint8)  # used for all in turn
     for _, entry in ordered:
         values = buffer[: entry.num_bytes]
         _read(checkpoint, entry, values.view(entry.dtype).view(entry.shape))
@@ -147,7 +147,7 @@ def _read_values(path: Path, part: ShardEntry, buffer: memoryview) -> None:
 
 
 class _Window(io.RawIOBase):
-    """Part of a file, as a file object."""
+    """A file object that reads part of another file."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._position = file, begin, length, 0

@@ -32,10 +32,10 @@ class Checkpoint:
     """The content of `checkpoint.json`: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
 
     format: int
-    step: int  # optimizer steps since the beginning of the run, as its name says; 0 if it says none
+    step: int  # optimizer steps since the beginning of the run, from the folder's name; 0 if it has none
     world_size: int
     settings: dict  # the settings that a resumed run must share with the one that saved
-    files: dict[str, int]  # size of every other file in bytes
+    files: dict[str, int]  # name -> size in bytes, of every other file
 
 
 def checkpoint_name(step: int) -> str:
@@ -43,7 +43,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name; 0 if it has a different kind of name."""
+    """Return the step in a checkpoint's name; 0 if the name doesn't have one."""
     found = re.fullmatch(r"step-(\d{8,})", path.name)
     return int(found[1]) if found else 0
 
@@ -63,7 +63,7 @@ def find_newest(folder: Path) -> Path | None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Return the description of the checkpoint at `path`, after checking that every file is there and has the right size.
 
-    Raises CheckpointError if `path` is not a checkpoint, is from a newer format, or lacks (part of) a file.
+    Raises CheckpointError if `path` isn't a checkpoint, has a newer format, or if a file is missing or truncated.
     """
     try:
         content = json.loads((path / DESCRIPTION).read_text())
@@ -109,7 +109,7 @@ def _way_out(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` for this process within the block, and remove a killed process's unfinished files.
+    """Within the block, hold the lock on `folder`; first, remove unfinished files that a killed process left.
 
     Raises CheckpointError if another run holds the lock, or if the folder can't be written to.
     """
@@ -167,7 +167,7 @@ def keep_newest(folder: Path, count: int) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
-    """Open a file for writing that becomes `path` at the end of the block: readers see all of it or nothing.
+    """Open a temporary file that's renamed to `path` at the end of the block, so readers see all of it or nothing.
 
     If the block fails or the disk is full, the old file at `path` stays, and nothing is left behind.
     """

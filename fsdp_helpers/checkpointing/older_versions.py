@@ -17,7 +17,7 @@ STATE = "state.json"
 
 
 def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the content of `path`/state.json with its tensors in their places.
+    """Return the content of `path`/state.json, with the tensors that it names filled in from `tensors`.
 
     Raises CheckpointError if it's damaged, or names a tensor that isn't in `tensors`.
     """
@@ -31,7 +31,7 @@ def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[st
 
 
 def put_together(content: Any, tensors: Mapping[str, Tensor | None]) -> Any:
-    """Return a value as it was before it became JSON."""
+    """Return a value as it was before it was converted to JSON."""
     if isinstance(content, list):
         return [put_together(kept, tensors) for kept in content]
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""A run that saves and resumes: when it saves, what it saves besides tensors, and which settings must match.
+"""Saving and resuming a run: when it saves, what it saves besides tensors, and which settings must match.
 
 On SIGTERM, all ranks stop together, after the same step, with a checkpoint. Slurm sends it before the time limit and
 before a preemption, and torchrun forwards it to its ranks. It may reach some machines earlier than others, so the ranks
@@ -31,7 +31,7 @@ class Stopped(Exception):
 
 @contextmanager
 def heeding_sigterm() -> Iterator[None]:
-    """Within the block, note SIGTERM instead of exiting. Every rank of a group has to be in the block."""
+    """Within the block, remember a SIGTERM instead of exiting. Every rank of the group has to enter the block."""
     global _asked
 
     def note(*_: object) -> None:
@@ -47,7 +47,7 @@ def heeding_sigterm() -> Iterator[None]:
 
 
 def asked_to_stop() -> bool:
-    """Return True on every rank as soon as one was asked to stop; a collective, if SIGTERM is being watched."""
+    """Return True on every rank once any rank was asked to stop. It's a collective if SIGTERM is being watched."""
     return _asked is not None and bool(sum_over_ranks(torch.tensor(int(_asked))))
 
 
@@ -86,7 +86,7 @@ def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint]
 
 def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, data_source: str) -> None:
     for name, now in _settings(config, data_source).items():
-        saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # a setting that is newer than the checkpoint
+        saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # the checkpoint may be older than the setting
         if saved != now:
             raise CheckpointError(
                 f"{path} was saved with {name} {saved!r}, but this run has {now!r}; use the same value to continue, or "
@@ -99,20 +99,20 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
 
 
 def tidy_up(config: TrainConfig) -> None:
-    """Remove an interrupted rank's unfinished files, unless the next run already holds the folder's lock."""
+    """Remove the unfinished files of an interrupted rank, unless the next run already holds the folder's lock."""
     if config.checkpoint_dir is not None and Path(config.checkpoint_dir).is_dir():
         with suppress(CheckpointError):
             checkpoint_folder.clear_unfinished(Path(config.checkpoint_dir))
 
 
 class RunCheckpoints:
-    """The checkpoints of a run. Saves its full state as it trains, and loads it; does nothing without a folder."""
+    """The checkpoints of a run: saves its full state as it trains, and loads it. Without a folder, it does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank
         self._start = find_start(config, data_source)
         earlier = self._start[1].settings if self._start else {}
-        self._keep_last = config.keep_last or earlier.get("keep_last")  # not compared: remembered
+        self._keep_last = config.keep_last or earlier.get("keep_last")  # remembered, not compared
         self._settings = _settings(config, data_source) | {"keep_last": self._keep_last}
         self.step = self._start[1].step if self._start else 0  # optimizer steps since the beginning of the run
         if len(set(gather_over_ranks(self.step))) > 1:
@@ -160,7 +160,7 @@ def run_checkpoints(config: TrainConfig, rank: int, data_source: str) -> Iterato
     """Yield the checkpoints of this run; rank 0 keeps its folder locked within the block."""
     locks = config.checkpoint_dir is not None and rank == 0
     with checkpoint_folder.locked(Path(config.checkpoint_dir)) if locks else nullcontext():
-        gather_over_ranks(None)  # nobody looks before rank 0 has the folder
+        gather_over_ranks(None)  # no rank looks for checkpoints before rank 0 has the lock
         yield RunCheckpoints(config, rank, data_source)
 
 

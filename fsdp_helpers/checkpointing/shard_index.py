@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 
-# What an index, the file `.metadata`, consists of. It is a pickle, and a pickle may name any function of any module to
-# be called while it is read; ours names these, which do nothing but hold values. Only instances of RECORDS have
-# attributes to be set.
+# The classes in an index, which is the file `.metadata`. It's a pickle, and reading a pickle may call any function of
+# any module. Ours only names these classes, which do nothing but hold values. Attributes may only be
+# set on instances of RECORDS.
 RECORDS = (
     Metadata,
     MetadataIndex,
@@ -43,7 +43,7 @@ METADATA_CLASSES = {(kind.__module__, kind.__name__) for kind in RECORDS} | {
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),  # as Python 3.13 calls them
+    ("pathlib._local", "PosixPath"),  # their names in Python 3.13
     ("pathlib._local", "WindowsPath"),
 }
 
@@ -69,12 +69,12 @@ class ShardEntry:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    begin: int  # where in the file it is, and how many bytes long
+    begin: int  # its first byte in the file; `length` is its number of bytes
     length: int
 
     @property
     def rank(self) -> int:
-        """The rank that wrote it; rank 1's file is called `__1_0.distcp`."""
+        """Return the rank that wrote this shard; rank 1's file is called `__1_0.distcp`."""
         return int(self.file.split("_")[2])
 
 
@@ -87,9 +87,9 @@ def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
 
 
 def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntry], list[str]]:
-    """Read any folder of torch.distributed.checkpoint: return its tensors, and the names of everything else in it.
+    """Return the tensors in any folder that torch.distributed.checkpoint wrote, and the names of everything else in it.
 
-    Anything but a tensor is stored as a pickle, and isn't read.
+    Anything that isn't a tensor is stored as a pickle, and isn't read.
     """
     metadata = read_metadata(Path(checkpoint, ".metadata"))
     return _tensor_entries(checkpoint, metadata), _no_tensors(metadata)
@@ -143,7 +143,7 @@ def _no_tensors(metadata: Metadata) -> list[str]:
 
 @contextmanager
 def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which no `except Exception` catches, into a one-line CheckpointError."""
+    """Within the block, turn torch's CheckpointException, which `except Exception` misses, into a CheckpointError."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -192,17 +192,17 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-PythonUnpickler: Any = pickle._Unpickler  # the one written in Python, whose steps type checkers do not know
+PythonUnpickler: Any = pickle._Unpickler  # the version written in Python, whose methods type checkers don't know
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Stand in for `getattr`, which Python before 3.11.4 uses to pickle a member of an enumeration."""
+    """Stand in for `getattr`, which pickles of enumeration members call if a Python before 3.11.4 wrote them."""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]
 
 
-class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
+class _MetadataUnpickler(PythonUnpickler):  # written in Python, so its methods can be overridden
     """An unpickler that finds only known classes, and modifies only records it has created itself."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -222,7 +222,7 @@ class _MetadataUnpickler(PythonUnpickler):  # its steps can be replaced
             raise pickle.UnpicklingError(f"it sets attributes of {record!r}, which isn't a record of an index")
         try:
             super().load_build()
-        except ValueError as error:  # a newer torch may have given a record one field more
+        except ValueError as error:  # a newer torch may have added a field to a record
             name, here = type(record).__name__, torch.__version__
             raise pickle.UnpicklingError(f"its {name} doesn't match torch {here}; a newer version wrote it") from error
 

@@ -1,4 +1,4 @@
-"""Training state in memory: tensors by name, and everything else an optimizer keeps; also as one file from rank 0.
+"""Training state in memory: tensors by name, and everything else an optimizer keeps. Rank 0 can save it in one file.
 
 Tensors have the names of the plain model, so any strategy can load what another one saved, on any number of ranks.
 """
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from fsdp_helpers.checkpointing.folder import whole_file
 from fsdp_helpers.sharding.wrapping import plain_name
 
-# How an optimizer computes is not part of a training state: it depends on the device.
+# These settings depend on the device, and aren't part of a training state.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 # ---------------------------------------------------------------- by name
@@ -37,7 +37,7 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The parts of a model and its optimizer. Tensors are the rank's own, so filling one loads it (except under FSDP1)."""
+    """The parts of a model and its optimizer. Filling one of its tensors loads it (not under FSDP1)."""
 
     model: dict[str, Tensor]  # parameters and buffers
     optimizer: dict[str, dict[str, Any]]  # the moments, and similar tensors, of each parameter
@@ -53,7 +53,7 @@ class TrainingState:
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
     """Return the state of `model` and `optimizer`; every rank has to call this. (FSDP1 returns copies.)
 
-    A new optimizer gets its state, zeros; torch creates it with a step that changes no parameter.
+    A new optimizer gets its state, which is all zeros: torch creates it by taking a step that changes no parameter.
     """
     with ignore_single_process_warnings():
         if optimizer is None:
@@ -70,7 +70,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
-    """Give `model` and `optimizer` the tensors of `state`; a parameter that has no moments in it loses its own."""
+    """Give `model` and `optimizer` the tensors in `state`. A parameter without moments there loses the ones it has."""
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)
@@ -94,7 +94,7 @@ def name_in_plain(model: nn.Module, name: str) -> str:
 
 
 def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
-    """Flatten nested dicts: yield each leaf with its path."""
+    """Return nested dicts as a flat one, in which each leaf's key is its path."""
     if not isinstance(tree, Mapping):
         return {name: tree}
     branches = {f"{name}.{key}".removeprefix("."): branch for key, branch in tree.items()}
@@ -105,7 +105,7 @@ def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
 
 @contextmanager
 def ignore_single_process_warnings() -> Iterator[None]:
-    """Silence two warnings of a run on one rank: FSDP1 holds full copies, and torch saves in one process."""
+    """Silence two warnings about runs on one rank: FSDP1 holds full copies, and torch saves in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -127,8 +127,8 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
     """Collect the full state on rank 0, which writes one file. Every rank has to call this, since it's a collective.
 
     Meanwhile, rank 0 holds the full state in host memory: 12 bytes per parameter with Adam in fp32. (torch can do it
-    too, with `StateDictOptions(full_state_dict=True, cpu_offload=True)`; on the CPU, under FSDP1, torch 2.15 then
-    returns the second moment in place of the first, since both go through the same buffer.)
+    too, with `StateDictOptions(full_state_dict=True, cpu_offload=True)`; but on the CPU, under FSDP1, torch 2.15
+    then returns the second moment in place of the first, since both go through the same buffer.)
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     whole = tree_map(gather_on_rank_0, {"model": model_state, "optimizer": optimizer_state})
@@ -138,7 +138,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Return the full tensor of a shard on rank 0, in host memory; other ranks free theirs at once."""
+    """Return the full tensor that `value` is a shard of, on rank 0, in host memory; other ranks free theirs at once."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):
@@ -149,7 +149,7 @@ def gather_on_rank_0(value: Any) -> Any:
 # ---------------------------------------------------------------- each rank's random state
 
 
-RANDOM_STATE = "extra.random-state-{}"  # of a rank
+RANDOM_STATE = "extra.random-state-{}"  # the braces are for the rank
 
 
 def random_state(rank: int) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def random_state(rank: int) -> dict[str, Tensor]:
 
 
 def restore_random_state(saved: Mapping[str, Tensor], rank: int, world_size: int) -> None:
-    """Set this rank's generators to its states in `saved`.
+    """Set this rank's random generators to the states that `saved` has for it.
 
     If a state is missing, because there were fewer ranks or no GPU, it's replaced by a stream that no rank has drawn
     from yet. The stream is derived from rank 0's state, so resuming twice draws the same numbers twice.

@@ -1,1 +1,1 @@
-"""Counting the bytes and collectives of a running rank."""
+"""Count the bytes and the collectives of a running rank."""

@@ -1,4 +1,4 @@
-"""Counting the activations that forward keeps for backward."""
+"""Count the activations that forward keeps for backward."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from fsdp_helpers.sharding.recompute import MATRIX_PRODUCTS
 
 
 def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
-    """Count the bytes a transformer block needs in a step, on `tokens` (images, tokens, width) in their dtype."""
+    """Return the bytes that a transformer block needs in a step on `tokens`, of shape (images, tokens, width)."""
     images, num_tokens, width = tokens.shape
     return BlockBytes(
         kept_bytes=kept_bytes(block, tokens),
@@ -23,12 +23,14 @@ def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Count the bytes that a forward of `model` keeps for backward: each storage once, without parameters.
+    """Return the bytes that a forward of `model` keeps for backward: each storage once, parameters not included.
 
-    Run it in one process, with a plain model; it doesn't train.
+    Call it in one process, on a model that isn't sharded. It doesn't train the model.
     """
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}  # a storage's address -> a tensor that keeps it alive, so that no address comes twice
+    kept: dict[
+        int, Tensor
+    ] = {}  # a storage's address -> a tensor that keeps it alive, so that the address isn't reused
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in parameters:
@@ -36,13 +38,13 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(*inputs)  # while it lives, so does what it keeps
+        output = model(*inputs)  # as long as it's alive, so is everything it keeps
         del output
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def products_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Count the output bytes of all matrix products in a forward of `model`: those that selective checkpointing keeps."""
+    """Return the output bytes of all matrix products in a forward of `model`, which selective checkpointing keeps."""
     with ProductCount() as count, torch.no_grad():
         model(*inputs)
     return count.num_bytes

@@ -1,4 +1,4 @@
-"""Every collective of a rank: its kind, its bytes, how many of them the rank sends, and when."""
+"""Record every collective of a rank: its kind, its bytes, how many of those the rank sends, and its times."""
 
 import threading
 import time
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 from fsdp_helpers.records import Collective, CollectiveCount
 
-# The operators of c10d, which torch.distributed calls, and the functional ones, which DTensors call, by the names that
-# torch.distributed gives them.
+# Operator -> the name that torch.distributed gives it. Some are c10d's, which torch.distributed calls; the others are
+# the functional ones, which DTensors call.
 OP_NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -47,7 +47,11 @@ OP_NAMES = {
     "shard_dim_alltoall": "all_to_all",
 }
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-NO_COLLECTIVES = ("check_for_nan", "wait_tensor", "_wrap_tensor_autograd")  # in these namespaces
+NO_COLLECTIVES = (
+    "check_for_nan",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+)  # operators in these namespaces that aren't collectives
 SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
@@ -55,10 +59,10 @@ class CollectiveTrace(TorchDispatchMode):
     """A mode that records every collective in `events`, and lets each one finish before the next operation.
 
     gloo completes a collective in a separate thread. If the last reference to a buffer is dropped there, the profiler,
-    which follows one thread, doesn't see the buffer being freed. Waiting makes byte counts exact and reproducible. On a
-    GPU, NCCL's `wait()` only makes later kernels wait, so we synchronize before and after each collective, and at both
-    ends of each `record_function` phase; otherwise we'd time the launches. So times under a trace show no overlap of
-    communication and computation.
+    which follows only one thread, doesn't see the buffer being freed. Waiting makes byte counts exact and reproducible.
+    On a GPU, NCCL's `wait()` only makes later kernels wait, so we synchronize before and after each collective, and at
+    both ends of each `record_function` phase. Otherwise, we'd only time the launches. As a result, times under a trace
+    don't show communication overlapping with computation.
     """
 
     def __init__(self) -> None:
@@ -67,14 +71,14 @@ class CollectiveTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first DTensor does it with local tensors; its collectives come here then
+            return NotImplemented  # DTensor handles it first, with local tensors; then its collectives come here
         waits = is_collective(func)
         if waits or func.namespace == "profiler":
             _let_gpu_catch_up()
         start_s = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         if waits:
-            if not is_point_to_point(func):  # a send may wait for a receive that this rank has yet to begin
+            if not is_point_to_point(func):  # a send may be waiting for a receive that this rank hasn't issued yet
                 _wait_for(result)
             _let_gpu_catch_up()
             self.events.append(as_collective(func, args, kwargs or {}, (start_s, time.perf_counter())))
@@ -85,13 +89,13 @@ class CollectiveTrace(TorchDispatchMode):
 
 @contextmanager
 def trace_collectives() -> Iterator[list[Collective]]:
-    """Record every collective of this rank within the block in the yielded list."""
+    """Within the block, record every collective of this rank in the yielded list."""
     with CollectiveTrace() as trace:
         yield trace.events
 
 
 def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tuple[CollectiveCount, ...]:
-    """Count collectives by kind, in order of first appearance, and add up their full-tensor bytes and sent bytes."""
+    """Return the number of collectives of each kind, their full-tensor bytes and their sent bytes."""
     by_op = {op: [event for event in events if event.op == op] for op in dict.fromkeys(event.op for event in events)}
     return tuple(
         CollectiveCount(
@@ -105,25 +109,27 @@ def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tupl
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operator is a collective, of c10d or a functional one."""
+    """Return whether an operator is a collective, either one of c10d's or a functional one."""
     namespace, _, name = func._schema.name.partition("::")
     return namespace in NAMESPACES and name not in NO_COLLECTIVES
 
 
 def is_point_to_point(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operator sends to, or receives from, one other rank."""
+    """Return whether an operator sends to one other rank, or receives from one."""
     return OP_NAMES.get(func._schema.name.partition("::")[2]) in ("send", "recv")
 
 
 def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_s: tuple[float, float]) -> Collective:
-    """Describe one call of a collective, as this rank sees it in the call's process group."""
+    """Return a record of one collective call, as this rank sees it in the call's process group."""
     named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     group = _group_of(named)
     name = func._schema.name.split("::")[1]
     op = OP_NAMES.get(name, name)
     full_bytes = _full_bytes(op, named.values(), group.size())
     if op == "all_gather" and func.namespace != "c10d":
-        full_bytes *= group.size()  # a functional one returns the full tensor, and is given this rank's shard alone
+        full_bytes *= (
+            group.size()
+        )  # a functional one returns the full tensor, but its argument is only this rank's shard
     is_root = named.get("root_rank") == group.rank()
     sent_bytes = collective_sent_bytes(op, full_bytes, group.size(), is_root=is_root)
     if op == "all_to_all":
@@ -132,28 +138,28 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
 
 
 def _group_of(named: dict[str, object]) -> dist.ProcessGroup:
-    """Return the process group of a call; functional collectives pass its name instead."""
+    """Return the process group of a call; functional collectives only pass the group's name."""
     if "process_group" in named:
-        return dist.ProcessGroup.unbox(named["process_group"])  # with hybrid sharding not all ranks belong to it
+        return dist.ProcessGroup.unbox(named["process_group"])  # under hybrid sharding, not all ranks belong to it
     group = named["group_name"]
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
 
 
 def _sent_to_others(named: dict, group: dist.ProcessGroup) -> int:
-    """Return the bytes of an all-to-all that go to other ranks; each may get a different number of rows."""
+    """Return how many bytes of an all-to-all this rank sends to others; each may get a different number of rows."""
     sizes = [tensor.nbytes for tensor in _tensors(named.get("input_tensors", named.get("input")))]
     rows = named.get("input_split_sizes")
     if rows and sum(rows):
         sizes = [sizes[0] * count // sum(rows) for count in rows]
-    if len(sizes) == 1:  # one tensor, the same number of rows for each rank
+    if len(sizes) == 1:  # one tensor, with the same number of rows for each rank
         return sizes[0] * (group.size() - 1) // group.size()
     return sum(sizes) - sizes[group.rank()]
 
 
 def _full_bytes(op: str, arguments: Iterable[object], num_ranks: int) -> int:
-    """Return the size of the full tensor: an all-gather's output, a reduce-scatter's input."""
+    """Return the size of the full tensor, such as an all-gather's output or a reduce-scatter's input."""
     sizes = [sum(tensor.nbytes for tensor in _tensors(argument)) for argument in arguments]
-    if op in ("gather", "scatter"):  # one rank has the full tensor, and each rank a part
+    if op in ("gather", "scatter"):  # one rank has the full tensor, and every rank has a part
         return num_ranks * min(size for size in sizes if size)
     return max(sizes)
 
@@ -163,7 +169,7 @@ def _tensors(arg: object) -> list[Tensor]:
 
 
 def _settle() -> None:
-    """Give gloo's thread time to drop its last references; on a busy machine, it may have to wait for a core."""
+    """Give gloo's thread time to drop its last references. On a busy machine, it may have to wait for a core."""
     end_s = time.perf_counter() + BUSY_SETTLE_S
     time.sleep(SETTLE_S)
     while _another_thread_runs() and time.perf_counter() < end_s:
@@ -171,9 +177,9 @@ def _settle() -> None:
 
 
 def _another_thread_runs() -> bool:
-    """Return True if another thread of this process is running or waiting for a core. Only Linux can tell."""
+    """Return True if another thread of this process is running or waiting for a core, which only Linux can tell."""
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
             if state == "R" and int(thread.name) != threading.get_native_id():
                 return True
@@ -190,5 +196,7 @@ def _wait_for(result: object) -> None:
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.ScriptObject):
             dist.Work.unbox(leaf).wait()
-        elif isinstance(leaf, Tensor):  # of a functional collective; c10d's tensors have nothing to wait for
+        elif isinstance(
+            leaf, Tensor
+        ):  # a functional collective's result; with c10d's tensors, there's nothing to wait for
             torch.ops._c10d_functional.wait_tensor(leaf)

@@ -1,4 +1,4 @@
-"""Where ranks diverge: each collective is logged before it begins, and the logs are compared."""
+"""Find where ranks diverge, by logging each collective before it begins and comparing the logs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from fsdp_helpers.records import Collective
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where ranks are in different collectives; None for a rank that has no more of them."""
+    """The first position at which ranks call different collectives."""
 
-    position: int  # how many collectives all ranks had in common before it
-    collectives: tuple[Collective | None, ...]  # one per rank
+    position: int  # the number of collectives before it that all ranks have in common
+    collectives: tuple[Collective | None, ...]  # one per rank; None if the rank has no more of them
 
     def __str__(self) -> str:
         places = [f"rank {rank}: {describe(event)}" for rank, event in enumerate(self.collectives)]
@@ -32,10 +32,10 @@ def describe(event: Collective | None) -> str:
 
 
 def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | None:
-    """Return where the traces of the ranks first differ in kind or size, or None if they agree to the end.
+    """Return where the ranks' traces first differ in a collective's kind or size, or None if they never do.
 
-    Within a group, collectives are matched by order only. Equal traces don't prove that the ranks agree: two
-    all-reduces of the same size may still be about different things.
+    Within a group, collectives are matched only by their order. Equal traces don't prove that the ranks agree: two
+    all-reduces of the same size may still be for different tensors.
     """
     for position in range(max(map(len, traces), default=0)):
         events = tuple(trace[position] if position < len(trace) else None for trace in traces)
@@ -45,7 +45,7 @@ def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | 
 
 
 class CollectiveLog(TorchDispatchMode):
-    """A mode that writes each collective to a file before it begins, so that one that never ends is in it, too."""
+    """A mode that writes each collective to a file before it begins, so even one that never ends is in the file."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -65,5 +65,5 @@ def log_collectives(path: Path) -> Iterator[None]:
 
 
 def read_log(path: Path) -> list[Collective]:
-    """Read a log that `log_collectives` wrote, even of a rank that was killed."""
+    """Return the collectives in a log that `log_collectives` wrote, even if its rank was killed."""
     return [Collective(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -1,7 +1,7 @@
-"""A step without values: fake tensors compute a model's shapes, and we count the memory they would take.
+"""Run a step without values: fake tensors compute a model's shapes, and we count the memory they would take.
 
-A fake tensor has a shape, a dtype and a device, but no memory. A mode that sees every operation counts the storages
-they return, until they're freed. It doesn't see what an operation allocates internally.
+A fake tensor has a shape, a dtype and a device, but no memory. A mode that sees every operation counts the storages of
+the results until they're freed. It can't see what an operation allocates internally.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether any parameter has a shape but no values."""
+    """Return whether any parameter is on the meta device: it has a shape but no values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -29,9 +29,9 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
-    """Replace each parameter and buffer, in place, with a fake tensor on the CPU; floating-point ones in `dtype`.
+    """Replace each parameter and buffer in place with a fake tensor on the CPU, in `dtype` if it's floating-point.
 
-    Tied parameters stay tied.
+    Returns the model. Tied parameters stay tied.
     """
     made: dict[int, Tensor] = {}
 
@@ -44,7 +44,7 @@ def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.
             made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         return made[id(tensor)]
 
-    alive = [*model.parameters(), *model.buffers()]  # so that no id comes twice
+    alive = [*model.parameters(), *model.buffers()]  # so that no id is reused
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
@@ -53,7 +53,7 @@ def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return the batch as fake tensors on the CPU."""
+    """Return the batch with fake tensors on the CPU in place of real ones."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -65,13 +65,13 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 class FakeTrace(TorchDispatchMode):
-    """A mode that keeps a running sum of the storages that operations return; `mark` begins a new interval."""
+    """A mode that keeps a running sum of the bytes that operations return; `mark` begins a new interval."""
 
     def __init__(self) -> None:
         super().__init__()
         self._known: weakref.WeakSet = weakref.WeakSet()
         self._bytes = 0
-        self._stretches: list[list[int]] = []  # for each mark: the bytes at it, and the most since
+        self._stretches: list[list[int]] = []  # for each mark: the bytes at that point, and the most since
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -81,7 +81,7 @@ class FakeTrace(TorchDispatchMode):
         return result
 
     def know(self, model: nn.Module, batch: Any) -> None:
-        """Remember existing tensors, which don't count."""
+        """Remember the model's and the batch's tensors, so that they don't count."""
         for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch)]:
             if isinstance(tensor, Tensor):
                 self._known.add(tensor.untyped_storage())
@@ -90,7 +90,7 @@ class FakeTrace(TorchDispatchMode):
         self._stretches.append([self._bytes, self._bytes])
 
     def between_marks(self) -> list[tuple[int, int]]:
-        """Return for each interval the bytes at its start and the most until the next one."""
+        """Return, for each interval, the bytes at its start and the most until the next one begins."""
         return [(start, most) for start, most in self._stretches]
 
     def _see(self, storage: torch.UntypedStorage) -> None:

@@ -1,4 +1,4 @@
-"""Every byte of a rank: the state it holds, counted from live tensors, and a curve of everything allocated."""
+"""Count every byte of a rank: the state it holds, from live tensors, and a curve of everything it allocates."""
 
 import gc
 import os
@@ -26,9 +26,9 @@ _CLOCK_MARK = "fsdp_helpers clock"
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Count the bytes of the parameters, gradients and optimizer state on this rank, without padding.
+    """Return the bytes of this rank's parameters, gradients and optimizer state, without padding.
 
-    Only this rank's shard of a sharded tensor counts. Adam's step counters, 4 bytes per tensor, are left out.
+    Of a sharded tensor, only this rank's shard counts. Adam's step counters, 4 bytes per tensor, are left out.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -50,11 +50,11 @@ def _local_bytes(tensors: list[Tensor]) -> int:
 
 
 class MemoryTrace:
-    """A trace of every allocation on `device`, every named phase and every collective between start() and stop().
+    """A trace of every allocation on a device, every named phase and every collective between start() and stop().
 
-    Start it before you create the model: only memory allocated after start() counts. On CUDA, these are the bytes that
+    Start it before you create the model: only memory allocated after start() counts. On CUDA, we count the bytes that
     tensors requested, not the blocks they got. A phase or a collective ends when the GPU is done, not when the work has
-    been launched, so times under a trace show no overlap.
+    been launched, so times under a trace don't show any overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,14 +62,14 @@ class MemoryTrace:
         self._points: list[tuple[float, int]] = []  # (time in s, bytes allocated from then on)
         self._phases: list[Phase] = []
         self._collectives = CollectiveTrace()
-        self._reserved_bytes: int | None = None  # of CUDA's memory, at most
+        self._reserved_bytes: int | None = None  # the most memory that CUDA's allocator reserved
 
     def start(self) -> None:
-        gc.collect()  # or what was dropped before would be freed, and subtracted, within the trace
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on standard error otherwise
+        gc.collect()  # otherwise, older garbage would be freed, and subtracted, within the trace
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise, the profiler's library prints to standard error
         self._stack = ExitStack()
         with warnings.catch_warnings():
-            # torch 2.11 warns about the cycles of a profile, also where there is only one
+            # torch 2.11 warns about a profile's cycles, even if there's only one
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
             self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         self._stack.enter_context(self._collectives)
@@ -90,16 +90,16 @@ class MemoryTrace:
         events, began_ns = result.events(), result.trace_start_ns()
         self._phases = _read_phases(events, began_ns)
         marks_s = [phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK]
-        # A mark begins a little after its time was noted: the least delayed one tells how far the clocks are apart.
+        # A mark begins a little after we note its time. The one with the shortest delay tells how far the clocks differ.
         offset_s = max(noted_s - mark_s for noted_s, mark_s in zip(self._marks_s, marks_s, strict=True))
         self._phases = [_shifted(phase, offset_s) for phase in self._phases]
-        if on_cuda:  # the allocator tells Unix time, and so does the profiler
+        if on_cuda:  # both the allocator and the profiler use Unix time
             offset_s -= began_ns / 1e9
         points = requested_points(noted) if on_cuda else _read_points(events, began_ns)
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
-        """Return the last phase called `name`, with times from its start; subtract `uncounted_bytes` from the curve.
+        """Return the last phase called `name`, with times from its start and a curve less `uncounted_bytes`.
 
         Raises ValueError if there's no phase of that name.
         """
@@ -109,10 +109,11 @@ class MemoryTrace:
         return self._between(found[-1].start_s, found[-1].end_s, uncounted_bytes)
 
     def last_step(self) -> StepTrace:
-        """Return the interval between the ends of the last two `optimizer.step()`, a phase that PyTorch names itself.
+        """Return the last step: from the end of the last but one `optimizer.step()` to the end of the last one.
 
-        The images, allocated in a phase called "data", are subtracted from the curve.
-        Raises ValueError for fewer than two steps: the first one creates optimizer state, so it is not representative.
+        PyTorch marks `optimizer.step()` by itself. The images, allocated in a phase called "data", are subtracted from
+        the curve. Raises ValueError if there are fewer than two steps: the first one creates the optimizer state, so it
+        isn't representative.
         """
         ends_s = [phase.end_s for phase in self._phases if phase.name.startswith(OPTIMIZER_STEP)]
         if len(ends_s) < 2:
@@ -124,13 +125,13 @@ class MemoryTrace:
         return next((size for time_s, size in reversed(self._points) if ends_s and time_s <= ends_s[-1]), 0)
 
     def whole(self) -> StepTrace:
-        """Return everything from start() to stop()."""
+        """Return the full trace, from start() to stop()."""
         return self._between(self._marks_s[0], float("inf"), 0)
 
     def between_marks(self, name: str) -> list[tuple[int, int]]:
-        """Return for each phase called `name` the bytes allocated at its start, and the most until the next one.
+        """Return, for each phase called `name`, the bytes allocated at its start, and the most until the next one.
 
-        For the last phase, that's the end of the trace. For a mark, use an empty `record_function(name)`.
+        The last phase's interval ends with the trace. To set a mark, use an empty `record_function(name)`.
         """
         starts = [phase.start_s for phase in self._phases if phase.name == name]
         found = []
@@ -166,7 +167,7 @@ class MemoryTrace:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the block, torch computes in one thread; on a CPU, bf16 products take scratch memory for each thread."""
+    """Within the block, torch computes in one thread. On a CPU, bf16 products take scratch memory for each thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -177,7 +178,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
-    """Trace memory, phases and collectives within the block; read the results from the trace afterwards.
+    """Trace memory, phases and collectives within the block; read the results from the yielded trace afterwards.
 
     with trace_memory(rank_device()) as trace:
         model = fully_shard(MyModel())
@@ -204,7 +205,7 @@ def _read_phases(events: list[_KinetoEvent], began_ns: int) -> list[Phase]:
 
 
 def _read_points(events: list[_KinetoEvent], began_ns: int) -> list[tuple[float, int]]:
-    """Return (time, bytes allocated from then on) on the CPU: the running sum of all events."""
+    """Return (time in s, bytes allocated from then on) for the CPU, as a running sum over all events."""
     seen = sorted(
         (event for event in events if event.name() == "[memory]" and event.device_type() == DeviceType.CPU),
         key=lambda event: event.start_ns(),
@@ -220,38 +221,38 @@ def _shifted(phase: Phase, offset_s: float) -> Phase:
 # ---------------------------------------------------------------- on a GPU: the history of CUDA's caching allocator
 
 # The allocator rounds each request up to 512 bytes, and hands out a whole block if no more than 1 MiB of it would be
-# left. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7 % more than the tensors. Its history also has
-# the requests, which are what the formulas predict: the same bytes as on the CPU.
+# left over. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7 % more than the tensors take. Its history
+# also has the requests themselves. They're what the formulas predict: the same number of bytes as on the CPU.
 
 
 def start_history(device: torch.device) -> None:
     """Make the allocator record each request and each free from now on."""
     take_work_spaces(device)
-    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)  # without stacks: cheap
+    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)  # cheap, without stacks
 
 
 def stop_history(device: torch.device) -> list[dict]:
-    """Stop recording, and return the history."""
+    """Stop recording, and return the allocator's history."""
     noted = torch.cuda.memory._snapshot()["device_traces"][device.index or 0]
     torch.cuda.memory._record_memory_history(None)
     return noted
 
 
 def take_work_spaces(device: torch.device) -> None:
-    """Make cuBLAS allocate its workspaces now, before anything is counted.
+    """Make cuBLAS allocate its workspaces now, before we count anything.
 
-    torch 2.11 allocates them like tensors, 8 to 32 MiB for forward's thread and as much for backward's, unless
-    `CUBLAS_WORKSPACE_CONFIG` sets less.
+    torch 2.11 allocates them like tensors: 8 to 32 MiB for forward's thread and as much for backward's, unless
+    `CUBLAS_WORKSPACE_CONFIG` sets a smaller size.
     """
     values = torch.ones(16, 16, device=device, requires_grad=True)
     F.linear(values, values, values[0]).sum().backward()
 
 
 def requested_points(noted: Iterable[Mapping]) -> list[tuple[float, int]]:
-    """Return (time in Unix seconds, bytes requested from then on) for the tensors created within the history.
+    """Return (Unix time in s, bytes requested from then on), counting the tensors created within the history.
 
-    A tensor counts until it's freed. If a stream is still reading its block (`record_stream`), the block is reused
-    later; that affects reserved memory, not these numbers.
+    A tensor counts until it's freed. If a stream is still reading its block (`record_stream`), the block can only be
+    reused later; that affects reserved memory, but not these numbers.
     """
     points, sizes, total = [], {}, 0
     for entry in noted:

@@ -1,4 +1,4 @@
-"""Predicted against measured, over models, strategies and world sizes: how far you can trust the planner."""
+"""Compare predictions with measurements, across models, strategies and world sizes, to see how good the planner is."""
 
 import gc
 import json
@@ -19,8 +19,8 @@ from fsdp_helpers.planning.peak import walk_step
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.ranks.launch import launch
 
-IMAGES = 8  # of each rank
-# Parameters that make a module a unit: the large layers of DeepNet, the blocks of the transformers.
+IMAGES = 8  # per rank
+# The number of parameters from which a module is a unit: DeepNet's large layers, and the transformers' blocks.
 THRESHOLDS = {"deep": 20_000, "vit-mnist": 40_000, "vit-deep": 500_000}
 VARIANTS = {
     "DDP": {"strategy": "ddp"},
@@ -34,27 +34,28 @@ REAL_RANKS, IMAGINED_RANKS = (1, 2, 4), (8, 64, 1024)
 
 
 class Run(NamedTuple):
-    """The run behind one row: model, strategy and settings, world size."""
+    """The run behind one row: the model, the variant (strategy and settings) and the world size."""
 
     model: str
     variant: str
     world_size: int
-    real: bool  # True: as many processes as ranks; False: one real rank, the others imagined
+    real: bool  # True: one process for each rank; False: one real rank, and the others are imagined
 
 
 RANKS = [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]
-RUNS = [Run(model, variant, *ranks) for model, variant, ranks in product(THRESHOLDS, VARIANTS, RANKS)]  # of the table
+# all runs in the saved table
+RUNS = [Run(model, variant, *ranks) for model, variant, ranks in product(THRESHOLDS, VARIANTS, RANKS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """One run: the prediction for rank 0, and the measurement."""
+    """The results of one run: the prediction, and what rank 0 measured."""
 
     model: str
     variant: str
     world_size: int
     real: bool
-    when: str  # the predicted peak comes
+    when: str  # when the predicted peak comes
     predicted_bytes: int
     peak_bytes: int
     predicted_state_bytes: int
@@ -68,12 +69,12 @@ class ErrorRow:
 
     @property
     def error(self) -> float:
-        """Return the prediction's relative error; positive if it is too high."""
+        """Return the relative error of the predicted peak; it's positive if the prediction is too high."""
         return self.predicted_bytes / self.peak_bytes - 1
 
     @property
     def is_exact(self) -> bool:
-        """Return whether state and sent bytes agree to the byte."""
+        """Return whether both the state and the sent bytes were predicted to the byte."""
         return (self.predicted_state_bytes, self.predicted_sent_bytes) == (self.state_bytes, self.sent_bytes)
 
 
@@ -89,7 +90,7 @@ def variant_config(model: str, variant: str, world_size: int) -> TrainConfig:
 
 @cache
 def profile_of(model: str, activation_checkpointing: str, precision: str) -> StepProfile:
-    """Measure a step on IMAGES in one process; it's the same for every strategy and world size."""
+    """Return the profile of a step on IMAGES, measured in one process; all strategies and world sizes share it."""
     settings = {"activation_checkpointing": activation_checkpointing, "precision": precision}
     config = TrainConfig(
         model=model, strategy="fsdp", min_num_params=THRESHOLDS[model], global_batch_size=IMAGES, **settings
@@ -98,10 +99,10 @@ def profile_of(model: str, activation_checkpointing: str, precision: str) -> Ste
 
 
 def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
-    """Measure the runs one by one, with fresh processes for real ranks; return a row for each."""
+    """Measure the runs one by one, in new processes for real ranks, and yield a row for each."""
     for run in runs:
         config = variant_config(run.model, run.variant, run.world_size)
-        gc.collect()  # an earlier run's leftovers in this process: the next ranks need the memory
+        gc.collect()  # free what earlier runs left in this process, since the next ranks need the memory
         if run.real:
             measured, *_ = launch(measure_this_rank, config, world_size=run.world_size, device="cpu", progress=False)
         else:
@@ -111,9 +112,9 @@ def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
 
 
 def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequence[str], measured: RankOfN) -> ErrorRow:
-    """Combine a measurement with its prediction.
+    """Return a row that combines a measurement with its prediction.
 
-    Buffers, such as BatchNorm statistics, aren't in the plan: DDP broadcasts them before each forward.
+    Broadcasts don't count: DDP broadcasts buffers, such as BatchNorm's statistics, and a plan leaves those out.
     """
     ranks = run.world_size
     step = walk_step(profile, config, ranks, units, backend="gloo" if run.real else "fake")
@@ -130,12 +131,12 @@ def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequen
 
 
 def read_errors(path: str | Path) -> list[ErrorRow]:
-    """Return the rows of a saved run."""
+    """Return the rows of a saved table."""
     return [ErrorRow(**row) for row in json.loads(Path(path).read_text())["rows"]]
 
 
 def write_errors(path: str | Path) -> list[ErrorRow]:
-    """Measure each run of the table that isn't in `path` yet; update the file after each.
+    """Measure each run of the table that isn't in `path` yet, and update the file after each. Return all rows.
 
     DeepNet's runs take the most time and memory by far. Delete the file to measure everything again.
     """

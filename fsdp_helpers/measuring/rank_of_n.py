@@ -1,7 +1,7 @@
-"""One real rank of N, alone: a strategy's real code on real tensors, with imagined other ranks.
+"""Run one real rank of N by itself: a strategy's real code on real tensors, while the other ranks are imagined.
 
 torch's fake process group completes every collective at once, with a tensor of the right size but wrong values. So
-losses are meaningless here, but this rank allocates and would send as many bytes as a rank of N.
+losses are meaningless here, but this rank allocates as many bytes as a rank of N, and would send as many.
 """
 
 import gc
@@ -26,17 +26,16 @@ from fsdp_helpers.records import CollectiveCount, StateBytes
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, count_units, shard_with_api
 
-STEPS = 3  # the first is not a steady one
+STEPS = 3  # the first one isn't a steady step
 STEP = "train step"
 ON_CPU = torch.device("cpu")
-LIKE_THIS_ONE = (
-    "simulate_uniform_ranks"  # an option of the fake group: the other ranks hold the same values as this one
-)
+# An option of the fake group: the other ranks hold the same values as this one.
+LIKE_THIS_ONE = "simulate_uniform_ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOfN:
-    """One rank's bytes at a steady step: kept, at the peak, and sent."""
+    """One rank's bytes in a steady step: those it keeps, its peak, and those it sends."""
 
     rank: int
     world_size: int
@@ -55,7 +54,7 @@ class RankOfN:
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """Within the block, this process is rank `rank` of `world_size`, and the other ranks don't exist.
 
-    Raises RuntimeError if this process is already in a group, or torch has moved its fake group.
+    Raises RuntimeError if this process is already in a process group, or if torch has moved its fake one.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is already in a process group; run one rank of N in a fresh process")
@@ -68,7 +67,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def fake_parts() -> tuple[dist.Store, object]:
-    """Import torch's fake process group, from a private module that may move; this is the only place that names it."""
+    """Return a store and options for torch's fake process group. Only this function names its private module."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
     except ImportError as error:
@@ -83,18 +82,21 @@ def fake_parts() -> tuple[dist.Store, object]:
 
 
 def can_imagine(strategy: str) -> bool:
-    """Return whether this torch can imagine ranks: torch 2.11's fake group never completes a result that DDP waits for."""
+    """Return whether this torch can imagine a strategy's other ranks; torch 2.11 can't for DDP."""
+    # torch 2.11's fake group never completes a result that DDP waits for
     return strategy != "ddp" or hasattr(fake_parts()[1], LIKE_THIS_ONE)
 
 
 def check_can_imagine(strategy: str) -> None:
-    """Raise RuntimeError if this torch can't run one rank of many under `strategy`."""
+    """Raise RuntimeError if this torch can't imagine the other ranks under `strategy`."""
     if not can_imagine(strategy):
-        raise RuntimeError(f"torch {torch.__version__} cannot imagine DDP's other ranks, only FSDP's; torch 2.15 can")
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot imagine DDP's other ranks, only FSDP's; torch 2.15 can do both"
+        )
 
 
 def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
-    """Measure one rank of a run of `config` on `world_size` ranks, on the CPU; the other ranks are imagined."""
+    """Measure one rank of a run of `config` on `world_size` ranks, on the CPU, with the other ranks imagined."""
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
         return measure_this_rank(rank, world_size, config)
@@ -103,15 +105,15 @@ def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> Ra
 def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
     """Measure this rank of a run of `config` on the CPU, in a real group or an imagined one.
 
-    The images are random, as many as the rank would get. Raises ValueError if `world_size` ranks can't run it, or if
-    there are several micro-batches: a step here has only one.
+    The images are random, and there are as many as the rank would get. Raises ValueError if the run doesn't work on
+    `world_size` ranks, or has several micro-batches, since a step here has only one.
     """
     config.check_world_size(world_size)
     if config.micro_batches > 1:
-        raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one; use 1")
+        raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one; set it to 1")
     num_images = config.global_batch_size // world_size
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
-    with one_thread():  # as with as many ranks as cores
+    with one_thread():  # as if there were as many ranks as cores
         return trace_steps(
             lambda: APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), ON_CPU, config),
             lambda model: F.cross_entropy(model(images).float(), labels),
@@ -126,10 +128,10 @@ def measure_own_rank_of_n(
     units: Sequence[str] = (),
     rank: int = 0,
 ) -> RankOfN:
-    """Measure a rank of N for any model: `build()` creates it, `loss_of(model)` is its loss on this rank's batch.
+    """Measure one rank of N for any model: `build()` creates it, `loss_of(model)` returns its loss on a rank's batch.
 
-    From `config`, it uses the strategy, the API and the levers; `units` names the FSDP units below the root, which
-    activation checkpointing also recomputes.
+    Of `config`, only the strategy, the API and the levers matter. `units` names the FSDP units below the root, which
+    activation checkpointing recomputes if it's on.
     """
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
@@ -137,12 +139,12 @@ def measure_own_rank_of_n(
 
 
 def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
-    """Apply the strategy of `config` to `model`, with the modules in `units` as units and checkpoints."""
+    """Return `model` under the strategy of `config`, with the modules in `units` as units and checkpoints."""
     chosen = {model.get_submodule(name) for name in units}
     if config.activation_checkpointing != "none":
         model = checkpoint_activations(model, units, config.activation_checkpointing)
         chosen = with_wrapper(model, list(chosen))
-        config = replace(config, activation_checkpointing="none")  # it is done
+        config = replace(config, activation_checkpointing="none")  # already done
     if not config.is_sharded:
         return APPLY_STRATEGY[config.strategy](model, ON_CPU, config)
     policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__) if chosen else None
@@ -150,8 +152,8 @@ def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]
 
 
 def trace_steps(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:
-    """Build a model, train it for a few steps under a trace, and return the last one."""
-    gc.collect()  # sharded models are full of cycles; freed within the trace they would take it below zero
+    """Build a model, train it for a few steps under a trace, and return the bytes of the last step."""
+    gc.collect()  # sharded models are full of cycles; if an old one is freed within the trace, the curve goes below zero
     title = f"rank {dist.get_rank()} of {dist.get_world_size():,}"
     with reports_drawn(), trace_memory(ON_CPU) as trace:
         report(0, STEPS, title)

@@ -1,6 +1,6 @@
-"""One step of one process, measured: how activations grow and shrink, and when each gradient is finished.
+"""Measure one step of one process: how activations grow and shrink, and when each gradient is finished.
 
-From that, `planning.peak` predicts the peak for any number of ranks.
+From such a profile, `planning.peak` predicts the peak for any number of ranks.
 """
 
 import gc
@@ -28,7 +28,7 @@ from fsdp_helpers.sharding.wrapping import choose_units, plain_name, size_policy
 
 MARK = "fsdp_helpers moment"
 CUT_BY_SIZE = ("fsdp-auto-wrap", "fsdp-offload")  # the strategies with units below the root
-WRAPPED = "_checkpoint_wrapped_module"  # the module that activation checkpointing has put a wrapper around
+WRAPPED = "_checkpoint_wrapped_module"  # the name of a module inside activation checkpointing's wrapper
 
 
 def measure_step(
@@ -39,20 +39,20 @@ def measure_step(
     flat_units: Sequence[str] | None = None,
     precision: str = "fp32",
 ) -> StepProfile:
-    """Return the profile of one forward, `compute_loss()`, and one backward of `model`, a plain model in one process.
+    """Return the profile of one forward, `compute_loss()`, and one backward of `model`, unsharded and in one process.
 
-    Parameters aren't updated, and gradients are discarded. A model with checkpointed units is measured with its
-    recomputation. Backward leaves `units` when FSDP2 does, which may not be when the gradient of their input is
-    complete: another module may use that input, too. A profile for FSDP1 names its `flat_units`, an empty list if the
+    Parameters aren't updated, and gradients are discarded. If units are checkpointed, recomputation is part of the
+    measurement. We record that backward leaves one of `units` when FSDP2 leaves it. That may be before the gradient of
+    its input is complete, if another module uses that input, too. For FSDP1, pass `flat_units`: an empty list if the
     model is one unit. With `precision` "bf16", an fp32 model computes as under FSDP's mixed precision (see
-    `cast_by_policy`), and its parameters stay in bf16. On a CPU, convolutions take scratch memory for each thread: give
-    this process as many threads as a rank has.
+    `cast_by_policy`), and its parameters stay in bf16. On a CPU, convolutions take scratch memory for each thread, so
+    give this process as many threads as a rank has.
     """
     casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
     with casts:
-        compute_loss().backward()  # allocations of a first step alone don't count
+        compute_loss().backward()  # what only the first step allocates doesn't count
         model.zero_grad()
-        gc.collect()  # memory freed within the trace should have been allocated in it
+        gc.collect()  # the trace should only free what was allocated within it
 
         def measure() -> tuple[Moment, ...]:
             marks = StepMarks(units)
@@ -68,7 +68,7 @@ def measure_step(
 def cast_by_policy(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
     """Within the block, `model` computes in bf16 as under FSDP's mixed precision; its parameters stay in bf16.
 
-    There is one thread, as CPU ranks usually have.
+    It uses one thread, as CPU ranks usually do.
     """
     cast_parameters(model)
     with one_thread(), cast_inputs(model, units):
@@ -84,11 +84,11 @@ def cast_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """Within the block, inputs to the root or, under FSDP2, to any of `units` are cast to bf16.
+    """Within the block, cast the inputs of the root and, for FSDP2, of any of `units` to bf16.
 
-    The copy takes memory, and autograd may keep it until backward. A value that's combined with an fp32 buffer inside a
-    unit becomes fp32, as in a real run. Sources: torch 2.15, `FSDPState._cast_forward_inputs` of FSDP2,
-    `_root_cast_forward_input` of FSDP1.
+    The cast copies take memory, and autograd may keep them until backward. If a value is combined with an fp32 buffer
+    inside a unit, the result is fp32, as in a real run. Sources: torch 2.15, FSDP2's `FSDPState._cast_forward_inputs`
+    and FSDP1's `_root_cast_forward_input`.
     """
     handles = [
         module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
@@ -112,10 +112,10 @@ def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
 def profile_from(
     model: nn.Module, measure: Callable[[], tuple[Moment, ...]], flat_units: Sequence[str] | None = None
 ) -> StepProfile:
-    """Return the record of `model`, given `measure()`, which returns the profile of its step.
+    """Return the profile of `model`; `measure()` runs a step and returns its moments.
 
-    If frozen and trained parameters share one of FSDP1's flat units, `measure` is called again with all of these
-    trainable.
+    If frozen and trained parameters share one of FSDP1's flat units, `measure` is called once more, with those frozen
+    ones trainable.
     """
     profile = _record(model, measure())
     thawed = frozenset() if flat_units is None else frozen_beside_trained(profile, flat_units)
@@ -145,7 +145,7 @@ def _record(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
 
 
 def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> StepProfile:
-    """Measure, in one process, the profile of one micro-batch of one rank in a run of `config`."""
+    """Return the profile of one rank's micro-batch in a run of `config`, measured in one process."""
     model = recompute_units(build_model(config.model, dropout=config.dropout), config).to(device).train()
     num_images = config.global_batch_size // world_size // config.micro_batches
     images = torch.randn(num_images, 1, 28, 28, device=device)
@@ -154,10 +154,10 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
 
 
 def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -> dict[str, Peak]:
-    """Return each run's predicted peak, from one micro-batch measured here in one process.
+    """Return each run's predicted peak, which is calculated from one micro-batch, measured here in one process.
 
-    Runs that differ only in how they're sharded share the measurement. `backend` is "gloo" or "nccl"; by default, the
-    backend of the run.
+    Runs that only differ in their sharding share a measurement. `backend` is "gloo" or "nccl"; the default is the run's
+    own backend.
     """
     profiles: dict[tuple, StepProfile] = {}
     peaks = {}
@@ -171,7 +171,7 @@ def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -
 
 
 def _measured_in(run: RunRecord) -> tuple:
-    """Return the settings that `measure_run` depends on. The sharding only decides which units are recomputed."""
+    """Return the settings that `measure_run` depends on. The sharding only matters for which units are recomputed."""
     config = run.config
     images = config.global_batch_size, run.world_size, config.micro_batches
     recomputed = config if config.activation_checkpointing != "none" else None
@@ -187,19 +187,19 @@ def units_of(config: TrainConfig) -> list[str]:
 
 
 class StepMarks:
-    """Hooks on every module with parameters that mark the events of a step in a memory trace."""
+    """Hooks, on every module that has parameters, that mark the events of a step in a memory trace."""
 
     def __init__(self, units: Collection[str] = (), mark: Callable[[], None] | None = None) -> None:
         self._units, self._mark = units, mark or _mark_in_trace
-        self._events: list[tuple[str, str, int]] = []  # event, name, bytes of the gradient that it finished
-        self._in_backward = False  # a forward hook that is called there belongs to something computed again
+        self._events: list[tuple[str, str, int]] = []  # event, name, bytes of the gradient that's finished then
+        self._in_backward = False  # a forward hook that's called during backward belongs to a recomputation
 
     @contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
         """Within the block, record the events of `model`'s forward and backward.
 
-        Everything allocated from here on counts, also before the model is called: noise added to a batch, say, or a
-        cast batch.
+        Everything allocated from here on counts, even before the model is called: noise that's added to a batch, say,
+        or a cast copy of it.
         """
         self._mark()
         handles = []
@@ -217,7 +217,7 @@ class StepMarks:
                 handle.remove()
 
     def moments(self, sizes: list[tuple[int, int]]) -> tuple[Moment, ...]:
-        """Return the events, with the bytes (at each, and the most until the next) apart from state and gradients."""
+        """Return the events as moments; `sizes` has the bytes at each mark, and the most until the next one."""
         (start_bytes, _), *sizes = sizes
         gradient_bytes, found = 0, []
         for (event, name, finished_bytes), (now, highest) in zip(self._events, sizes, strict=True):
@@ -241,14 +241,14 @@ class StepMarks:
                 return None
             if name in self._units:
                 return self._left_as_a_unit(name, args, kwargs, inputs)
-            # the gradient of its input is the last thing a module computes
+            # the last thing that a module computes is the gradient of its input
             inputs[0].register_hook(lambda _: self._note("leave_backward", name))
             return None
 
         return hook
 
     def _left_as_a_unit(self, name: str, args: tuple, kwargs: dict, inputs: list[Tensor]) -> tuple[tuple, dict]:
-        """Insert a function before a unit's inputs, as FSDP2 does; backward passes through it when it leaves the unit."""
+        """Pass a unit's inputs through a function first, as FSDP2 does; backward reaches it when it leaves the unit."""
         passed = LeaveBackward.apply(lambda: self._note("leave_backward", name), *inputs)
         instead = {id(tensor): other for tensor, other in zip(inputs, passed, strict=True)}
         return tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))
@@ -262,7 +262,7 @@ class StepMarks:
         return hook
 
     def _enter_once(self, name: str, outputs: list[Tensor]) -> None:
-        """Record that backward enters with the first output whose gradient is available."""
+        """Record that backward enters a module once the gradient of any of its outputs is available."""
         entered = False
 
         def hook(_: Tensor) -> None:
@@ -279,7 +279,7 @@ class StepMarks:
 
 
 class LeaveBackward(torch.autograd.Function):
-    """A function that passes tensors through, and records when their gradients come back."""
+    """A function that passes tensors through unchanged, and records when their gradients come back."""
 
     @staticmethod
     def forward(ctx: Any, said: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -298,9 +298,10 @@ def _mark_in_trace() -> None:
 
 
 def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Order the events at the same tensor in backward: modules are left before others are entered, inner ones first.
+    """Reorder backward's events at the same tensor: modules are left before others are entered, inner ones first.
 
-    One module's output is the next one's input, and a tensor's hooks are called in the order of forward.
+    This is necessary because one module's output is the next one's input, and a tensor's hooks are called in the order
+    of forward.
     """
     settled: list[Moment] = []
     at_tensor: list[Moment] = []
@@ -313,14 +314,14 @@ def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
 
 
 def _is_at_the_same_tensor(before: Moment, moment: Moment) -> bool:
-    """Return True if nothing was allocated or freed in between."""
+    """Return True if nothing was allocated or freed between two events in backward."""
     return "_backward" in moment.event and before.activation_bytes == before.highest_bytes == moment.activation_bytes
 
 
 def _left_first(moments: list[Moment]) -> list[Moment]:
     left = [moment for moment in reversed(moments) if moment.event == "leave_backward"]
     entered = [moment for moment in moments if moment.event == "enter_backward"]
-    sizes = [moment.highest_bytes for moment in moments]  # all the same but the last
+    sizes = [moment.highest_bytes for moment in moments]  # all the same, except the last
     return [replace(moment, highest_bytes=size) for moment, size in zip(left + entered, sizes, strict=True)]
 
 

@@ -1,7 +1,7 @@
-"""One traced step of FSDP2, unit by unit: when it is unsharded, resharded and reduced, and when gradients are done.
+"""Trace a step of FSDP2, unit by unit: when each is unsharded, resharded and reduced, and its gradients finished.
 
-All times are measured. The ranks run on one machine and share its clock. On a GPU, a gradient's time is that of its
-launch; collectives and phases end when the GPU is done.
+All times are measured, on ranks that run on one machine and share its clock. On a GPU, a gradient's time is when its
+last kernel was launched; collectives and phases end when the GPU is done.
 """
 
 import json
@@ -23,12 +23,12 @@ class TracedUnit:
     """Parameters that are unsharded and reduced together."""
 
     name: str
-    full_bytes: int  # as the collectives move it, padding included
+    full_bytes: int  # the size that its collectives move, padding included
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMade:
-    """One parameter's full gradient, from this rank's own images."""
+    """A parameter's full gradient, computed from this rank's own images."""
 
     unit: str
     parameter: str
@@ -49,19 +49,19 @@ class RankUnits:
     """One rank's view of the step; all times count from the same moment on every rank."""
 
     trace: StepTrace
-    zeroed_s: float  # `zero_grad` has let the old gradients go
+    zeroed_s: float  # when `zero_grad` has released the old gradients
     gradients: tuple[GradientMade, ...]
-    stays: dict[str, tuple[Stay, ...]]  # by unit, in time
+    stays: dict[str, tuple[Stay, ...]]  # by unit, in order of time
     reduces: dict[str, Collective]  # by unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTrace:
-    """One step of a run of FSDP2, on every rank."""
+    """One step of an FSDP2 run, on every rank."""
 
     model: str
     versions: dict[str, str]
-    units: tuple[TracedUnit, ...]  # in the order of forward, the root first
+    units: tuple[TracedUnit, ...]  # in the order of forward; the root comes first
     ranks: tuple[RankUnits, ...]
 
     @property
@@ -74,7 +74,7 @@ class UnitTrace:
 
 
 def read_unit_trace(path: str | PathLike) -> UnitTrace:
-    """Return a trace saved by `UnitTrace.save`."""
+    """Return a trace that `UnitTrace.save` saved."""
     kept = json.loads(Path(path).read_text())
     return UnitTrace(
         model=kept["model"],
@@ -85,15 +85,17 @@ def read_unit_trace(path: str | PathLike) -> UnitTrace:
 
 
 class UnitHooks:
-    """Hooks on the units of a sharded model that record when forward enters and leaves, and when gradients are done.
+    """Hooks on a sharded model's units that record when forward enters and leaves them, and when gradients are done.
 
     Add them after `fully_shard`, so that its own hooks run first: parameters are unsharded by the time these are
     called.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._entered: list[str] = []  # in the last forward
-        self._left: dict[str, tuple[float, bool]] = {}  # unit: when, and whether its parameters are shards again
+        self._entered: list[str] = []  # units, in the order in which the last forward entered them
+        self._left: dict[
+            str, tuple[float, bool]
+        ] = {}  # unit -> when forward left it, and whether it was resharded then
         self._gradients: list[GradientMade] = []
         self._zeroed_s = 0.0
         self._watched: set[int] = set()
@@ -111,7 +113,7 @@ class UnitHooks:
         def hook(module: nn.Module, args: tuple) -> None:
             self._entered.append(name)
             for parameter_name, parameter in self._own_parameters(name):
-                if id(parameter) not in self._watched:  # FSDP2 takes the same whole parameter in every step
+                if id(parameter) not in self._watched:  # FSDP2 uses the same full parameter in every step
                     self._watched.add(id(parameter))
                     parameter.register_post_accumulate_grad_hook(self._made(name, parameter_name))
 
@@ -134,19 +136,20 @@ class UnitHooks:
         return hook
 
     def _own_parameters(self, unit: str) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that aren't in a unit within this one."""
+        """Return the parameters of this unit that aren't in another unit within it."""
         inner = [name for name in self._units if name != unit and name.startswith(f"{unit}." if unit else "")]
         found = self._units[unit].named_parameters(prefix=unit)
         return [(name, one) for name, one in found if not any(name.startswith(f"{other}.") for other in inner)]
 
     def seen_with(self, trace: StepTrace) -> RankUnits:
-        """Return the last step, with times from its start; `trace` must be of the same step.
+        """Return this rank's last step, with times from its start; `trace` has to be a trace of that step.
 
-        Raises ValueError unless units were unsharded and reduced in order, as units side by side in a root are.
+        Raises ValueError unless units were unsharded and reduced in order, as they are if they're side by side in the
+        root.
         """
         root, *below = self._entered
         reduced = self._matched([*reversed(below), root], trace, "reduce_scatter")
-        again = [name for name in reversed(self._entered) if self._left[name][1]]  # gathered once more, for backward
+        again = [name for name in reversed(self._entered) if self._left[name][1]]  # unsharded once more, for backward
         gathered = self._matched([*self._entered, *again], trace, "all_gather")
         stays: dict[str, list[Stay]] = {name: [] for name in self._entered}
         for name, gather in gathered:
@@ -163,7 +166,7 @@ class UnitHooks:
         )
 
     def _matched(self, order: Sequence[str], trace: StepTrace, op: str) -> list[tuple[str, Collective]]:
-        """Return the collectives of one kind, each with the unit it belongs to; a unit's all have the same size."""
+        """Return the collectives of one kind, each with its unit. All of a unit's have to be the same size."""
         seen = [one for one in trace.collectives if one.op == op]
         sizes: dict[str, set[int]] = {}
         for name, one in zip(order, seen, strict=False):
@@ -172,13 +175,13 @@ class UnitHooks:
             moved = [f"{one.bytes:,}" for one in seen]
             raise ValueError(
                 f"{op} moved {', '.join(moved)} bytes, which doesn't match the units {[name or 'root' for name in order]}; "
-                "this only works for units side by side in one root"
+                "this only works if all units are side by side in the root"
             )
         return list(zip(order, seen, strict=True))
 
 
 def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits]) -> UnitTrace:
-    """Combine the ranks of one step, with all times counted from when the first of them began.
+    """Return one step with all its ranks; times count from when the first rank began.
 
     Raises ValueError if the ranks didn't unshard the same bytes.
     """
@@ -211,7 +214,7 @@ def _later(rank: RankUnits, delay_s: float) -> RankUnits:
 
 
 def _rounded(value: object) -> object:
-    """Round times to the microsecond: anything below is noise."""
+    """Return the value with all times rounded to the microsecond; anything below that is noise."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):

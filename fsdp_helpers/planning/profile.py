@@ -1,7 +1,7 @@
-"""A step of one process, event by event: the record every peak is computed from. No torch.
+"""Describe one process's step, event by event: the planner computes every peak from such a profile. No torch.
 
-It's measured once, in one process with one rank's images (`measuring.step_profile`), or built from the bytes of a block
-(`planning.transformer`). It doesn't depend on the strategy.
+A profile is either measured once, in one process with one rank's images (`measuring.step_profile`), or calculated from
+the bytes of a block (`planning.transformer`). It doesn't depend on the strategy.
 """
 
 from dataclasses import dataclass, field
@@ -12,34 +12,35 @@ ROOT = ""  # the name of the whole model among its modules
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """An event of a step, and the bytes of activations until the next event.
+    """An event in a step, and the bytes of activations from there to the next event.
 
-    Activations here are everything except parameters, finished gradients and optimizer state: tensors that forward
-    keeps for backward, and temporaries of an operation.
+    Activations here are everything except parameters, finished gradients and optimizer state: the tensors that forward
+    keeps for backward, and the temporaries of operations.
     """
 
-    event: str  # enter_forward, leave_forward, enter_backward, leave_backward, or gradient: one is finished. Recomputed
-    # modules enter and leave forward again, within backward
-    name: str  # of the module or, for "gradient", of the parameter
+    # enter_forward, leave_forward, enter_backward, leave_backward, or gradient, when one is finished. A recomputed module
+    # enters and leaves forward again, during backward.
+    event: str
+    name: str  # the module's name or, for "gradient", the parameter's
     activation_bytes: int  # at the event
-    highest_bytes: int  # the most until the next event
+    highest_bytes: int  # the highest value until the next event
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """The parameters of a model, by name, and one forward and backward of it in one process."""
+    """A model's parameters, by name, and the events of one forward and backward in one process."""
 
     shapes: dict[str, tuple[int, ...]]
     moments: tuple[Moment, ...]
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
-    tied: dict[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `shapes`
+    tied: dict[str, str] = field(default_factory=dict)  # each further name of a parameter -> its name in `shapes`
     buffer_bytes: int = 0  # buffers, which no strategy shards
-    thawed: frozenset[str] = frozenset()  # frozen parameters that share a unit with a trained one ...
-    thawed_moments: tuple[Moment, ...] = ()  # ... and the same step, in which these get gradients too
+    thawed: frozenset[str] = frozenset()  # frozen parameters that share a flat unit with a trained one ...
+    thawed_moments: tuple[Moment, ...] = ()  # ... and the events of a step in which these get gradients, too
 
     @property
     def flat_moments(self) -> tuple[Moment, ...]:
-        """Return the step in which a unit's parameters are one tensor, which either needs a gradient or doesn't."""
+        """Return the moments of a step with one flat tensor per unit, which needs a gradient all over or not at all."""
         return self.thawed_moments or self.moments
 
     @property

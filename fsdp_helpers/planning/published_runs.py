@@ -1,4 +1,4 @@
-"""Published training runs, each with its plan. No torch."""
+"""List published training runs, and plan each of them. No torch."""
 
 from dataclasses import dataclass
 
@@ -17,24 +17,24 @@ SHAPES = LLAMA_SHAPES | {
 }
 TITAN_A100 = "torchtitan, docs/performance.md, 2024"
 TITAN_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-TITAN_MACHINE = "96 GB, 500 W"  # where the device of that name has 80 GB and 700 W
+TITAN_MACHINE = "96 GB, 500 W"  # its H100s; the device of that name in our table has 80 GB and 700 W
 FMS = "foundation-model-stack/fms-fsdp, README"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One run: what was trained and how, and the published numbers."""
+    """A published run: what was trained, how, and with what results."""
 
     source: str
     model: str
     device: str
     world_size: int
-    sequences: int  # of one rank in one forward and backward
+    sequences: int  # per rank, in one forward and backward
     recomputed: str
-    tokens_per_s: float  # of one rank
-    memory_bytes: float | None = None  # of one rank, reserved at most
-    replicas: int | None = None  # copies of the state, if sharding is hybrid
-    machine: str = ""  # in which it is not the device of that name
+    tokens_per_s: float  # per rank
+    memory_bytes: float | None = None  # the most that one rank reserved
+    replicas: int | None = None  # number of copies of the state, if sharding is hybrid
+    machine: str = ""  # how its GPUs differ from the device of that name
 
     def plan(self) -> Plan:
         """Return the plan of this run, in bf16, with a unit for each block."""

@@ -1,7 +1,7 @@
-"""Bytes that a rank holds between two steps, calculated for fp32 parameters and Adam.
+"""Calculate the bytes that a rank holds between two steps, for fp32 parameters and Adam.
 
-P parameters cost 4P bytes; so do their gradients, and each of Adam's two moments. N is the number of ranks. The
-accounting follows Rajbhandari et al. 2020, arXiv:1910.02054. Padding isn't counted.
+P parameters take 4P bytes, and so do their gradients and each of Adam's two moments. N is the number of ranks. We count
+as Rajbhandari et al. do (2020, arXiv:1910.02054), without padding.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,13 @@ from fsdp_helpers.config import is_sharded
 
 FP32_BYTES = 4
 STATE_BYTES = 4 * FP32_BYTES  # parameter, gradient, two moments
-WHOLE_BYTES = {
-    "local": STATE_BYTES,
-    "ddp": STATE_BYTES + FP32_BYTES,
-}  # a parameter: DDP has each gradient in a bucket too
+# Bytes per parameter where nothing is sharded: DDP also has a second copy of each gradient, in a bucket.
+WHOLE_BYTES = {"local": STATE_BYTES, "ddp": STATE_BYTES + FP32_BYTES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueBytes:
-    """Bytes per value: as it's stored and updated, as it's unsharded and computed with, and as gradients are reduced."""
+    """Bytes per value: when it's stored and updated, unsharded for computing, and reduced as a gradient."""
 
     kept: int
     gathered: int
@@ -34,7 +32,7 @@ PRECISIONS = {
 
 
 def held_bytes(strategy: str, num_params: int, world_size: int, *, bucket_view: bool = False) -> int:
-    """Return the bytes between two steps: 16 P in one process, 4 P more in DDP's buckets, 16 P / N under FSDP.
+    """Return a rank's bytes between two steps: 16 P in one process, 20 P with DDP's buckets, 16 P / N with FSDP.
 
     With `bucket_view`, DDP's gradients are views of its buckets, which saves the 4 P. Raises ValueError for an unknown
     strategy.
@@ -45,5 +43,5 @@ def held_bytes(strategy: str, num_params: int, world_size: int, *, bucket_view: 
 
 
 def num_shards(sharding: str, world_size: int) -> int:
-    """Return how many ranks share a copy of the state: all of them, half of them with "hybrid", one with "none"."""
+    """Return how many ranks share one copy of the state: all of them, or half with "hybrid", or one with "none"."""
     return {"hybrid": world_size // 2, "none": 1}.get(sharding, world_size)

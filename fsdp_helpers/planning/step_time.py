@@ -1,9 +1,9 @@
-"""The seconds of a step: arithmetic and collectives in queues, then the optimizer. No torch.
+"""Estimate how long a step takes: arithmetic and collectives in queues, then the optimizer. No torch.
 
-The walk (`planning.peak`) lists a rank's tasks in order. Here each task gets its seconds, and the queues of
-`planning.streams` show which tasks overlap. The result is an estimate with a range. If the device is named, the range
-is the spread of published runs on such devices; otherwise it reaches from full overlap to no overlap at rates that are
-as much lower than those stated.
+The walk (`planning.peak`) lists a rank's tasks in order. Here, we work out how long each task takes, and the queues of
+`planning.streams` show which tasks overlap. The result is an estimate with a range. If you name a device, the range is
+the spread of published runs on such devices. Otherwise, it goes from full overlap to no overlap with rates that are
+lower than yours by the same spread.
 """
 
 from collections import Counter, defaultdict
@@ -17,48 +17,48 @@ from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, COPIES, Span, Task, busy_s, length_s, run_tasks
 from fsdp_helpers.planning.traffic import step_range_s
 
-# A block is some fifty kernels in forward, which a host launches in 5 to 20 µs each: about a millisecond.
+# In forward, a block is some fifty kernels, and the host takes 5 to 20 µs to launch each: about a millisecond in all.
 LAUNCH_BOUND_S = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The seconds of a step."""
+    """How long a step takes, and why: seconds of arithmetic, communication and the optimizer."""
 
     arithmetic_s: float
-    communication_s: float  # the links carry
+    communication_s: float  # in which the links are busy
     optimizer_s: float
     estimate_s: float
     shortest_s: float
     longest_s: float
     spans: tuple[Span, ...]
-    launches_decide: bool = False  # units are so short that a GPU waits for the next kernel
+    launches_decide: bool = False  # units compute so briefly that the GPU waits for kernel launches
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds that arithmetic waits for collectives, or for the host."""
+        """Return how many seconds arithmetic waits for collectives or for the host."""
         return self.estimate_s - self.arithmetic_s - self.optimizer_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The rates that decide one rank's seconds."""
+    """The rates and the sharding that determine how long one rank's tasks take."""
 
     flops_per_s: float
     network: Network
     shards: int  # ranks that share one copy of the state
-    replicas: int  # copies, or DDP's ranks
-    host_bytes_per_s: float | None = None  # to and from the host, if shards lie there
+    replicas: int  # number of copies; with DDP, each rank has one
+    host_bytes_per_s: float | None = None  # to and from the host, if shards are kept there
     optimizer_s: float = 0.0
-    spread: float | None = None  # of what a named device attains, to either side
+    spread: float | None = None  # how far published runs on a named device are above or below the estimate
 
 
 def time_step(
     step: Step, unit_flops: Mapping[str, float], speed: Speed, *, backward_factor: float, parts: int = 1
 ) -> StepTime:
-    """Return the seconds of a step of `parts` micro-batches, each with `unit_flops` in forward, by module.
+    """Return the times of a step of `parts` micro-batches, each with `unit_flops` operations per module in forward.
 
-    `backward_factor` is backward's multiple of that, recomputation included.
+    Backward takes `backward_factor` times as many operations, recomputation included.
     """
     seconds = _Seconds(step.tasks, unit_flops, speed, backward_factor, parts)
     spans = run_tasks(step.tasks, seconds)
@@ -85,7 +85,7 @@ def _longest_forward_s(spans: Sequence[Span]) -> float:
 
 
 class _Seconds:
-    """The seconds of each task. A unit's operations are divided over its computations."""
+    """Returns the seconds of a task when called. A unit's operations are split among its arithmetic tasks."""
 
     def __init__(
         self, tasks: Sequence[Task], unit_flops: Mapping[str, float], speed: Speed, backward_factor: float, parts: int
@@ -110,7 +110,7 @@ class _Seconds:
 
 
 def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:
-    """Return the operations of each unit: those of a module belong to the innermost unit around it, or to the root."""
+    """Return the operations of each unit; a module's belong to the innermost unit that contains it, or to the root."""
     found = Counter(dict.fromkeys(units, 0))
     for module, flops in unit_flops.items():
         around = [unit for unit in units if unit != ROOT and f"{module}.".startswith(f"{unit}.")]

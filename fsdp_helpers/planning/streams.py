@@ -1,33 +1,33 @@
-"""A GPU's communication and arithmetic on a time line: queues that run side by side. No torch import.
+"""Put a GPU's communication and arithmetic on a timeline, as queues that run side by side. No torch import.
 
-Arithmetic runs in one queue, collectives in another, and both can be busy at once if an all-gather starts early enough.
-Hybrid sharding has a third: all-reduces over the copies of the state, in a ring of their own. Other costs on a real GPU
-(launching kernels, copies within the device) are left out.
+Arithmetic runs in one queue and collectives run in another, so both can be busy at once if an all-gather starts early
+enough. Hybrid sharding has a third queue, for all-reduces across the copies of the state, which have their own ring.
+Other costs on a real GPU (launching kernels, copies within the device) are left out.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 ARITHMETIC, COMMUNICATION, COPIES = "arithmetic", "communication", "between copies"
-BACKWARD_FACTOR = 2  # two products for each one of forward
-AT_START, AT_END = "start", "end"  # of the arithmetic before it: when a collective is issued
+BACKWARD_FACTOR = 2  # two products for each one in forward
+AT_START, AT_END = "start", "end"  # when a collective is issued: at that point of the arithmetic before it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One task of a rank in a step, in the order of issue."""
+    """One of a rank's tasks in a step: some arithmetic, or a collective."""
 
     queue: str
     what: str  # "forward", "backward", or the name of a collective
     unit: str | int
     amount: float = 0.0  # operations, or bytes of the full tensor
-    asked: str = AT_START  # a collective: at the start or at the end of the arithmetic before it
-    ranks: int = 1  # a collective: how many take part
+    asked: str = AT_START  # for a collective: whether it's issued at the start or the end of the arithmetic before it
+    ranks: int = 1  # for a collective: how many ranks take part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One unit's time on one stream: the task, its start and its end."""
+    """A task on the timeline: its queue, its unit, its start and its end."""
 
     queue: str
     what: str  # "all_gather", "reduce_scatter", "all_reduce", "forward" or "backward"
@@ -37,11 +37,11 @@ class Span:
 
 
 def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> list[Span]:
-    """Return the time span of each task.
+    """Return the start and the end of each task, in the order of `tasks`.
 
-    Tasks in a queue run one after the other. A unit computes once it's unsharded. A gradient is sent once it's
-    computed, and only one reduction runs at a time: the next unit's arithmetic waits for the one before (FSDP2 keeps
-    one reduce-scatter's input).
+    The tasks in a queue run one after the other. A unit computes once it's unsharded. A gradient is sent once it's
+    computed. FSDP2 keeps only one reduce-scatter's input, so arithmetic after a reduction is issued waits for the
+    previous reduction to end.
     """
     free_s = dict.fromkeys((ARITHMETIC, COMMUNICATION, COPIES), 0.0)
     gathered_s: dict[str | int, float] = {}
@@ -52,7 +52,7 @@ def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> lis
         if task.queue == ARITHMETIC:
             ready_s = gathered_s.get(task.unit, 0.0)
         elif task.queue == COPIES:
-            ready_s = free_s[COMMUNICATION]  # a shard is added up over the copies once it is complete
+            ready_s = free_s[COMMUNICATION]  # a shard can be summed across the copies once it's complete
         else:
             ready_s = before.start_s if task.asked == AT_START else before.end_s
         start_s = max(free_s[task.queue], ready_s)
@@ -70,20 +70,20 @@ def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> lis
 
 
 def length_s(spans: Iterable[Span]) -> float:
-    """Return when the last of `spans` ends."""
+    """Return the time at which the last of `spans` ends, in seconds."""
     return max((span.end_s for span in spans), default=0.0)
 
 
 def busy_s(spans: Iterable[Span], *queues: str) -> float:
-    """Return the sum of these queues' busy seconds."""
+    """Return how many seconds these queues are busy, added up."""
     return sum(span.end_s - span.start_s for span in spans if span.queue in queues)
 
 
 def step_spans(num_units: int, *, forward_s: float, gather_s: float, reduce_s: float, prefetch: bool) -> list[Span]:
-    """Return every span of a step of equal units: forward in order, backward in reverse, unsharded for both.
+    """Return all spans in a step of equal units: forward in order, backward in reverse, with an all-gather for each.
 
-    With `prefetch`, an all-gather is issued when the previous unit begins to compute, without it when that unit is
-    done. A unit's all-gather goes before the reduction of the previous unit.
+    With `prefetch`, an all-gather is issued when the previous unit starts computing; without it, when that unit is
+    done. A unit's all-gather is issued before the previous unit's reduction.
     """
     seconds = {
         "forward": forward_s,
@@ -95,7 +95,7 @@ def step_spans(num_units: int, *, forward_s: float, gather_s: float, reduce_s: f
     order += [("backward", unit) for unit in reversed(range(num_units))]
     asked = AT_START if prefetch else AT_END
     tasks: list[Task] = []
-    waiting: Task | None = None  # the reduction of the unit before
+    waiting: Task | None = None  # the previous unit's reduction
     for phase, unit in order:
         tasks.append(Task(queue=COMMUNICATION, what="all_gather", unit=unit, asked=asked))
         if waiting:

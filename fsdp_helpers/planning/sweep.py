@@ -1,4 +1,4 @@
-"""Many plans at once, over ranks, sequences and levers, and the fewest devices that finish in time. No torch."""
+"""Compare plans across ranks, sequence lengths and levers; find the fewest devices that finish in time. No torch."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,14 +9,14 @@ from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 
 DAY_HOURS = 24
-CONTEXTS = (2048, 8192, 32768)  # tokens of a sequence, unless one is given
+CONTEXTS = (2048, 8192, 32768)  # the sequence lengths to try, in tokens, unless --context gives one
 FEWEST_RANKS = 8
 ClusterOf = Callable[[int], Cluster]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The fastest plan for a number of ranks and a sequence length, or None if nothing we tried fits."""
+    """The fastest plan for a number of ranks and a sequence length; `best` is None if nothing we tried fits."""
 
     world_size: int
     sequence: int
@@ -28,8 +28,8 @@ def sweep(
 ) -> Iterator[Row]:
     """Yield a row for each model, sequence length and number of ranks.
 
-    It tries all batches that fit, in powers of two, each recomputation setting, the loss at once and in chunks, and
-    sharding over all ranks or within a node.
+    For each row, it tries every batch that fits (doubling it each time), each recomputation setting, the loss with and
+    without chunks, and sharding across all ranks or within each node.
     """
     sizes = list(world_sizes)
     for subject in subjects:
@@ -56,7 +56,7 @@ def best_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan | 
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return numbers of ranks, doubled from FEWEST_RANKS until `most`, which is the last one."""
+    """Return numbers of ranks to try: FEWEST_RANKS, doubled again and again up to `most`, which comes last."""
     sizes = [FEWEST_RANKS]
     while sizes[-1] * 2 <= most:
         sizes.append(sizes[-1] * 2)
@@ -73,8 +73,8 @@ def fewest_ranks(
 ) -> Plan | None:
     """Return the plan with the fewest ranks, in full nodes, that processes `total` items within `days`.
 
-    None if even `most` ranks are too few. This assumes that more ranks are faster, which holds until the network is the
-    bottleneck.
+    None if even `most` ranks are too few. This assumes that more ranks are faster, which is true until the network
+    becomes the bottleneck.
     """
     node = cluster_of(1).ranks_per_node
 
@@ -92,9 +92,10 @@ def fewest_ranks(
 
 
 def fewest_that_fit(subject: Subject, settings: Settings, cluster: Cluster, most: int = 2**14) -> int | None:
-    """Return the fewest ranks on which a plan fits, None if even `most` are too few.
+    """Return the fewest ranks on which the plan fits, or None if even `most` are too few.
 
-    More ranks need less memory each, until padding takes over. So we double the ranks until it fits, then bisect.
+    With more ranks, each needs less memory, until padding outweighs that. So we double the ranks until the plan fits,
+    and then bisect.
     """
 
     def fits(ranks: int) -> bool:

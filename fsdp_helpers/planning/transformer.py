@@ -1,8 +1,8 @@
-"""The memory of a transformer's blocks, and of a stack of them, in a step, from arithmetic alone: no torch import.
+"""Calculate the memory that transformer blocks, and a stack of them, take in a step. No torch import.
 
-Vision transformers and Llama-like models have fused attention, which writes no scores and keeps one logarithm per token
-and head, and no dropout. Norms and attention keep their statistics in fp32. The method is that of Korthikanti et al.
-2022, arXiv:2205.05198, 4.1.
+Vision transformers and Llama-like models have no dropout, and fused attention, which doesn't write its scores and keeps
+one logarithm per token and head. Norms and attention keep their statistics in fp32. The method comes from Korthikanti
+et al. 2022, arXiv:2205.05198, section 4.1.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,14 +18,16 @@ from fsdp_helpers.planning.state import FP32_BYTES
 class BlockBytes:
     """One block's bytes in a step, for one micro-batch of one rank."""
 
-    kept_bytes: int  # kept by autograd from forward to backward, the block's input included
-    input_bytes: int  # of those, the input: all that activation checkpointing keeps
+    kept_bytes: int  # what autograd keeps from forward to backward, the block's input included
+    input_bytes: int  # the block's input, which is all that full activation checkpointing keeps
     products_bytes: int  # the outputs of its matrix products, which selective checkpointing also keeps
-    working_bytes: int  # the most that backward has in flight within the block, on top of those
-    leaving_bytes: int = 0  # kept and in flight at the block's first product, when all later gradients are there
+    working_bytes: int  # the most that backward has in flight within the block, on top of kept_bytes
+    leaving_bytes: int = (
+        0  # kept and in flight when backward is at the block's first product, and has all later gradients
+    )
 
     def waiting_bytes(self, activation_checkpointing: str) -> int:
-        """Return the block's bytes that wait until backward reaches it."""
+        """Return the bytes that the block keeps until backward reaches it."""
         if activation_checkpointing == "units":
             return self.input_bytes
         return self.kept_bytes if activation_checkpointing == "none" else self.input_bytes + self.products_bytes
@@ -34,20 +36,23 @@ class BlockBytes:
 def transformer_block_bytes(
     *, images: int, tokens: int, width: int, num_heads: int, dropout: bool = True
 ) -> BlockBytes:
-    """Count an fp32 `nn.TransformerEncoderLayer` (norm first, ReLU, hidden layer 4 x width) on the CPU.
+    """Return the bytes of an fp32 `nn.TransformerEncoderLayer` (norm first, ReLU, hidden layer 4 x width) on the CPU.
 
-    This is the count of Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, adapted to this layer: fp32 instead of
-    16-bit values, a second dropout in the hidden layer, masks of 4 bytes instead of 1, attention written out (with
-    dropout) or fused (without). In values a token, h the width, a heads, s tokens:
+    The count follows Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, adapted to this layer: fp32 instead of
+    16-bit values, a second dropout in the hidden layer, masks of 4 bytes instead of 1, and attention that's written out
+    (with dropout) or fused (without). Values per token, where h is the width, a the number of heads, and s the number
+    of tokens:
 
-    - attention: norm's input h and output h; q and k h each; v within q, k, v 3 h; scores, mask and product a s each;
-      the input of the output projection h; its dropout mask h
-    - hidden layer: norm's input h and output h; ReLU's output, its mask and their product 4 h each; the last mask h
-    - both norms: mean and standard deviation, 4
+    - attention: the norm's input h and output h; q and k h each; v as part of q, k, v 3 h; scores, mask and their
+      product a s each; the output projection's input h; its dropout mask h
+    - hidden layer: the norm's input h and output h; ReLU's output, its mask and their product 4 h each; the last mask h
+    - both norms: their mean and standard deviation, 4
     """
     values = images * tokens
     with_masks = 24 * width + 3 * num_heads * tokens + 4
-    fused = 12 * width + num_heads + 4  # no masks, dropout's input is its output, the scores are never written
+    fused = (
+        12 * width + num_heads + 4
+    )  # there are no masks, dropout's input is its output, and scores are never written
     scores = num_heads * tokens + width if dropout else 0
     return BlockBytes(
         kept_bytes=FP32_BYTES * values * (with_masks if dropout else fused),
@@ -58,24 +63,26 @@ def transformer_block_bytes(
 
 
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes in flight at the highest point of such a block's backward, where it enters the hidden layer.
+    """Return the most bytes in flight in such a block's backward, which is when it enters the hidden layer.
 
-    In values a token: the incoming gradient, h; the same after the last mask, h, when that mask, h, is freed; and the
-    hidden layer's, 4 h. On top of them, the gradient of the second weight, 4 h x h.
+    Values per token: the incoming gradient, h; the same gradient after the last mask, h, while that mask, h, is freed;
+    and the hidden layer's gradient, 4 h. On top of that comes the gradient of the second weight, 4 h x h.
     """
     return value_bytes * (images * tokens * 5 * width + 4 * width * width)
 
 
 def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, value_bytes: int = 4) -> BlockBytes:
-    """Count a pre-norm block with GELU, for `tokens` in all. Values per token; h width, m the hidden layer's, a heads:
+    """Return the bytes of a pre-norm block with GELU, for `tokens` in all.
 
-    - attention: the norm's input h and output h; q, k and v 3 h; the product, which the output projection keeps, h
+    Values per token, where h is `width`, m `mlp_width`, and a the number of heads:
+
+    - attention: the norm's input h and output h; q, k and v 3 h; attention's output, which the projection keeps, h
     - hidden layer: the norm's input h and output h; GELU's input m and output m
     - in fp32: mean and standard deviation of two norms, 4; attention's logarithms, a
 
-    Backward peaks at the hidden layer: the incoming gradient, h, that of GELU's output, m, and that of the second
-    weight, m x h. Or it peaks at its end, at q, k and v: all weights' gradients, plus the norm's input and output, 2 h,
-    its statistics, 2, the gradients of q, k and v, 3 h, of their input, h, and of the residual connection, h.
+    Backward peaks either at the hidden layer, with the gradients of the block's output, h, of GELU's output, m, and of
+    the second weight, m x h; or at its end, at q, k and v, with all weights' gradients, the norm's input and output, 2
+    h, its statistics, 2, and the gradients of q, k and v, 3 h, of their input, h, and of the residual connection, h.
     """
     return BlockBytes(
         kept_bytes=tokens * (value_bytes * (8 * width + 2 * mlp_width) + FP32_BYTES * (num_heads + 4)),
@@ -93,19 +100,21 @@ def llama_block_bytes(
     mlp_width: int,
     num_heads: int,
     kv_width: int,
-    q_width: int | None = None,  # as the block's, if left out
+    q_width: int | None = None,  # the same as width, if left out
     value_bytes: int = 4,
 ) -> BlockBytes:
-    """Count a block with RMSNorm, grouped keys and values, and SwiGLU. Values per token; k is `kv_width`, q `q_width`:
+    """Return the bytes of a block with RMSNorm, grouped keys and values, and SwiGLU.
 
-    - attention: the norm's input h and output h; queries q, keys and values k each; the product q
-    - hidden layer: the norm's input h and output h; the gate before and after SiLU, the other half, their product, 4 m
-    - in fp32: one statistic of each of two norms, 2; attention's logarithms, a
+    Values per token, where h is `width`, m `mlp_width`, q `q_width`, k `kv_width`, and a the number of heads:
 
-    Backward peaks at SiLU: the incoming gradient, h, those of the two halves, 2 m, and that of the last weight, m x h.
-    Or it peaks at its end, at the queries: all weights' gradients, plus the norm's input and output, 2 h, its
-    statistic, 1, the queries' gradient, q, those of the input of queries, keys and values, 2 h, and of the residual
-    connection, h.
+    - attention: the norm's input h and output h; queries q; keys and values k each; attention's output q
+    - hidden layer: the norm's input h and output h; the gate before and after SiLU, the other half, their product: 4 m
+    - in fp32: one statistic for each of two norms, 2; attention's logarithms, a
+
+    Backward peaks either at SiLU, with the gradients of the block's output, h, of the two halves, 2 m, and of the last
+    weight, m x h; or at its end, at the queries, with all weights' gradients, the norm's input and output, 2 h, its
+    statistic, 1, and the gradients of the queries, q, of the input to queries, keys and values, 2 h, and of the
+    residual connection, h.
     """
     q_width = q_width or width
     values = 4 * width + 2 * q_width + 2 * kv_width + 4 * mlp_width
@@ -119,16 +128,17 @@ def llama_block_bytes(
 
 
 def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int) -> BlockBytes:
-    """Count one block of a Llama or any of its relatives: `llama_block_bytes` plus the parts special to it.
+    """Return the bytes of one block of a Llama or a relative: `llama_block_bytes`, plus what's special to this model.
 
-    Without a gate the block is `vit_block_bytes`. Further values per token:
+    If there's no gate, `vit_block_bytes` counts the block. Further values per token:
 
-    - a norm of each head's queries and keys: its input, q + k, and one statistic per head
-    - norms after attention and the hidden layer: their inputs, h each, and a statistic each
+    - norms of each head's queries and keys: their inputs, q + k, and one statistic per head
+    - norms after attention and after the hidden layer: their inputs, h each, and one statistic each
     - latent attention: the latent vectors before and after their norms, and the heads' keys before they're joined
-    - experts: the hidden layers of those that a token goes to count as one; the tokens laid out by expert and the experts' outputs, c x h each for c chosen ones; the router's logits and probabilities in fp32
+    - experts: the hidden layers of the c experts that a token is sent to, counted as one wide layer; the tokens sorted by
+      expert, and the experts' outputs, c x h each; the router's logits and probabilities, in fp32
 
-    One kernel computes all experts (a grouped product), so the gradient of all their last weights exists at once. We
+    One kernel computes all experts (a grouped product), so the gradients of all their last weights exist at once. We
     assume even routing.
     """
     if not shape.gated:
@@ -139,7 +149,7 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     q_width, kv_width, values, statistics = shape.q_width, shape.kv_width, 0, 0
     if shape.latent:
         latent = shape.latent
-        # queries and keys are wider than values and attention's output; on average:
+        # queries and keys are wider than values and attention's output, so we use the average
         q_width = kv_width = shape.num_heads * (latent.content_width + latent.rotary_width + latent.value_width) // 2
         values += 2 * (latent.kv_rank + (latent.query_rank or 0)) + latent.rotary_width
         values += shape.num_heads * latent.content_width
@@ -155,23 +165,23 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     )  # fmt: skip
     more = {"kept_bytes": found.kept_bytes + tokens * (value_bytes * values + FP32_BYTES * statistics)}
     if experts:
-        others = experts.number * experts.width - mlp_width  # of the weights' gradients that are there at once
-        said = tokens * experts.chosen * shape.width  # their gradients, on the way to the experts
+        others = experts.number * experts.width - mlp_width  # further rows of the weight gradients that exist at once
+        said = tokens * experts.chosen * shape.width  # the gradients of the experts' outputs, on the way to the experts
         more["working_bytes"] = found.working_bytes + value_bytes * (max(0, others) * shape.width + said)
     return replace(found, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadBytes:
-    """The layers after the blocks: the last norm, the head, the loss."""
+    """The bytes of the layers after the blocks: the last norm, the head and the loss."""
 
-    kept_bytes: int = 0  # from forward to backward
+    kept_bytes: int = 0  # kept from forward to backward
     forward_bytes: int = 0  # in flight in the head's forward, on top of the kept bytes
-    working_bytes: int = 0  # in flight when backward goes through the loss, on top of the kept bytes
-    entering_bytes: int | None = None  # present when backward enters the head; the kept bytes, if left out
-    inside_bytes: int = 0  # in flight in the head's backward, on top of that
-    parameters: tuple[str, ...] = ()  # whose gradients are finished before backward enters a block
-    waiting_bytes: int = 0  # of a tied head's gradient, until backward has come to the embedding
+    working_bytes: int = 0  # in flight while backward goes through the loss, on top of the kept bytes
+    entering_bytes: int | None = None  # what's there when backward enters the head; the kept bytes, if left out
+    inside_bytes: int = 0  # in flight in the head's backward, on top of entering_bytes
+    parameters: tuple[str, ...] = ()  # the ones whose gradients are finished before backward enters a block
+    waiting_bytes: int = 0  # the gradient of a tied head, which waits until backward reaches the embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +201,7 @@ def stack_profile(
     head: HeadBytes | None = None,
     **others,
 ) -> StepProfile:
-    """Return one step of a model of equal blocks, called `blocks`; the rest is as in `layers_profile`."""
+    """Return the profile of a step of a model with equal `blocks`; the rest is as in `layers_profile`."""
     layer = Layer(shapes=block_shapes, bytes=block)
     return layers_profile(dict.fromkeys(blocks, layer), root_shapes, activation_checkpointing, head, **others)
 
@@ -206,16 +216,16 @@ def layers_profile(
     tied: dict[str, str] | None = None,
     frozen: Collection[str] = (),
 ) -> StepProfile:
-    """Return one step of a model of blocks, for one rank's images or tokens; without a `head`, other layers are small.
+    """Return the profile of a step of a model of blocks, on one rank's images or tokens.
 
-    Backward walks from the last block to the first. At each, it holds the kept bytes of the earlier blocks and all of
-    this one, whose rest has been recomputed. Gradients are finished one after the other; a wide block with few tokens
-    peaks with the last of them. The modules `outer_units`, if there are two, come before and after the blocks.
-    Parameters in `frozen` get no gradient.
+    Backward goes from the last block to the first. At each block, it holds the bytes that earlier blocks keep, and
+    everything of this one, recomputed if necessary. Gradients are finished one after the other; a wide block with few
+    tokens peaks with the last of them. Without a `head`, the layers after the blocks don't count. `outer_units`, if
+    there are two, are the modules before and after the blocks. Parameters in `frozen` get no gradient.
     """
     head = head or HeadBytes()
     waiting = [layer.bytes.waiting_bytes(activation_checkpointing) for layer in layers.values()]
-    before = [0, *accumulate(waiting)]  # bytes that wait when forward enters a block, and at the end
+    before = [0, *accumulate(waiting)]  # bytes kept when forward enters each block, and at the end
     shapes = {f"{name}.{part}": shape for name, layer in layers.items() for part, shape in layer.shapes.items()}
     late = [name for name in root_shapes if name not in head.parameters]
     first, last = outer_units or (None, None)
@@ -251,7 +261,7 @@ def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> It
 
 
 def _forward_of(name: str | None, kept_bytes: int, highest_bytes: int = 0) -> Iterator[Moment]:
-    """Go through one of the outer units, if it is one."""
+    """Yield the events of an outer unit's forward, if there is such a unit."""
     if name:
         yield _moment("enter_forward", name, kept_bytes, highest_bytes)
         yield _moment("leave_forward", name, kept_bytes)

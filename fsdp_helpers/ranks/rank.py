@@ -94,9 +94,7 @@ def _tidy_up() -> None:
     gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     """
     end_own_children()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # as multiprocessing ends a process; first it tells thread pools, torch.compile's too, to end
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
 

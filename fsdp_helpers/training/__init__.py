@@ -1,1 +1,1 @@
-"""A run: its start, its rank function, its loop, and its observers."""
+"""Training runs: how they start, what each rank does, the training loop, and how it's observed."""

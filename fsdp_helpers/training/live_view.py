@@ -22,23 +22,23 @@ from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.palette import BLUE, TEXT_COLOR, TEXT_STYLE
 
 SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_CURVES = 0.25, 1.0  # a curve takes a tenth of a second to draw
-SMOOTHED_OVER = 1 / 20  # of the losses so far
-PIXELS_PER_INCH = 220  # twice what is shown, for screens of double density
+SMOOTHED_OVER = 1 / 20  # of the losses so far, the window of the moving average
+PIXELS_PER_INCH = 220  # twice the size shown, for high-density screens
 
 
 class LiveView:
-    """A view that replaces the `ProgressBar` of `launch`: it shows every rank."""
+    """A view that `launch` can use in place of a `ProgressBar`, and which shows every rank."""
 
     def __init__(self) -> None:
         self._lines, self._curve = InPlace(), InPlace()
         self._title, self._first_done = "", 0  # steps of the earlier run, if this one is resumed
-        self._reports: dict[int, Report] = {}  # the last one of each rank
+        self._reports: dict[int, Report] = {}  # each rank's last report
         self._memory: dict[int, tuple[int, int]] = {}  # by rank: bytes held between steps, and the peak
         self._losses: dict[int, float] = {}  # rank 0's, by step
         self._started_s = self._lines_s = self._curve_s = 0.0
 
     def start(self, what: str, why: str = "") -> None:
-        """Say what is starting, and `why` that may take long; the first report replaces this line."""
+        """Say what is starting, and `why` it may take long; the first report replaces this line."""
         if not self._title:
             self._title = what
             self._lines.show(f"{what}: starting")
@@ -46,10 +46,10 @@ class LiveView:
             self._lines.show(f"{self._title}: starting ({why})")
 
     def running(self) -> None:
-        """Say nothing: the first report is about to come."""
+        """Do nothing, because the first report is about to arrive."""
 
     def update(self, report: Report, rank: int = 0) -> None:
-        """Show a rank's report, with all others."""
+        """Show a rank's new report along with the other ranks' latest."""
         now_s = time.monotonic()
         if not self._reports:
             self._title, self._started_s, self._first_done = report.title, now_s, report.done
@@ -136,7 +136,7 @@ def curve_title(subject: str, losses: Sequence[float]) -> str:
 
 
 def draw_loss(ax, steps: Sequence[int], losses: Sequence[float]) -> None:
-    """Draw the smoothed loss over the pale loss of each step; the axis ends at the current step."""
+    """Draw the smoothed loss as a line, and each step's loss as a pale line behind it, up to the current step."""
     smooth = smoothed(losses)
     ax.plot(steps, losses, color=BLUE, linewidth=1, alpha=0.3)
     ax.plot(steps, smooth, color=BLUE, linewidth=1.5)
@@ -159,9 +159,9 @@ def draw_memory(ax, memory: Mapping[int, tuple[int, int]]) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> Sequence[float]:
-    """Return, for each step, the mean of its loss and the preceding losses."""
+    """Return a moving average of the losses: for each step, the mean of its loss and those just before it."""
     window = max(1, round(len(losses) * SMOOTHED_OVER))
     if window == 1:
-        return losses  # differences of sums are rounded
+        return losses  # exact, while differences of sums are rounded
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(losses) + 1)]

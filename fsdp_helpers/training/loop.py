@@ -1,4 +1,4 @@
-"""One epoch of training, one evaluation: the same code for one process and for many."""
+"""The loops for one epoch of training and for evaluation: the same code for one process and for many."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,8 +22,8 @@ def train_one_epoch(
 ) -> Tensor:
     """Train on every batch once; return this rank's loss of each step, shape (num_steps,).
 
-    `after_step(loss, batch_bytes)` is called after each step; reading the loss there makes a GPU wait. `step_settings`
-    are the arguments of `train_step`.
+    `after_step(loss, batch_bytes)` is called after each step; reading the loss there forces a wait for the GPU.
+    `step_settings` are the arguments of `train_step`.
     """
     model.train()
     losses = []
@@ -85,7 +85,7 @@ def add_up_gradients(
         freeing = nullcontext() if is_last or reshard_after_backward else keep_gathered(model)
         with reducing, freeing:
             with record_function("forward"):
-                # Divided here, the parts' gradients add up to the gradient of the mean over all images.
+                # Thanks to this division, the parts' gradients add up to the gradient of the mean over all images.
                 loss = batch_loss(model, part_images, part_labels) / micro_batches
             with record_function("backward"):
                 loss.backward()
@@ -119,7 +119,7 @@ def layer_by_layer() -> Iterator[None]:
 @torch.no_grad()
 @layer_by_layer()
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
-    """Return this rank's sums over its test images or tokens: loss, correct answers, count. Shape (3,), float64.
+    """Return three sums over this rank's test images or tokens: loss, correct answers, count. Shape (3,), float64.
 
     They're sums, not means, so ranks with different numbers of images can add them up and divide once.
     """

@@ -1,4 +1,4 @@
-"""The colors shared by figures of a run and figures of the chapters: readable on a white page and on a black one."""
+"""The colors shared by the live view and the chapters' figures, readable on both white and black pages."""
 
 BLUE = "#0072b2"
 TEXT_COLOR, FRAME_COLOR = "#767676", "#9ca3af"

@@ -1,4 +1,4 @@
-"""One run, from settings to record: with ranks we start (`train`), or as one rank of torchrun."""
+"""Do one run, from settings to record: on ranks that we start (`train`), or as one of torchrun's ranks."""
 
 import gc
 import sys
@@ -82,7 +82,7 @@ def train(
 
 
 def _live_view() -> ProgressBar:
-    from fsdp_helpers.training.live_view import LiveView  # it loads matplotlib, which other runs do not wait for
+    from fsdp_helpers.training.live_view import LiveView  # loads matplotlib, which other runs don't need
 
     return LiveView()
 
@@ -97,8 +97,8 @@ def train_each(
 ) -> dict[Name, RunRecord]:
     """Train `config` with each variant's changes, one after the other in a single launch; return the records by name.
 
-    The records are the same as with a `train` for each, but PyTorch's start-up costs are paid only once. Raises as
-    `train` does, and ValueError for a variant with a `checkpoint_dir`.
+    The records are the same as with a `train` for each, but PyTorch's start-up costs are paid only once. Raises what
+    `train` raises, and ValueError for a variant with a `checkpoint_dir`.
     """
     with shown_by_message(ValueError, DataError):
         configs = {name: replace(config, **changes) for name, changes in variants.items()}
@@ -113,7 +113,7 @@ def train_each(
 
 
 def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`. Each model is freed before the next is built, so bytes are those of a `train`."""
+    """Train each of `configs`; each model is freed before the next is built, so memory is the same as with `train`."""
     records = []
     for config in configs:
         records.append(train_worker(rank, world_size, config))
@@ -210,7 +210,7 @@ def prepare_run_data(config: TrainConfig) -> str:
     """
     if config.learns_text:
         return prepare_text(config)
-    _check_data_size(config, "mnist")  # the larger source: refused before anything is fetched
+    _check_data_size(config, "mnist")  # against the larger source, so that what can't work is refused before a download
     source = prepare_data(config.data_dir)
     _check_data_size(config, source)
     return source

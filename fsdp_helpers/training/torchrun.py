@@ -1,4 +1,4 @@
-"""The environment that torchrun gives a rank, and one-line errors about a wrong one. No torch import."""
+"""The environment variables that torchrun sets for a rank, and one-line errors if they're wrong. No torch import."""
 
 import ctypes
 import os
@@ -8,14 +8,14 @@ import time
 from dataclasses import dataclass
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # one of these, and the process is meant to be a rank
+TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # if one of these is set, the process is meant to be a rank
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-LEAVE_S = 10.0  # after bad input: the other ranks leave rank 0 the time to say it
+LEAVE_S = 10.0  # after bad input, the other ranks give rank 0 this long to report it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of a rank of torchrun among all ranks, and among those on its machine."""
+    """Which of torchrun's ranks this process is, among all ranks and among those on its machine."""
 
     rank: int
     world_size: int
@@ -24,15 +24,15 @@ class Place:
 
 
 def started_as_rank() -> bool:
-    """Return True if torchrun started this process, or its environment partly says so: `read_place` checks the rest."""
+    """Return True if any of torchrun's telltale variables is set; `read_place` checks the rest."""
     return any(name in os.environ for name in TELLING)
 
 
 def end_with_agent() -> None:
     """Have Linux kill this rank if its torchrun is killed; otherwise it would train on during the next run.
 
-    An agent that was killed before this call, while Python began, stays unnoticed. Then the lock on the folder of
-    checkpoints keeps the next start from writing at the same time.
+    If the agent was killed before this call, while Python was starting, that goes unnoticed. In that case, the lock on
+    the checkpoint folder keeps the next run from writing at the same time.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         agent = os.getppid()
@@ -83,7 +83,7 @@ def _check_place(place: Place) -> None:
 
 
 def _check_restarts() -> None:
-    """Refuse restarts with torchrun's own store, which keeps the addresses of ranks that are gone, and gloo tries them."""
+    """Refuse restarts that reuse torchrun's store: it keeps the addresses of dead ranks, and gloo would try them."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
@@ -93,7 +93,7 @@ def _check_restarts() -> None:
 
 
 def speaks() -> bool:
-    """Return True if this process should report bad input: a single process does and, of several, rank 0."""
+    """Return True if this process should report bad input: it's the only process, or it's rank 0."""
     return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
 
 

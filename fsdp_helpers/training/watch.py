@@ -13,7 +13,7 @@ from fsdp_helpers.measuring.memory import MemoryTrace, state_bytes
 from fsdp_helpers.records import RankRecord, StateBytes, StepTrace
 from fsdp_helpers.sharding.strategies import count_units
 
-STEADY_STEP = 3  # the first step creates optimizer state, the second may rearrange buckets
+STEADY_STEP = 3  # the first step creates optimizer state, and the second may rearrange buckets
 
 
 class StepWatch:
@@ -41,7 +41,7 @@ class StepWatch:
         self._memory = MemoryTrace(device)
         self._memory.start()
         self.state: StateBytes | None = None
-        self.trace: StepTrace | None = None  # of a steady step; stays None in a run of a single step
+        self.trace: StepTrace | None = None  # of a steady step; None in a run of a single step
         self.step_seconds: list[float] = []
         self.gradient_norms: list[Tensor] = []  # before clipping, one per step
 

@@ -27,7 +27,7 @@ from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, settle_buckets, wai
 from fsdp_helpers.training.loop import Batches, evaluate, train_one_epoch
 from fsdp_helpers.training.watch import StepWatch
 
-SAMPLE_BYTES = 400  # that a language model says after training
+SAMPLE_BYTES = 400  # that a language model generates after training
 
 
 def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
@@ -113,8 +113,8 @@ def train_epochs(
 ) -> tuple[list[EpochRecord], list[float]]:
     """Train, then evaluate, epoch by epoch; return the epochs' records and the loss of every step.
 
-    A rank sees only its own images, so it has only part of each sum. The parts are added up over the ranks and divided
-    once. Every rank returns the same.
+    A rank sees only its own images, so it has only part of each sum. The parts are summed across ranks and divided
+    once, so every rank returns the same.
     """
     epochs, step_losses = [], []
     settings = step_settings(config, watch.gradient_norms)
@@ -132,7 +132,7 @@ def train_epochs(
 
 
 def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
-    """Return the settings of `train_step`; it appends to `norms` if it clips."""
+    """Return the keyword arguments for `train_step`, which appends to `norms` if it clips."""
     return {
         "micro_batches": config.micro_batches,
         "sync_micro_batches": config.reduces_every_part,
@@ -178,7 +178,7 @@ def config_batches(
     )
 
 
-@record_function("data")  # under this name a trace leaves the images out
+@record_function("data")  # traces leave out the images that are loaded under this name
 def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's share of the first `config.max_steps` batches, on its device, for a short lesson."""
     dataset = load_rank_data(config, rank_device())
@@ -236,7 +236,7 @@ def run_record(
 
 
 def time_stamp() -> str:
-    """Return date and time, UTC, to the second."""
+    """Return the current date and time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

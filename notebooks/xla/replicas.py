@@ -1,7 +1,7 @@
-"""Code that the scripts of this folder share: input and output, replicas on a CPU, and their lock.
+"""The code that this folder's scripts share: input and output, replicas on a CPU, and their lock.
 
-Each script is given a folder with settings.json (what to do), batches.npz (images and labels of each step) and
-start-MODEL.npz (the initial parameters, by name), and writes result.json to it.
+Each script takes a folder with settings.json (what to do), batches.npz (each step's images and labels) and
+start-MODEL.npz (the initial parameters, by name), and writes result.json there.
 """
 
 import json
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp_helpers.teaching.lessons import xla_inputs  # these scripts' part of the package: plain torch
+from fsdp_helpers.teaching.lessons import xla_inputs  # the part of the package that these scripts share: plain torch
 
 LOCK = threading.Lock()
-MEETING = threading.Barrier(1)  # of all replicas, threads of one process; prepare_cpu knows how many
-MEETING_S = 60  # after that, something else has gone wrong
+MEETING = threading.Barrier(1)  # for all replicas, which are threads; prepare_cpu sets how many there are
+MEETING_S = 60  # if it takes longer, something else has gone wrong
 
 
 def read_settings(folder: Path) -> dict:
@@ -28,7 +28,7 @@ def read_settings(folder: Path) -> dict:
 
 
 def start_model(folder: Path, name: str) -> nn.Module:
-    """Build the network with the common initial parameters; no ReLU in place, since FSDPv2 hooks the output before it."""
+    """Build the network with the shared initial parameters. No ReLU is in place: FSDPv2 hooks the output before it."""
     model = xla_inputs.start_model(folder, name)
     for module in model.modules():
         if isinstance(module, nn.ReLU):
@@ -37,7 +37,7 @@ def start_model(folder: Path, name: str) -> nn.Module:
 
 
 def prepare_cpu(folder: Path, settings: dict) -> None:
-    """Set XLA up before it starts: CPU replicas, no aliased parameters, and compiled graphs written to files."""
+    """Set XLA up before it starts: CPU replicas, no aliased parameters, compiled graphs written to files."""
     global MEETING
     MEETING = threading.Barrier(settings["replicas"])
     os.environ["PJRT_DEVICE"] = "CPU"
@@ -48,18 +48,18 @@ def prepare_cpu(folder: Path, settings: dict) -> None:
 
 
 def keep_graphs(folder: Path) -> None:
-    """Have the graphs of this run written as text, after removing those of an earlier one."""
+    """Have XLA write this run's graphs as text, after removing those of an earlier run."""
     shutil.rmtree(folder / "graphs", ignore_errors=True)
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder / 'graphs'} --xla_dump_hlo_as_text"
 
 
 def one_at_a_time(settings: dict) -> AbstractContextManager:
-    """Hold the lock while a replica traces and compiles a step, so that the next one finds its program and shares it."""
+    """Return the lock that a replica holds while it traces and compiles a step, so that the next one can reuse it."""
     return nullcontext() if settings.get("without") == "lock" else LOCK
 
 
 def newest_graph(folder: Path) -> str:
-    """Return the last compiled step as XLA runs it: HLO after all optimizations, as text."""
+    """Return the last compiled step as XLA runs it, which is its HLO text after all optimizations."""
     graphs = sorted((folder / "graphs").glob("*SyncTensorsGraph*after_optimizations.txt"))
     return graphs[-1].read_text()
 
@@ -69,14 +69,14 @@ def write_result(folder: Path, result: object) -> None:
 
 
 def end_with_starter() -> None:
-    """End this process, and all of its own, with the one that started it and holds its standard input."""
+    """End this process and its children when the process that started it, and holds its standard input, ends."""
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 1):
             pass
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
-    if os.environ.get("FSDP_XLA_HELD"):  # started by hand, standard input may be anything
+    if os.environ.get("FSDP_XLA_HELD"):  # if you start a script by hand, standard input can be anything
         threading.Thread(target=watch, daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""FSDPv2: one program for all devices, which the compiler partitions (SPMD). No threads, no workarounds.
+"""FSDPv2: one program for all devices, which the compiler partitions (SPMD). It needs no threads and no workarounds.
 
 PYTHONPATH=../.. PYTHON spmd.py FOLDER
 """
@@ -24,17 +24,17 @@ from fsdp_helpers.teaching.lessons import xla_inputs
 
 
 def wrap(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:
-    """Wrap with the same policy as elsewhere; a parameter is sharded along its longest dimension."""
+    """Wrap the model with the same policy as train.py. Each parameter is sharded along its longest dimension."""
     return FSDPv2(model, mesh=mesh, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=10_000))
 
 
 def train(model: FSDPv2, batches: list, mesh: spmd.Mesh) -> list[float]:
-    """Return the loss of each step over the global batch, which this process sees in full."""
+    """Return each step's loss on the global batch, all of which this process sees."""
     optimizer = xla_inputs.start_optimizer(model)
     losses = []
     for images, labels in batches:
         images, labels = images.to("xla"), labels.to("xla")
-        spmd.mark_sharding(images, mesh, ("fsdp", None, None, None))  # each device gets its images
+        spmd.mark_sharding(images, mesh, ("fsdp", None, None, None))  # each device gets its own images
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,4 @@
-"""XlaFullyShardedDataParallel on a CPU, one replica per device, all of them threads of one process.
+"""XlaFullyShardedDataParallel on a CPU, with one replica per device, all of them threads of one process.
 
 PYTHONPATH=../.. PYTHON train.py FOLDER    (replicas.py describes the folder)
 """
@@ -31,7 +31,7 @@ POLICIES = {
 
 
 def wrap(model: nn.Module, run: dict, settings: dict) -> FSDP:
-    """Wrap units by hand ("nested"), by a policy, or only the root; checkpointing goes inside a unit."""
+    """Wrap units by hand ("nested"), by a policy, or only the root. Checkpointing goes inside the unit's wrapper."""
     sharded = partial(
         FSDP,
         flatten_parameters=run["flatten"],
@@ -59,25 +59,25 @@ def my_part(batch: tuple[Tensor, Tensor], rank: int, world_size: int) -> list[Te
 
 
 def train(model: FSDP, batches: list, optimizer: torch.optim.Optimizer, run: dict, lock) -> list[float]:
-    """Return the loss of each step over this replica's part of the batch."""
+    """Return each step's loss on this replica's share of the batch."""
     losses = []
     for batch in batches:
         images, labels = my_part(batch, xr.global_ordinal(), xr.world_size())
-        with lock:  # trace the step and compile it, or find it compiled
+        with lock:  # trace the step, then compile it or find the compiled program
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             if run.get("xm_step"):
                 xm.optimizer_step(optimizer, pin_layout=False)  # wrong here: it would average gradients again
             else:
-                optimizer.step()  # the gradients are this replica's shards, reduced already
+                optimizer.step()  # the gradients are this replica's shards, which have already been reduced
             torch_xla.sync()
-        losses.append(loss.item())  # outside the lock: this waits for the others
+        losses.append(loss.item())  # outside the lock, because this waits for the other replicas
     return losses
 
 
 def save(path: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """Write one file per replica: its shards, its optimizer's state, and the metadata of the full tensors."""
+    """Write one file per replica, with its shards, its optimizer state, and the metadata of the full tensors."""
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -93,11 +93,11 @@ def resume(path: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
 
 
 def one_run(folder: Path, settings: dict, run: dict) -> dict:
-    """Wrap, train, and return losses, the parameters on this replica, and the operations of the compiled step."""
+    """Wrap and train a model. Return its losses, this replica's parameter count, and the compiled step's operations."""
     rank, world_size, lock = xr.global_ordinal(), xr.world_size(), replicas.one_at_a_time(settings)
     with lock:
         model = wrap(replicas.start_model(folder, run["model"]), run, settings)
-        optimizer = xla_inputs.start_optimizer(model)  # after the wrapping
+        optimizer = xla_inputs.start_optimizer(model)  # after wrapping
         if run.get("resume"):
             resume(f"{folder}/{run['resume']}_rank-{rank}-of-{world_size}.pth", model, optimizer)
     batches = xla_inputs.read_batches(folder)[slice(*run["steps"])]
@@ -116,17 +116,17 @@ def one_run(folder: Path, settings: dict, run: dict) -> dict:
 
 
 def replica(rank: int, folder: Path, settings: dict) -> None:
-    """Run everything that a replica runs, one run after the other."""
+    """Run a replica: do all runs, one after the other, and write their results."""
     results = {}
     for run in settings["runs"]:
         results[run["name"]] = one_run(folder, settings, run)
-        replicas.MEETING.wait(replicas.MEETING_S)  # all have to read this run's graph before the next is compiled
+        replicas.MEETING.wait(replicas.MEETING_S)  # rank 0 has to read this run's graph before the next one is compiled
     (folder / f"replica-{rank}.json").write_text(json.dumps(results))
 
 
 def main(folder: Path, settings: dict) -> None:
     replicas.prepare_cpu(folder, settings)
-    # Forks a process, which already has the imports and the rendezvous, and starts a thread per replica in it.
+    # This forks a process, which inherits the imports and the barrier, and starts one thread per replica in it.
     torch_xla.launch(replica, args=(folder, settings), start_method="fork")
     files = [folder / f"replica-{rank}.json" for rank in range(settings["replicas"])]
     replicas.write_result(folder, [json.loads(file.read_text()) for file in files])

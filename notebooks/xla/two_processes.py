@@ -18,7 +18,7 @@ from fsdp_helpers.teaching.lessons import xla_inputs
 
 
 def main(folder: Path, settings: dict) -> None:
-    """Set up as every torchrun script does, then train as train.py does on this process's part."""
+    """Set up as any torchrun script does, then train as train.py does, on this process's share of the batch."""
     os.environ.update(PJRT_DEVICE="CPU", XLA_ENABLE_PARAM_ALIASING="0")
     dist.init_process_group("xla", init_method="xla://")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

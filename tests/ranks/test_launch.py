@@ -34,6 +34,10 @@ def ranks() -> list[dict]:
     return launch(workers.describe_itself, world_size=3, device="cpu")
 
 
+def test_a_thread_pool_that_stays_open_does_not_keep_a_rank():
+    assert launch(workers.leave_a_thread_pool_open, world_size=1, timeout_s=20) == [(0, 1)]
+
+
 def test_results_in_rank_order(ranks):
     assert [rank["rank"] for rank in ranks] == [(0, 3), (1, 3), (2, 3)]
     assert [rank["tensor"].tolist() for rank in ranks] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]

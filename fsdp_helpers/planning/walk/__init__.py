@@ -1,1 +1,1 @@
-"""The events of one step, in order, for each way of training."""
+"""Walk through one step, event by event, for each way of training."""

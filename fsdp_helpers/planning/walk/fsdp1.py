@@ -1,10 +1,10 @@
-"""A rank of FSDP1: what `FullyShardedDataParallel` unshards, joins, reduces and frees, event by event. No torch.
+"""Walk through a rank of FSDP1: what `FullyShardedDataParallel` unshards, joins, reduces and frees. No torch.
 
-The order is that of torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `torch/distributed/fsdp`.
+The order of events comes from torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `torch/distributed/fsdp`.
 
-A module computes with views of the flat tensor, new ones in each forward. Autograd joins the gradients of those views
-once all of them exist, adds up those of several uses, and then calls FSDP1, which reduces them. A flat tensor with one
-trained parameter needs a gradient, so its frozen ones get one too (`StepProfile.flat_moments`).
+A module computes with views of the flat tensor, and each forward makes new ones. Autograd joins the gradients of those
+views once all of them exist, adds up the gradients of several uses, and then calls FSDP1, which reduces them. A flat
+tensor with any trained parameter needs a gradient, so its frozen parameters get one, too (`StepProfile.flat_moments`).
 """
 
 from collections import Counter
@@ -18,45 +18,45 @@ FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the ot
 
 
 class FlatParameters:
-    """A unit's parameters are views of one flat tensor.
+    """A rank whose units each have one flat tensor, with parameters that are views of it.
 
-    On one rank (or with `sharding` "none") it isn't sharded: it's always there, and unsharding only casts it, if at
-    all.
+    On a single rank (or with `sharding` "none"), the flat tensor isn't sharded. It's always there, and unsharding at
+    most casts it.
     """
 
     def __init__(self, shards: Shards, config: TrainConfig, profile: StepProfile) -> None:
-        # an empty unit does nothing; an empty root computes
+        # an empty unit does nothing, but an empty root still computes
         self.units = {name: unit for name, unit in shards.units.items() if unit.parameters or name == ROOT}
         self._shards, self._ranks = shards, shards.ranks
         self._prefetch = config.backward_prefetch
         self._frees_after_forward = config.sharding != "grad-op"
-        self._forwards: list[Unit] = []  # in the order in which they ended, a unit once for each use
-        self._places: dict[str, int] = {}  # of units in that order
+        self._forwards: list[Unit] = []  # in the order in which they ended; a unit appears once for each use
+        self._places: dict[str, int] = {}  # each unit's position in that order
         self._entered = {moment.name for moment in profile.flat_moments if moment.event == "enter_backward"}
-        self._awaited: set[str] = set()  # units that will be all-gathered for a backward that hasn't begun
+        self._awaited: set[str] = set()  # units to all-gather for a backward that hasn't begun
         self._in_backward: set[str] = set()
         self._gradients = Counter(
             shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
-        )  # of each unit, in one backward
+        )  # how many each unit gets in one backward
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
         self._reduces = reduces
         self._backward_runs = False
         self._missing = Counter(self._gradients)
-        self._used: set[str] = set()  # units of which a flat gradient is there already, from a later use in forward
+        self._used: set[str] = set()  # units that already have a flat gradient, from a later use in forward
 
     def enter_forward(self, name: str) -> None:
         self._gather(self.units[name])
 
     def leave_forward(self, name: str) -> None:
-        """Reshard, unless the parameters are recomputed for a backward that has begun."""
+        """Reshard, unless this forward is a recomputation for a backward that has begun."""
         unit = self.units[name]
         if name in self._in_backward:
             return
         if not self._backward_runs:
             self._shards.compute("forward", unit)
         if unit.parameters:
-            # the place of the first use; but torch takes a place of 0 for none, so the first unit has that of its second
+            # the position of the first use; but torch takes 0 for no position, so the first unit gets that of its second use
             self._places[name] = self._places.get(name) or len(self._forwards)
             self._forwards.append(unit)
             if name in self._entered:  # a unit computed under no_grad has no backward, and is never prefetched for one
@@ -65,7 +65,7 @@ class FlatParameters:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Unshard the unit, unless it already is, and prefetch the next one; both once, however often it's used."""
+        """Unshard the unit, unless it already is, and prefetch the next one; only once, even if it's used again."""
         self._backward_runs = True
         unit = self.units[name]
         if name in self._in_backward:
@@ -79,7 +79,7 @@ class FlatParameters:
             self._gather_next(unit)
 
     def gradient(self, name: str) -> None:
-        """Take a gradient; torch waits for the last one of a unit."""
+        """Take a gradient. FSDP1 acts once a unit's last gradient is there."""
         unit = self._shards.unit_of(name)
         self._shards.take_gradient(name, self._shards.sizes.gathered)
         self._missing[unit.name] -= 1
@@ -87,7 +87,7 @@ class FlatParameters:
             self._leave(unit)
 
     def leave_backward(self, name: str) -> None:
-        """Free frozen parameters; join the gradients of a use that isn't the last. The last gradient does the rest."""
+        """Free a frozen unit, or join the gradients of a use that isn't the last; the last gradient does the rest."""
         unit = self.units[name]
         if not unit.is_trained:
             self._in_backward.discard(name)
@@ -96,7 +96,7 @@ class FlatParameters:
             self._join_one_use(unit)
 
     def _join_one_use(self, unit: Unit) -> None:
-        """Join the gradients of one use. The profile has a single gradient for all uses so far: their sum, now flat."""
+        """Join one use's gradients into a flat one. The profile has one gradient for all uses so far: their sum."""
         if unit.name in self._used:
             self._shards.take_flat_gradient(THIS_USE, unit)
         self._shards.take_flat_gradient(JOINED, unit)
@@ -126,11 +126,11 @@ class FlatParameters:
         self._shards.free_flat_gradient(JOINED, unit)
 
     def _is_added(self, unit: Unit) -> bool:
-        """Return whether autograd adds the last use's gradient to one that is there, and keeps both until FSDP1 is done.
+        """Return whether autograd adds the last use's gradient to an earlier one, and keeps both until FSDP1 is done.
 
-        The one may be of an earlier part, or, in a lower precision, of a later use in forward: unsharding then changes
-        the type of the flat tensor, so torch gives each use an accumulator of its own (`set_data` in
-        `torch/csrc/autograd/variable.cpp`). Otherwise, uses are added up before the accumulator.
+        The earlier one may come from an earlier micro-batch. In a lower precision, it may also come from a later use in
+        forward: unsharding then changes the flat tensor's dtype, so torch gives each use its own accumulator
+        (`set_data` in `torch/csrc/autograd/variable.cpp`). Otherwise, autograd adds up the uses before the accumulator.
         """
         sizes = self._shards.sizes
         each_use = unit.name in self._used and sizes.gathered < sizes.kept
@@ -140,7 +140,7 @@ class FlatParameters:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Free units that were unsharded for a backward that didn't come, and unused frozen parameters."""
+        """Free units that were unsharded for a backward that never came, and frozen parameters that weren't used."""
         for unit in self.units.values():
             self._shards.free_gathered(unit)
         self._forwards.clear()
@@ -178,7 +178,7 @@ class FlatParameters:
         self._shards.free_flat_gradient(FLAT, unit)
 
     def _all_reduce(self, unit: Unit) -> None:
-        """Keep the full gradient; one in bf16 is cast, and later parts are added to the result."""
+        """Keep the full gradient; if it's in bf16, it's cast first, and later micro-batches are added to the result."""
         sizes = self._shards.sizes
         if sizes.gathered < sizes.reduced:
             if not self._shards.has_shard(unit):

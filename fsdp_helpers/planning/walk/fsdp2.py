@@ -1,6 +1,6 @@
-"""A rank of FSDP2: what `fully_shard` unshards, copies, reduces and frees, event by event. No torch.
+"""Walk through a rank of FSDP2: what `fully_shard` unshards, copies, reduces and frees. No torch.
 
-The order is that of torch 2.15, `_fsdp_state.py`, `_fsdp_param_group.py` and `_fsdp_collectives.py` in
+The order of events comes from torch 2.15, `_fsdp_state.py`, `_fsdp_param_group.py` and `_fsdp_collectives.py` in
 `torch/distributed/fsdp/_fully_shard`.
 """
 
@@ -13,35 +13,37 @@ SENT = "shard to be gathered"
 
 
 class FullyShard:
-    """Parameters sharded by rows; an unsharded one is copied out of its buffer, a gradient is copied into one."""
+    """A rank with parameters sharded by rows: unsharded ones are copied out of a buffer, and gradients into one."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
-        # an empty unit does nothing; an empty root computes
+        # an empty unit does nothing, but an empty root still computes
         self.units = {name: unit for name, unit in shards.units.items() if unit.parameters or name == ROOT}
         self._shards, self._ranks = shards, shards.ranks
         self._frees_after_forward = config.reshard_after_forward and config.sharding != "grad-op"
         self._reshards_after_backward = config.reshard_after_backward
-        self._order: list[Unit] = []  # in which forwards ended, a unit once for each use
-        self._uses: dict[str, list[int]] = {}  # of a unit: their places in that order
-        self._in_backward: set[str] = set()  # units that have entered backward and not left it
+        self._order: list[Unit] = []  # in which forwards ended; a unit appears once for each use
+        self._uses: dict[str, list[int]] = {}  # unit -> the positions of its uses in that order
+        self._in_backward: set[str] = set()  # units that have entered backward and haven't left it
         self._done: set[str] = set()  # units that have left backward
         self._backward_runs = False
-        self._copied: Unit | None = None  # whose all-gather buffer forward still keeps
-        self._recomputed: str | None = None  # the outermost unit of a forward within backward, to torch its root
-        self._sent: Unit | None = None  # whose reduce-scatter buffer backward still keeps
+        self._copied: Unit | None = None  # the unit whose all-gather buffer forward still keeps
+        self._recomputed: str | None = (
+            None  # the outermost unit of a forward during backward, which torch treats as its root
+        )
+        self._sent: Unit | None = None  # the unit whose reduce-scatter buffer backward still keeps
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
         self._reduces = reduces
         self._frees_after_backward = is_last or self._reshards_after_backward
 
     def enter_forward(self, name: str) -> None:
-        """Unshard; the buffer stays until the next unit's is filled. A recomputed unit may already be unsharded."""
+        """Unshard, and keep the buffer until the next unit's is filled. A recomputed unit may already be unsharded."""
         unit = self.units[name]
         if self._backward_runs and name not in self._in_backward and self._recomputed is None:
             self._recomputed = name
         if self._shards.is_gathered(unit) or not unit.parameters:
             return
-        if self._copied is unit:  # used twice in a row: the buffer of its last use is there until the new one is filled
+        if self._copied is unit:  # used twice in a row: the buffer from its last use stays until the new one is filled
             self._shards.take_buffer(LAST_GATHER, unit, unit.padded, self._shards.sizes.gathered)
             self._free_copied()
         self._fill_buffer(unit)
@@ -55,7 +57,7 @@ class FullyShard:
             self._copied = unit
 
     def leave_forward(self, name: str) -> None:
-        """Reshard; a recomputed unit stays unsharded, since its backward comes next, but its buffer is freed."""
+        """Reshard. A recomputed unit only frees its buffer and stays unsharded, since its backward comes next."""
         if self._backward_runs:
             if name == self._recomputed:
                 self._free_copied()
@@ -93,7 +95,7 @@ class FullyShard:
             self._shards.take_gradient(name, self._shards.sizes.gathered)
 
     def leave_backward(self, name: str) -> None:
-        """Reshard; copy the gradients into a buffer, free them, and take a shard of the sum."""
+        """Reshard, copy the gradients into a buffer, free them, and take a shard of the sum."""
         unit = self.units[name]
         self._in_backward.discard(name)
         self._done.add(name)
@@ -101,7 +103,7 @@ class FullyShard:
             self._shards.free_gathered(unit)
         if not self._reduces:
             for parameter in self._shards.waiting(unit):
-                # gradients that wait for the next part do so in the precision of the reduction
+                # gradients wait for the next micro-batch in the precision of the reduction
                 self._shards.take_gradient(parameter, self._shards.sizes.reduced)
             return
         self._free_sent()
@@ -112,14 +114,14 @@ class FullyShard:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Leave the root last, with any unit whose input needs no gradient; then free all leftovers."""
+        """Leave units still in backward: the root, and any whose input needs no gradient. Free all leftovers."""
         for name in self.units:
             if name not in self._done:
                 self.leave_backward(name)
         self._free_sent()
         self._free_copied()
         for unit in self.units.values():
-            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward that didn't come
+            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward that never came
         self._order.clear()
         self._uses.clear()
         self._done.clear()
@@ -138,8 +140,8 @@ class FullyShard:
         self._shards.all_reduce(unit, values)
 
     def _fill_buffer(self, unit: Unit) -> None:
-        """All-gather into the unit's buffer; a shard in a different precision is cast first, and that copy stays meanwhile."""
-        # a rank on its own copies straight from its parameters
+        """All-gather into the unit's buffer. If a shard has to be cast first, the copy stays until that's done."""
+        # a single rank copies straight from its parameters
         if self._ranks == 1 or self._shards.has_buffer(GATHER, unit):
             return
         sizes = self._shards.sizes

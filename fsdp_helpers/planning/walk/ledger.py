@@ -1,4 +1,4 @@
-"""A rank's memory as a sum of named terms during a step, and the step's tasks in order. No torch."""
+"""Keep a rank's memory during a step as a sum of named terms, and the step's tasks in order. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ KINDS = ("parameters", "optimizer", "gradients", "gathered", "buffers", "activat
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One term of the sum: `values` x `value_bytes`, divided by the ranks that share them."""
+    """One term of the sum: `values` times `value_bytes`, divided by the number of ranks that share it."""
 
     kind: str  # one of KINDS
     name: str
@@ -33,7 +33,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest point of a step on one rank: its time and its terms."""
+    """A rank's highest memory in a step: when that is, and the terms it's the sum of."""
 
     when: str
     terms: tuple[Term, ...]
@@ -43,21 +43,21 @@ class Peak:
         return sum(term.bytes for term in self.terms)
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes of each of KINDS."""
+        """Return the bytes at the peak for each of KINDS."""
         return {kind: sum(term.bytes for term in self.terms if term.kind == kind) for kind in KINDS}
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """Return rows of (term, formula, bytes), which you can add up on paper."""
+        """Return a row (term, formula, bytes) for each term, so you can add them up on paper."""
         return [(f"{term.kind}: {term.name}", term.formula, term.bytes) for term in self.terms if term.bytes]
 
 
 class Ledger:
-    """A rank's bytes now, the highest sum so far, and the collectives so far."""
+    """A rank's current bytes, and its highest sum, collectives and tasks so far."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str, str], Term] = {}  # owner, kind, name -> the term
         self._activation_bytes = 0
-        self._bytes = 0  # of the terms held, without activations
+        self._bytes = 0  # the sum of the terms held, without activations
         self.when = ""
         self._peak_when, self._peak_bytes = "", -1
         self._peak_terms: tuple[Term, ...] = ()
@@ -75,7 +75,7 @@ class Ledger:
         return (owner, kind, name) in self._held
 
     def free(self, owner: str, kind: str, name: str) -> None:
-        """Remove the term, if it's there."""
+        """Remove the owner's term of that kind and name, if it's there."""
         term = self._held.pop((owner, kind, name), None)
         self._bytes -= term.bytes if term else 0
 
@@ -92,7 +92,7 @@ class Ledger:
             self._peak_when, self._peak_terms = self.when, (*self._held.values(), activations)
 
     def repeat(self, tasks: Sequence[Task], times: int) -> None:
-        """Repeat `tasks`, the newest ones: the next part of a step does the same again."""
+        """Repeat the latest `tasks`, and count their collectives again, since further micro-batches do the same."""
         counted = dict(self._collectives)
         self.tasks += [*tasks] * times
         for task in tasks:
@@ -110,7 +110,7 @@ class Ledger:
 
     @property
     def peak(self) -> Peak:
-        """Return the highest sum, with terms of the same kind and name together, in the order of KINDS."""
+        """Return the highest sum, with terms of the same kind and name added up, in the order of KINDS."""
         sums: dict[Term, int] = {}
         for term in self._peak_terms:
             alike = replace(term, values=0)
@@ -119,15 +119,15 @@ class Ledger:
         return Peak(when=self._peak_when, terms=tuple(sorted(terms, key=lambda term: KINDS.index(term.kind))))
 
     def compute(self, phase: str, unit: str, share: float = 1.0) -> None:
-        """Note the arithmetic of a unit in "forward" or "backward", or a share of it."""
+        """Add a task: a unit's arithmetic in "forward" or "backward", or a share of it."""
         self.tasks.append(Task(queue=ARITHMETIC, what=phase, unit=unit, amount=share))
 
     def communicate(
         self, op: str, full_bytes: int, ranks: int, unit: str = "", *, late: bool = False, between_copies: bool = False
     ) -> None:
-        """Add a collective over a number of ranks, unless it's empty or within a single rank.
+        """Add a collective across a number of ranks, unless it's empty or there's only one rank.
 
-        It's issued when the preceding arithmetic begins or, with `late`, when that's done.
+        It's issued when the arithmetic before it begins or, with `late`, when that's done.
         """
         if full_bytes == 0 or ranks == 1:
             return
@@ -143,5 +143,5 @@ class Ledger:
 
     @property
     def collectives(self) -> tuple[CollectiveCount, ...]:
-        """Count the collectives by kind, in order of first appearance."""
+        """Return the collectives so far, counted by kind, in order of first appearance."""
         return tuple(self._collectives.values())

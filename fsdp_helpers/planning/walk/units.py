@@ -1,4 +1,4 @@
-"""The units of a sharded model, and a rank's bytes of each: its shards always, the rest temporarily.
+"""Split a sharded model into units, and keep track of a rank's bytes for each: shards always, the rest temporarily.
 
 No torch import.
 """
@@ -23,11 +23,11 @@ COPY_OF_GLOO = "gloo's copy"
 class Unit:
     """Parameters that are unsharded and reduced together."""
 
-    name: str  # of its module
+    name: str  # the name of its module
     parameters: tuple[str, ...]
-    values: int  # FSDP1: of its flat tensor, in which every parameter begins at an aligned place
-    padded: int  # padded so that the ranks divide it
-    is_trained: bool  # any of it
+    values: int  # without padding to equal shards; in FSDP1's flat tensor, parameters are aligned
+    padded: int  # the same, padded so that it splits evenly across the ranks
+    is_trained: bool  # whether any of its parameters is
 
     @property
     def label(self) -> str:
@@ -37,25 +37,25 @@ class Unit:
 def cut(
     profile: StepProfile, names: Sequence[str], api: str, ranks: int, *, value_bytes: int = FP32_BYTES
 ) -> dict[str, Unit]:
-    """Return the named units, after the root; a parameter is in the innermost unit around it.
+    """Return the root and the named units; a parameter belongs to the innermost unit that contains it.
 
-    A unit may be empty if units within it took everything. Raises ValueError for a unit without parameters, for tied
-    parameters in two units, and for a parameter without dimensions, all of which torch refuses.
+    A unit may be empty if all its parameters belong to units within it. Raises ValueError for a unit that's no module
+    with parameters, for tied parameters in two units, and for a parameter without dimensions, which torch refuses.
     """
     wanted = dict.fromkeys(name for name in names if name != ROOT)
     found: dict[str, list[str]] = {name: [] for name in (ROOT, *wanted)}
     for parameter, shape in profile.shapes.items():
         if not shape:
             raise ValueError(
-                f"{parameter!r} is a parameter without dimensions, which FSDP cannot shard; make it a tensor with one "
-                "value, of shape (1,)"
+                f"{parameter!r} is a parameter without dimensions, which FSDP cannot shard; make it a tensor of shape "
+                "(1,), with one value"
             )
         found[_innermost(parameter, wanted)].append(parameter)
     _check_tied(profile, wanted)
     modules = {around for parameter in profile.shapes for around in _around(parameter)}
     for name in wanted:
         if name not in modules:
-            raise ValueError(f"unit {name!r} has no parameters; a unit is the name of a module that has some")
+            raise ValueError(f"unit {name!r} has no parameters; name a module that has some")
     return {name: _unit(name, parameters, profile, api, ranks, value_bytes) for name, parameters in found.items()}
 
 
@@ -67,7 +67,7 @@ def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozens
 
 
 def _innermost(parameter: str, units: Collection[str]) -> str:
-    """Return the longest name of a unit that contains `parameter`, or the root's."""
+    """Return the name of the innermost of these units that contains `parameter`, or the root's."""
     return next((around for around in _around(parameter) if around in units), ROOT)
 
 
@@ -83,8 +83,8 @@ def _check_tied(profile: StepProfile, units: Collection[str]) -> None:
         if one != two:
             wrong = two or one
             raise ValueError(
-                f"unit {wrong!r}: {other!r} is tied to {name!r}, and tied parameters belong to one unit; leave both to "
-                "the root"
+                f"unit {wrong!r}: {other!r} is tied to {name!r}, and tied parameters have to be in one unit; leave both "
+                "in the root"
             )
 
 
@@ -100,7 +100,7 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
 
 
 class Shards:
-    """A ledger by units: unsharded parameters, full gradients, buffers and shards.
+    """A ledger that's kept by unit: unsharded parameters, full gradients, buffers and shards.
 
     `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads`, the shards are in host
     memory, and each is on the device only while it's sent or added up.
@@ -138,13 +138,13 @@ class Shards:
                 ledger.hold(ROOT, Term(kind="optimizer", name=f"shards of {name}", **state))
 
     def _trained_padded(self) -> int:
-        """Return the values of all trained shards: FSDP1 keeps those of a parameter, FSDP2 those of its rows."""
+        """Return the number of values in all trained shards; FSDP2 pads rows, and FSDP1 counts values as they are."""
         if len(self._trained) == len(self._shapes):
             return sum(unit.padded for unit in self.units.values())
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
 
     def update(self) -> None:
-        """Hold the temporaries of the optimizer's step, in addition to all shards."""
+        """Hold the temporaries of the optimizer's step for a moment, on top of all shards."""
         if self._offloads:
             return
         largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)
@@ -180,16 +180,17 @@ class Shards:
         self._ledger.free(unit.name, "buffers", f"{use}, {unit.label}")
 
     def reduced_values(self, unit: Unit) -> int:
-        """Return how many values are reduced for a unit: FSDP1's flat tensor, or the rows that have a gradient."""
+        """Return how many values a unit reduces: FSDP1's flat tensor, or the padded rows that have a gradient."""
         if self._api == "fsdp1":
             return unit.padded
         return padded_params("fsdp2", [self._shapes[name] for name in self.waiting(unit)], self.ranks)
 
     def lay_out(self, unit: Unit) -> None:
-        """Lay gradients out as FSDP2 does, with one operation, `_chunk_cat`, which makes copies of its own on a CPU.
+        """Lay out gradients for the reduction as FSDP2 does, with `_chunk_cat`, which makes copies of its own on a CPU.
 
-        Gradients whose rows the ranks don't divide are padded in copies, all at once. Those whose precision differs
-        from the reduction's are laid out one after the other, each through one more copy. A GPU's kernel needs neither.
+        Gradients whose rows don't split evenly across the ranks are copied to pad them, all at once. Gradients whose
+        precision differs from the reduction's are laid out one after the other, each through another copy. The GPU
+        kernel needs neither.
         """
         if self._backend == GPU_BACKEND:
             return
@@ -201,7 +202,7 @@ class Shards:
         self.free_buffer(LAID_OUT, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield the shape of each parameter with a gradient, and the same with padded rows."""
+        """Yield the shape of each parameter that has a gradient, without and with padded rows."""
         for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
@@ -216,16 +217,16 @@ class Shards:
         self._communicate("reduce_scatter", unit, values, self.sizes.reduced)
 
     def _communicate(self, op: str, unit: Unit, values: int, value_bytes: int) -> None:
-        """Add gloo's copies for a collective, which are gone when it's done: its output, or a copy to reduce. NCCL needs none."""
+        """Add a collective and, while it runs, gloo's copy of its output or of the values to reduce (NCCL has none)."""
         self._ledger.communicate(op, value_bytes * values, self.ranks, unit.name, late=op != "all_gather")
         if self._backend == "gloo":
             self.take_buffer(COPY_OF_GLOO, unit, values, value_bytes)
             self.free_buffer(COPY_OF_GLOO, unit)
 
     def all_reduce(self, unit: Unit, values: int) -> None:
-        """Sum a gradient's shard over the copies of the state, if there are several.
+        """Sum a gradient's shard across the copies of the state, if there are several.
 
-        If each rank has a copy of its own, FSDP1's flat gradient is padded until all ranks divide it.
+        If each rank has its own copy, FSDP1's flat gradient is padded so that it splits evenly across all ranks.
         """
         shard_values = values // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
         full_bytes = self.sizes.reduced * shard_values
@@ -239,7 +240,7 @@ class Shards:
         self._ledger.hold(parameter, Term(kind="gradients", name=name, values=values, value_bytes=value_bytes))
 
     def waiting(self, unit: Unit) -> list[str]:
-        """Return the parameters whose full gradients are held."""
+        """Return the names of the unit's parameters whose full gradients are held."""
         return [name for name in unit.parameters if self._ledger.holds(name, "gradients", self._whole(unit))]
 
     def is_waiting(self, parameter: str) -> bool:
@@ -250,7 +251,7 @@ class Shards:
             self._ledger.free(name, "gradients", self._whole(unit))
 
     def take_flat_gradient(self, name: str, unit: Unit) -> None:
-        """Hold a unit's full gradients in one tensor, padded like its parameters so that the ranks divide it."""
+        """Hold a unit's full gradients in one tensor, padded like its parameters to split evenly across the ranks."""
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gradients", name=f"{name}, {unit.label}", **size))
 
@@ -261,13 +262,13 @@ class Shards:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
     def has_shard(self, unit: Unit) -> bool:
-        """Return True if there is a reduced gradient."""
+        """Return True if the unit already has the shard of a reduced gradient."""
         return self._ledger.holds(unit.name, "gradients", "shards")
 
     def take_shard(self, unit: Unit, values: int) -> None:
-        """Hold the shard of a reduced gradient; if there is one already, add the new one to it and free that.
+        """Hold the shard of a reduced gradient; if there's one already, add the new shard to it and free the new one.
 
-        It's first in the precision of the reduction, then in that of the parameters.
+        The reduction leaves it in its own precision; then it's cast to that of the parameters.
         """
         name = "new shard" if self.has_shard(unit) else "shards"
         size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}

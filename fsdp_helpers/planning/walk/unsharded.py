@@ -1,4 +1,4 @@
-"""A rank that holds the full model: a single process, or a rank of DDP. No torch."""
+"""Walk through a rank that holds the full model: a single process, or a rank of DDP. No torch."""
 
 from math import prod
 
@@ -8,14 +8,14 @@ from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's own limits; a bucket is closed when it has reached its
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's own limits; a bucket is closed when it reaches its limit
 
 
 class WholeModel:
-    """Parameters and moments stay, gradients appear one by one; DDP's buckets, of the same size, are always there.
+    """A rank that keeps parameters and moments; gradients appear one by one, and DDP's buckets are always there.
 
-    With `bucket_view` the buckets are the gradients. A gradient that arrives while there is one already is part of the
-    activations until it is added: the profile has it in flight.
+    The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a gradient arrives while
+    there's one already, it counts as part of the activations until it's added: the profile has it in flight.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class WholeModel:
         self.units = {ROOT: None}
         self._ledger, self._ranks, self._kept_bytes, self._optimizer = ledger, ranks, sizes.kept, optimizer
         self._trained = {name: prod(shape) for name, shape in profile.trained.items()}
-        self._bucket: list[int] = []  # bytes of the gradients in the bucket that is being filled
+        self._bucket: list[int] = []  # bytes of each gradient in the bucket that's being filled
         self._limit = FIRST_BUCKET_BYTES
         self._bucket_view = config.strategy == "ddp" and config.bucket_view
         self._num_trained = sum(self._trained.values())
@@ -47,12 +47,12 @@ class WholeModel:
             ledger.hold(ROOT, Term(kind="buffers", name="buckets", **trained))
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
-        """Do nothing: the gradients are the same whether they're reduced or wait."""
+        """Note whether this micro-batch reduces; the gradients take the same memory either way."""
         self._reduces = reduces
         self._backward_runs = False
 
     def enter_forward(self, name: str) -> None:
-        """Do nothing: everything is there."""
+        """Do nothing: the parameters are always there."""
 
     def leave_forward(self, name: str) -> None:
         if not self._backward_runs:
@@ -65,7 +65,7 @@ class WholeModel:
         """Do nothing: no memory is freed."""
 
     def gradient(self, name: str) -> None:
-        """Take the gradient, and send the bucket that it fills."""
+        """Take the gradient, and send its bucket if that's now full."""
         values = self._trained[name]
         if not self._bucket_view:
             size = {"values": values, "value_bytes": self._kept_bytes}
@@ -81,7 +81,7 @@ class WholeModel:
         self._limit = FIRST_BUCKET_BYTES
 
     def update(self) -> None:
-        """Hold the temporaries of the optimizer's step."""
+        """Hold the temporaries of the optimizer's step for a moment."""
         values = self._optimizer.in_flight_values(self._num_trained, max(self._trained.values(), default=0))
         size = {"values": values, "value_bytes": self._kept_bytes}
         self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))
