@@ -4,7 +4,7 @@ from builds import BuildTestsOnRanks
 
 from fsdp_helpers.teaching.exercises import notebook_14
 
-LEFT_ALONE = "the ranks' collectives do not match.*crash-skipped-step|doesn't end.*hang-order"
+LEFT_ALONE = "the ranks' collectives don't match.*crash-skipped-step|doesn't finish.*hang-order"
 
 
 UNDER_DDP = """
