@@ -22,7 +22,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world-size", type=int, metavar="N", default=2, help="number of ranks (default: 2)")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="as for train (default: auto)"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="same as for train (default: auto)"
     )
     parser.add_argument("--steps", type=int, metavar="N", default=8, help="steps per run, 4 or more (default: 8)")
     parser.add_argument("--global-batch-size", type=int, metavar="N", default=64, help="images per step (default: 64)")
@@ -33,7 +33,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare_command(options: argparse.Namespace) -> None:
-    """Run every strategy and print, write or draw the table, as the options say."""
+    """Run every strategy and print the table; write and draw it, too, if the options say so."""
     import torch
 
     from fsdp_helpers.data.images import num_train_images
@@ -53,7 +53,7 @@ def compare_command(options: argparse.Namespace) -> None:
     if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
     base = TrainConfig(
-        epochs=options.steps,  # as many as needed: one epoch may have a single step
+        epochs=options.steps,  # enough in any case, even if an epoch has just one step
         max_steps=options.steps,
         global_batch_size=options.global_batch_size,
         test_images=1,

@@ -1,4 +1,4 @@
-"""The flags of the command line, read from the dataclasses of settings. No torch."""
+"""The command line's flags, which are read from dataclasses of settings. No torch import."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,8 +22,8 @@ class Flag:
     default: object = None
     placeholder: str | None = None
     meaning: str
-    flag: str | None = None  # its name, where it isn't the setting's
-    factor: float = 1  # from the value to the setting, for example from GB to bytes
+    flag: str | None = None  # its name, if it differs from the setting's
+    factor: float = 1  # the setting is the value times this, for example to turn GB into bytes
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ def add_flags(parser: Any, rows: Iterable[Flag]) -> None:
 
 
 def given_settings(options: Mapping[str, Any], rows: Iterable[Flag]) -> dict[str, Any]:
-    """Return the settings that the command line gives a value, each in its own unit."""
+    """Return the settings that have a value on the command line, each converted to its own unit."""
     found = {row.setting: (row, options[row.setting]) for row in rows}
     return {
         name: value * row.factor if row.kind is float else value

@@ -1,1 +1,1 @@
-"""MNIST or the bundled digits, and text: read once, and the same on any number of ranks."""
+"""The data: MNIST or the bundled digits, and text. They're the same on any number of ranks."""

@@ -1,4 +1,4 @@
-"""MNIST if it's available, else the bundled digits: one tensor, split into the ranks' batches."""
+"""MNIST if it's available, else the bundled digits, as one tensor that's split into the ranks' batches."""
 
 import os
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ class Dataset:
 
 
 def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
-    """Return `data_dir`, else the variable FSDP_DATA_DIR, else data/ at the project's root."""
+    """Return `data_dir` if given, else the path in FSDP_DATA_DIR, else data/ at the project's root."""
     chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
     return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
 
@@ -65,8 +65,8 @@ def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
     """Make sure that workers find their data; return the source, "mnist" or "digits".
 
     One process calls this before the workers start: MNIST is downloaded at most once, even if two notebooks start
-    together, and its checksums are computed only here. A failed download is not tried again for an hour.
-    Raises DataError for a damaged file, a damaged download, or a folder that cannot be written.
+    together, and its checksums are computed only here. After a download fails, it isn't tried again for an hour.
+    Raises DataError for a damaged file, a damaged download, or a folder that isn't writable.
     """
     if offline():
         return "digits"
@@ -92,17 +92,17 @@ def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> s
 
 
 def source_at_hand(data_dir: str | os.PathLike | None = None) -> str:
-    """Return which data the folder has now, "mnist" or "digits"; nothing is downloaded."""
+    """Return the source that's available now, "mnist" or "digits", without downloading anything."""
     return "mnist" if not offline() and mnist_is_there(find_data_dir(data_dir)) else "digits"
 
 
 def num_train_images(source: str | None = None) -> int:
-    """Return the number of training images in `source` or, without it, in the data at hand."""
+    """Return the number of training images in `source` or, by default, in the data available now."""
     return 60_000 if (source or source_at_hand()) == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
 
 
 def num_test_images(source: str | None = None) -> int:
-    """Return the number of test images in `source` or, without it, in the data at hand."""
+    """Return the number of test images in `source` or, by default, in the data available now."""
     return 10_000 if (source or source_at_hand()) == "mnist" else NUM_DIGITS_FOR_TEST
 
 
@@ -111,8 +111,8 @@ def load_data(
 ) -> Dataset:
     """Load MNIST if the data folder has it, else the bundled digits; all images, or the first N of each split.
 
-    It only reads, so any number of ranks can call it at the same time. It checks file sizes; `prepare_data` has already
-    checked the contents.
+    This only reads files, so any number of ranks can call it at the same time. It checks file sizes; `prepare_data` has
+    already checked the contents.
     """
     folder = find_data_dir(data_dir)
     source = source_at_hand(data_dir)
@@ -130,7 +130,7 @@ def rank_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's share of every global batch: images (B / world_size, 1, 28, 28), labels (B / world_size,).
 
-    Concatenated in rank order, the shares are the batch a single process would draw. An incomplete last batch is
+    Concatenated in rank order, the shares are the batch that a single process would draw. An incomplete last batch is
     dropped. `first_step` skips the steps a resumed run has already taken.
     """
     order = epoch_order(len(split), seed=seed, epoch=epoch)
@@ -175,7 +175,8 @@ def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:
 def _read_digits() -> list[tuple[Tensor, Tensor]]:
     """Return pixels (N, 28, 28) and labels (N,) for training and testing, from 8 x 8 pixels with values 0 to 16.
 
-    The file is read as `sklearn.datasets.load_digits` reads it, which would first import all of scikit-learn and SciPy.
+    This reads the file just as `sklearn.datasets.load_digits` does, but without importing all of scikit-learn and
+    SciPy.
     """
     package = Path(find_spec("sklearn").origin).parent
     rows = torch.from_numpy(np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=","))  # (1797, 65)

@@ -1,4 +1,4 @@
-"""MNIST's files: checked, or downloaded once by one process; an error names the file that's damaged."""
+"""MNIST's files: checking them, or having one process download them once. Errors name the file that's damaged."""
 
 import hashlib
 import io
@@ -14,8 +14,8 @@ from pathlib import Path
 from filelock import FileLock
 
 DOWNLOAD_TIMEOUT_S = 15.0
-RETRY_AFTER_S = 3600.0  # a download that failed is tried again after this long, not on every run
-FAILED_DOWNLOAD = ".mnist-download-failed"  # the file in the data folder that remembers it
+RETRY_AFTER_S = 3600.0  # how long after a failed download it's tried again, instead of on every run
+FAILED_DOWNLOAD = ".mnist-download-failed"  # the file in the data folder that records the failure
 
 # The unpacked files: size in bytes and MD5.
 MNIST_FILES = {
@@ -43,7 +43,7 @@ def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
 
 
 def packed_files(folder: Path) -> dict[str, str]:
-    """Return name and MD5 of those of the four packed files that are in `folder`; DataError if one is damaged."""
+    """Return name and MD5 of the packed files that are in `folder`. Raises DataError if one is damaged."""
     from torchvision.datasets import MNIST
 
     raw = folder / "MNIST" / "raw"
@@ -138,7 +138,7 @@ def _fetched(folder: str) -> bool:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Set a timeout, which torchvision's download lacks: without it, a dead mirror can hang for minutes."""
+    """Set a timeout, which torchvision's download lacks: without one, it can hang for minutes on a dead mirror."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -19,12 +19,12 @@ DOCUMENTED = (
     "shutil signal site socket sqlite3 ssl statistics subprocess symtable sys sysconfig tempfile textwrap threading "
     "time timeit tokenize traceback types typing unittest uuid warnings weakref zipfile zlib"
 ).split()
-TEST_PART = 10  # one sequence in ten, the last ones, is for testing
+TEST_PART = 10  # one sequence in ten is for testing; they're the last ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text, and its name in records, such as "text 5f2a9c01d7e3"."""
+    """A text as bytes; records call it by its `source`, such as "text 5f2a9c01d7e3"."""
 
     content: bytes
 
@@ -33,7 +33,7 @@ class Text:
         return f"text {hashlib.sha256(self.content).hexdigest()[:12]}"
 
     def num_sequences(self, context: int) -> int:
-        return (len(self.content) - 1) // context  # the last byte is only predicted
+        return (len(self.content) - 1) // context  # the last byte is only a target
 
     def num_test_sequences(self, context: int) -> int:
         return self.num_sequences(context) // TEST_PART
@@ -62,7 +62,7 @@ def reference_text() -> str:
 def text_dataset(
     text: Text, *, context: int, train_sequences: int | None = None, test_sequences: int | None = None
 ) -> Dataset:
-    """Return the text in sequences of `context` bytes, with the next byte as each byte's target."""
+    """Return the text as sequences of `context` bytes; each byte's target is the byte after it."""
     num_sequences = text.num_sequences(context)
     numbers = torch.frombuffer(bytearray(text.content), dtype=torch.uint8)
     cut = num_sequences - text.num_test_sequences(context)

@@ -1,1 +1,1 @@
-"""The models of the series, the shapes they are built from, and a Llama."""
+"""The models of the series, a Llama among them, and the shapes they're built from."""

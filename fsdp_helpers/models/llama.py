@@ -1,4 +1,4 @@
-"""A Llama of any `LlamaShape`, with Hugging Face's parameter names, so its files need no key mapping.
+"""A Llama of any `LlamaShape`. Its parameters have Hugging Face's names, so its files need no key mapping.
 
 Touvron et al. 2023, arXiv:2302.13971; grouped keys and values: Ainslie et al. 2023, arXiv:2305.13245.
 """
@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from fsdp_helpers.models.shapes import LlamaShape, RopeScaling
 
-INITIAL_STD = 0.02  # of a new model's tables and matrices
-IGNORED = -100  # a target without a loss: padding
-Loss = Callable[[Tensor, nn.Module, Tensor], Tensor]  # of hidden states, the head, and targets
+INITIAL_STD = 0.02  # of the embedding and matrices in a new model
+IGNORED = -100  # a target that's left out of the loss, for padding
+Loss = Callable[[Tensor, nn.Module, Tensor], Tensor]  # called with hidden states, the head, and targets
 
 
 class Rotary(nn.Module):
     """Rotary positions: rotate pairs of values by an angle that grows with position (Su et al. 2021, arXiv:2104.09864).
 
-    The frequencies are a buffer that isn't in any file: after a start on the meta device, `fill_buffers` computes them.
+    The frequencies are a buffer that isn't saved in any file. If the model starts on the meta device, call
+    `fill_buffers`.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -43,7 +44,7 @@ class Rotary(nn.Module):
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return Llama 3.1's frequencies for longer contexts: low frequencies are scaled down."""
-    turns = frequencies * scaling.original_context / (2 * math.pi)  # within the context it first learned from
+    turns = frequencies * scaling.original_context / (2 * math.pi)  # within the context of its first training phase
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
@@ -55,7 +56,7 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention, in which several query heads share one head of keys and values."""
+    """Causal attention in which several query heads share one key and value head."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -123,11 +124,11 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token IDs (N, length) -> logits (N, length, vocabulary) or, given targets, the sum of their losses.
+    """A language model: token IDs (N, length) -> logits (N, length, vocabulary) or, given targets, the summed loss.
 
-    The loss is computed inside forward, while FSDP has the head unsharded, so `loss` can work in chunks. `documents`
-    (N, length) says which document each token belongs to, if several are packed into one sequence; a token then attends
-    to its own document only.
+    The loss is computed inside forward, while FSDP has the head unsharded, so `loss` may process the tokens in chunks.
+    `documents` (N, length) says which document each token belongs to, if several are packed into one sequence; a token
+    then attends to its own document only.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -159,7 +160,7 @@ class Llama(nn.Module):
 
 
 def same_document(documents: Tensor) -> Tensor:
-    """Return which tokens each token may attend to, (N, 1, length, length): earlier ones of its own document."""
+    """Return a mask (N, 1, length, length): a token may attend to itself and to earlier ones of its document."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril().unsqueeze(1)
 
@@ -174,7 +175,7 @@ def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 def generate(
     model: nn.Module, prompt: str, num_bytes: int, *, context: int, seed: int = 0, temperature: float = 0.8
 ) -> str:
-    """Continue `prompt` with a model of bytes. Under FSDP, every rank has to call this, since each forward all-gathers."""
+    """Return `prompt` as a byte model continues it. Under FSDP, every rank must call this: forwards all-gather."""
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(seed)  # on the CPU: the same draws on every rank and device
     numbers = list(prompt.encode())

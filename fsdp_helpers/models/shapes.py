@@ -1,4 +1,4 @@
-"""The numbers that determine a transformer's size. Models are built from them, and so are plans."""
+"""The numbers that determine a transformer's size, from which models are built and plans are computed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class ViTShape:
     num_heads: int
     mlp_width: int  # of a block's hidden layer
     num_classes: int
-    class_token: bool = False  # else the mean over all tokens is classified
+    class_token: bool = False  # if False, the head gets the mean over all tokens
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +47,7 @@ VIT_SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Rotary positions stretched as in Llama 3.1, for contexts longer than in its first training phase.
+    """Settings that stretch rotary positions as in Llama 3.1, for longer contexts than in its first training phase.
 
     A pair of values that rotates fewer than `low_freq_factor` times within `original_context` rotates `factor` times
     more slowly; one that rotates more than `high_freq_factor` times doesn't change; in between, the change is gradual.
@@ -61,12 +61,12 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Experts: MLPs of which a router picks some for each token (Shazeer et al. 2017, arXiv:1701.06538)."""
+    """A block's experts: MLPs from which a router picks some per token (Shazeer et al. 2017, arXiv:1701.06538)."""
 
     number: int
     chosen: int  # of them, for each token
     width: int  # of one expert's hidden layer
-    shared_width: int = 0  # of the hidden layer that every token goes through besides
+    shared_width: int = 0  # of the hidden layer that every token goes through in addition
     shared_gate: bool = False  # a number for each token scales the shared one's output
     router_bias: bool = False
     biases: bool = False  # of the experts' matrices
@@ -77,7 +77,7 @@ class Experts:
 class Latent:
     """Latent attention: queries, keys and values are projected through narrow vectors (DeepSeek-V2, arXiv:2405.04434)."""
 
-    query_rank: int | None  # numbers in a token's latent query; None: none, queries come from the token
+    query_rank: int | None  # width of a token's latent query; None if queries come straight from the token
     kv_rank: int
     content_width: int  # of a head's query and key, without positions
     rotary_width: int  # of a head's query and of the one key that all heads share, with positions
@@ -94,25 +94,25 @@ class LlamaShape:
     num_kv_heads: int
     mlp_width: int
     vocabulary: int
-    context: int = 8192  # tokens of a sequence
-    tied: bool = False  # the head's table is the embedding's
+    context: int = 8192  # tokens in a sequence
+    tied: bool = False  # the head uses the embedding's table
     rope_base: float = 500_000.0  # of the rotary positions' wavelengths
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     # Only for relatives of Llama, which we plan but don't build
-    head_size: int | None = None  # of one head, if it is not width / num_heads
+    head_size: int | None = None  # width of one head, if it isn't width / num_heads
     qkv_bias: bool = False
     out_bias: bool = False  # of attention's output
     mlp_bias: bool = False
     qk_norm: bool = False  # a norm of each head's queries and keys
-    gated: bool = True  # else the hidden layer has two matrices and no gate, as GPT-2's
+    gated: bool = True  # if False, an MLP has two matrices and no gate, like GPT-2's
     norm_bias: bool = False  # LayerNorm instead of RMSNorm
     num_norms: int = 2  # in a block; Gemma has two more, behind attention and the hidden layer
     positions: int = 0  # rows of a table of learned positions
     sinks: bool = False  # a trained number for each head, which attention may attend to instead of a token
     softcap: bool = False  # the head's logits go through a tanh
-    window: int | None = None  # tokens that attention looks back, in the blocks that have one ...
-    full_every: int = 0  # ... which are all but every n-th; 0: all
+    window: int | None = None  # how many tokens back attention looks, in blocks that have a window ...
+    full_every: int = 0  # ... which is every block but each n-th one; 0 means every block
     experts: Experts | None = None
     latent: Latent | None = None
 
@@ -125,7 +125,7 @@ class LlamaShape:
         return self.experts is not None and block not in self.experts.dense
 
     def seen_tokens(self, block: int) -> int:
-        """Return how many tokens attention sees in that block, ignoring the causal mask."""
+        """Return how many tokens attention in that block sees, ignoring the causal mask."""
         has_window = self.window is not None and not (self.full_every and (block + 1) % self.full_every == 0)
         return min(self.context, self.window) if has_window else self.context
 
@@ -202,7 +202,7 @@ def shape_from_config(config: dict) -> LlamaShape:
 
 
 def require_sizes(config: dict, keys: Sequence[str]) -> None:
-    """Raise ValueError, naming them, unless all `keys` are whole numbers above zero."""
+    """Raise ValueError, naming the keys, unless all `keys` have whole numbers above zero."""
     if missing := [key for key in keys if not isinstance(config.get(key), int) or isinstance(config[key], bool)]:
         raise ValueError(f"no whole number for {', '.join(missing)}; the size of the model depends on it")
     if wrong := [key for key in keys if config[key] < 1]:
@@ -226,7 +226,7 @@ def check_config(config: dict, *, num_heads: int, width: int, head_size: int | N
 
 
 def check_quantization(config: dict) -> None:
-    """Raise ValueError if the files hold quantized weights: those aren't the ones you train."""
+    """Raise ValueError if the model's files hold quantized weights, which can't be trained as they are."""
     how = config.get("quantization_config")
     if how and (not isinstance(how, dict) or how.get("quant_method") not in RELEASED_IN):
         method = how.get("quant_method", "unknown") if isinstance(how, dict) else how
@@ -239,7 +239,7 @@ def check_quantization(config: dict) -> None:
 def rope_of_config(config: dict) -> tuple[dict, str]:
     """Return the rotary settings of a `config.json`, under the key's newer or older name, and their type.
 
-    Raises ValueError if that is not an object.
+    Raises ValueError if the settings aren't a JSON object.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):

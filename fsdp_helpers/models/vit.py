@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from fsdp_helpers.models.shapes import ViTShape
 
-POSITION_STD = 0.02  # of the first positions and class tokens, as in Dosovitskiy et al. 2020, arXiv:2010.11929
+POSITION_STD = 0.02  # of newly initialized positions and class tokens, as in Dosovitskiy et al. 2020, arXiv:2010.11929
 
 
 class Attention(nn.Module):
     """Multi-head attention, not causal. (N, tokens, width) -> (N, tokens, width)
 
-    The rows of `qkv` are ordered by head, and within a head by query, key and value: so a shard whose rows end between
-    two heads is a complete attention, as tensor parallelism needs.
+    The rows of `qkv` are ordered by head, and within a head by query, key and value. So if a shard's rows end between
+    two heads, its attention is complete by itself, as tensor parallelism requires.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:

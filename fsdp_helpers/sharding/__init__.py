@@ -1,1 +1,1 @@
-"""Sharding of a model over ranks: strategies, units, recomputation, gradients."""
+"""Sharding a model across ranks: strategies, units, recomputation, gradients."""

@@ -1,4 +1,4 @@
-"""Gradients over ranks: when they're reduced, and the norm of the full gradient."""
+"""Gradients across ranks: when they're reduced, and the norm of the full gradient."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,16 +48,16 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients down together so that their norm is at most `max_norm`; return the norm before, shape ().
+    """Scale all gradients down together so that their norm is at most `max_norm`; return the original norm, shape ().
 
-    It's the norm of the full gradient, the same on every rank: squares are summed over a rank's shards, then over the
+    It's the norm of the full gradient, the same on every rank: squares are summed over a rank's shards, then across
     ranks. Clipping each shard by its own norm would change the gradient's direction. `clip_grad_norm_`, of FSDP1 and of
     `torch.nn.utils`, does the same in fp32. On a CPU, fp32 loses more digits the larger the model is, 1e-5 of the norm
     for a million values, 1e-2 for a hundred million, so here the squares are summed in fp64. A parameter that FSDP2
     ignores counts with this rank's gradient, so average that over the ranks first.
     """
     own = []
-    squares = {}  # the groups that share a gradient -> the squares of this rank's shards of such gradients
+    squares = {}  # groups that share a gradient -> sum of squares over this rank's shards of such gradients
     for parameter in model.parameters():
         groups, device = ranks_that_share(model, parameter)
         squares.setdefault(groups, torch.zeros((), dtype=torch.float64, device=device))
@@ -80,7 +80,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 def ranks_that_share(model: nn.Module, parameter: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
     """Return the groups of ranks whose shards make up the full `parameter`, one per sharded dimension, and the device.
 
-    Without a group, each rank has all of it.
+    If there's no group, each rank has the full parameter.
     """
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh

@@ -48,6 +48,6 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def with_wrapper(model: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return each of `modules` or, where `checkpoint_activations` has wrapped it in `model`, its wrapper."""
+    """Return `modules`, with each one that `checkpoint_activations` has wrapped in `model` replaced by its wrapper."""
     around = {wrapper._checkpoint_wrapped_module: wrapper for wrapper in model.modules() if is_checkpointed(wrapper)}
     return {around.get(module, module) for module in modules}

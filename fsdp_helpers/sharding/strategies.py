@@ -49,7 +49,7 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
     return DistributedDataParallel(
         recompute_units(model, config).to(device),
         device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=config.bucket_view,  # a gradient is a place in its bucket: 4 bytes a parameter less
+        gradient_as_bucket_view=config.bucket_view,  # gradients are views of buckets: saves 4 bytes a parameter
     )
 
 
@@ -114,7 +114,7 @@ def shard_fsdp1(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
 ) -> nn.Module:
     """Wrap every unit in a `FullyShardedDataParallel`, which keeps the unit's parameters in one flat tensor."""
-    # Gathered and computed in bfloat16; kept, reduced and updated in fp32, where a small gradient still changes a sum.
+    # All-gather and compute in bf16; store, reduce and update in fp32, where a small gradient still changes a sum.
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with warnings.catch_warnings():
         # With one rank there is nothing to shard; FSDP1 warns and continues with NO_SHARD, which is what we want.
@@ -126,11 +126,11 @@ def shard_fsdp1(
             device_id=device,  # needed on the CPU too: without it FSDP1 looks for an accelerator
             auto_wrap_policy=policy,
             sharding_strategy=SHARDING_STRATEGIES[config.sharding],
-            device_mesh=make_mesh(device, config),  # with a mesh its state dict holds DTensors, as FSDP2's does
+            device_mesh=make_mesh(device, config),  # with a mesh, its state dict holds DTensors, like FSDP2's
             backward_prefetch=BACKWARD_PREFETCH[config.backward_prefetch],
             cpu_offload=CPUOffload(offload_params=True) if offload else None,
             mixed_precision=bf16 if config.precision == "bf16" else None,
-            use_orig_params=True,  # the optimizer and the state dict see the names and shapes of the model
+            use_orig_params=True,  # the optimizer and the state dict see the model's own names and shapes
         )
 
 
@@ -155,7 +155,7 @@ def shard_fsdp2(
 
 
 def settle_buckets(model: nn.Module, images: Tensor) -> None:
-    """Let DDP arrange its buckets as in a run that's under way; a no-op for other strategies.
+    """Make DDP arrange its buckets as it does after its first step; a no-op for other strategies.
 
     DDP rearranges them after the first backward, and the last bit of a sum over three or more ranks depends on a
     gradient's place in its bucket. A resumed run has to start with the final buckets. The gradients are discarded.
@@ -176,7 +176,7 @@ def wait_for_buckets(model: nn.Module) -> None:
 
 
 def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, and return it once it's done."""
+    """Average a bucket across all ranks; return a future that's already done."""
     buffer = bucket.buffer()
     dist.all_reduce(buffer.div_(dist.get_world_size()))
     done = torch.futures.Future()
@@ -199,7 +199,7 @@ def count_units(model: nn.Module) -> int:
 
 
 def make_mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
-    """Make a mesh: one dimension over all ranks or, for "hybrid", two: replicas along 0, shards along 1."""
+    """Return a mesh with one dimension for all ranks or, for "hybrid", with two: replicas along 0, shards along 1."""
     if config.sharding == "hybrid":
         return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (dist.get_world_size(),))

@@ -3,7 +3,7 @@
 A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. With `recurse=True`, it
 says whether to look at the children; with `recurse=False`, whether `module` becomes a unit. `nonwrapped_numel` counts
 the parameters in it that aren't in a unit further down. torch's `CustomPolicy`, which calls a function with each
-module, is a policy, too. At the end: names of parameters without the prefixes that wrapping adds.
+module, is a policy, too. `plain_name` removes the prefixes that wrapping adds to names.
 """
 
 from collections import defaultdict
@@ -64,7 +64,7 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
 
 
 def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
-    """Append the units in `module`, and `name` if it's a unit itself, to `names`; return how many parameters they have.
+    """Append the units in `module`, and `name` if it's a unit itself, to `names`; return their number of parameters.
 
     The policy is asked twice: whether to look at the children, and then, with the parameters left over, whether
     `module` is a unit.

@@ -1,1 +1,1 @@
-"""JupyterLab for this series: its settings, copies to work in, and runs whose outputs are saved."""
+"""JupyterLab for this series: its settings, working copies, and tools that run, print or project the notebooks."""

@@ -1,7 +1,7 @@
-"""The notebooks on paper: `make handouts`, as HTML and, if Chromium is on the search path, as PDF.
+"""The notebooks as printable pages: `make handouts` writes HTML and, if Chromium is on the search path, PDF.
 
-python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints are on separate pages python -m
-fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
+python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints are on separate pages
+python -m fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
 """
 
 import argparse
@@ -28,7 +28,7 @@ PRINT_S = 120  # for one page, on a busy machine
 
 
 def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collection[str] = ()) -> str:
-    """Return a notebook as a page to print, which links to the `others`: hints come last, or solutions if wanted."""
+    """Return a notebook as a printable page that links to the `others`. Hints come at the end, then any solutions."""
     hints, answers = [], []
     for exercise, title, text in take_folded(notebook):
         (answers if title in ("Solution", "Answers") else hints).append(f"**{exercise} · {title}.** {text.strip()}")
@@ -73,10 +73,12 @@ def find_chromium() -> str | None:
 
 
 def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
-    """Print a local page to a PDF, as its own style sheet says. Raises RuntimeError if Chromium fails."""
+    """Print a local page to a PDF, laid out by its own style sheet. Raises RuntimeError if Chromium fails."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-print-") as profile:
         command = [chromium, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
-        command += ["--no-sandbox"] * (hasattr(os, "getuid") and os.getuid() == 0)  # Chromium wants it of root
+        command += ["--no-sandbox"] * (
+            hasattr(os, "getuid") and os.getuid() == 0
+        )  # Chromium requires this flag when run as root
         command += [f"--print-to-pdf={pdf.resolve()}", page.resolve().as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PRINT_S)
     if done.returncode or not pdf.exists():

@@ -38,7 +38,7 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
 def sign(notebooks: Sequence[Path]) -> None:
     """Sign notebooks as if they had been run here: JupyterLab sanitizes the saved outputs of all other notebooks.
 
-    Signatures are in Jupyter's data folder. If it isn't writable, a line says that there are none.
+    Signatures are stored in Jupyter's data folder. If that isn't writable, print a line that says they're missing.
     """
     if not notebooks:
         return
@@ -49,13 +49,13 @@ def sign(notebooks: Sequence[Path]) -> None:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the `given` variables, and those that kernels and terminals need."""
+    """Return the variables that kernels and terminals need on top of the `given` ones."""
     variables = {
         "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads make a step take ten times as long on busy cores
         "PET_LOG_DIR": os.devnull,  # otherwise every torchrun leaves a folder with output that the cell shows anyway
     }
-    if sys.prefix != sys.base_prefix:  # the environment's own python comes first, also in a terminal
+    if sys.prefix != sys.base_prefix:  # the environment's own python comes first, in terminals, too
         variables["VIRTUAL_ENV"] = sys.prefix
         variables["PATH"] = _joined(Path(sys.executable).parent, given.get("PATH"))
     return variables
@@ -67,7 +67,7 @@ def settings(folder: Path) -> list[str]:
     if shutil.which("sh"):
         chosen.append(f"--ServerApp.terminado_settings=shell_command={['sh', str(HERE / 'shell')]}")
     if hasattr(os, "getuid") and os.getuid() == 0:
-        chosen.append("--allow-root")  # as in a container; JupyterLab refuses otherwise
+        chosen.append("--allow-root")  # in a container, for example; otherwise JupyterLab refuses to run as root
     return chosen
 
 

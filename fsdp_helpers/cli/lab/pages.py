@@ -14,7 +14,12 @@ from pygments.formatters import HtmlFormatter
 
 PROJECT = Path(__file__).resolve().parents[3]
 STYLES = Path(__file__).resolve().parent / "styles"
-SHOWN = ("image/png", "text/html", "text/markdown", "text/plain")  # what a page can show; a slider needs a kernel
+SHOWN = (
+    "image/png",
+    "text/html",
+    "text/markdown",
+    "text/plain",
+)  # formats that a page can show, unlike a slider, which needs a kernel
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -33,7 +38,7 @@ PAGE = """<!doctype html>
 
 
 def page(title: str, body: str, *styles: Path) -> str:
-    """Return a complete page; the styles are CSS files, and the colors of code come before them."""
+    """Return a complete HTML page. `styles` are CSS files; the colors for code come before them."""
     sheets = [code_colors(), *(path.read_text() for path in styles)]
     return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
 
@@ -45,7 +50,7 @@ def notebook_body(notebook: nbformat.NotebookNode) -> str:
 
 
 def embed_pictures(body: str, folder: Path) -> str:
-    """Embed the pictures that a page takes from files in `folder`."""
+    """Return the page with its pictures, which are files in `folder`, embedded."""
 
     def embedded(found: re.Match) -> str:
         path = folder / found["file"]
@@ -61,7 +66,7 @@ def markdown_body(text: str) -> str:
 
 
 def keep_what_a_page_shows(notebook: nbformat.NotebookNode) -> None:
-    """Remove the outputs that need a kernel, and those of unsolved exercises."""
+    """Remove outputs that need a kernel, and all outputs of exercises, which the reader is to solve."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             solved_by_the_reader = "exercise" in cell.metadata.get("tags", [])
@@ -85,7 +90,7 @@ def code_colors() -> str:
 
 
 def link_to_pages(body: str, names: Collection[str], folders: Collection[str] = ()) -> str:
-    """Point links to notebooks and Markdown files to their pages, which are `names`.
+    """Return the page with links to notebooks and Markdown files changed to their pages, if `names` has them.
 
     Files in `folders`, which are next to the pages, stay linked; links to other files are removed.
     """

@@ -1,6 +1,6 @@
 """Execute notebooks one after another, from top to bottom, and save their outputs: `make run NOTEBOOKS="03 09"`.
 
-The file is written only if the run reaches the end.
+A notebook's file is written only if the run reaches its end.
 """
 
 import argparse
@@ -17,7 +17,7 @@ CELL_S = 600  # for one cell, on a busy machine
 
 
 def chosen(names: list[str]) -> list[Path]:
-    """Return the notebooks whose names begin with one of `names`, or all; each of `names` must match."""
+    """Return the notebooks whose names begin with one of `names`, or all if it's empty. Each name must match one."""
     paths = sorted(FOLDER.glob("*.ipynb"))
     for name in names:
         if not any(path.name.startswith(name) for path in paths):

@@ -24,13 +24,13 @@ from fsdp_helpers.cli.lab.pages import PROJECT
 from fsdp_helpers.cli.lab.run_notebooks import chosen
 
 REVEAL = Path(__file__).resolve().parent / "reveal"
-CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels, of a slide of 1,280 x 720 below its heading
+CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels, available below the heading of a 1,280 x 720 slide
 MIN_CODE_PX, MAX_CODE_PX = 18, 24  # readable from the last row
-LINE, CHARACTER = 1.25, 0.61  # height of a line and width of a character, in heights of the type
-ROW_PX, ROW_CHARACTERS = 38, 68  # a table's row of one line, and the characters that fit into it
+LINE, CHARACTER = 1.25, 0.61  # height of a line and width of a character, relative to the font size
+ROW_PX, ROW_CHARACTERS = 38, 68  # the height of a one-line table row, and how many characters fit in it
 START = "Reveal.initialize({width: 1280, height: 720, margin: 0, center: false, hash: true, slideNumber: 'c/t', transition: 'none'});"
 CLOCKED = re.compile(r"^.* ranks? on \w+: ended after .*$\n?", re.MULTILINE)
-Body = tuple[str, str]  # a kind, which the style sheet knows, and HTML
+Body = tuple[str, str]  # a kind, which is a class in the style sheet, and HTML
 
 
 def deck(notebook: nbformat.NotebookNode) -> str:
@@ -54,9 +54,9 @@ def slides_of(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, Body]]:
 
 
 def of_text(source: str) -> Iterator[Body]:
-    """Yield a Markdown cell's tables and listings; the text itself, without its heading and folds, if there are none.
+    """Yield a Markdown cell's tables and listings; if it has none, its text without the heading and folded parts.
 
-    What ends a chapter, from its questions or sources on, is for the page alone.
+    The end of a chapter, from its questions or sources on, is left out.
     """
     source = re.split(r"^\*\*(?:Questions|Sources)\b", source, flags=re.MULTILINE)[0]
     text = re.sub(r"<details>.*?</details>|^#{1,3} [^\n]+$", "", source, flags=re.DOTALL | re.MULTILINE)
@@ -99,7 +99,7 @@ def printed_by(output: nbformat.NotebookNode) -> str:
 
 
 def of_table(table: str, title: str = "") -> Iterator[Body]:
-    """Yield a table in parts of a slide's height, each with the table's head."""
+    """Yield a table in parts that fit on a slide, each with the table's header."""
     names, line, *rows = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", table).strip().splitlines()
     for part in in_parts(rows, TABLE_HEIGHT - ROW_PX, lambda row: ROW_PX * (0.4 + 0.6 * wrapped(row, ROW_CHARACTERS))):
         yield "table", pages.markdown_body("\n".join([*([title, ""] if title else []), names, line, *part]))
@@ -134,7 +134,7 @@ def _plain(lines: list[str]) -> str:
 
 
 def wrapped(text: str, per_line: int) -> int:
-    """Return how many lines a text takes that wraps after so many characters."""
+    """Return how many lines a text takes if it's wrapped after `per_line` characters."""
     return max(1, math.ceil(len(text) / per_line))
 
 
@@ -163,7 +163,7 @@ def as_section(heading: str, body: Body) -> str:
 
 
 def _without_links(body: str) -> str:
-    """Return HTML without links, which lead nowhere from a projector, and without the marks of headings."""
+    """Return HTML without links, which are useless on a projector, and without the anchor marks of headings."""
     return re.sub(r"</?a\b[^>]*>", "", re.sub(r'<a class="anchor-link".*?</a>', "", body))
 
 

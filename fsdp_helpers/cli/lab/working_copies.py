@@ -1,7 +1,7 @@
-"""Copies of the notebooks to work in: running a copy and solving its exercises changes no file of the project.
+"""Working copies of the notebooks: running a copy and solving its exercises doesn't change the project's files.
 
-python -m fsdp_helpers.cli.lab.working_copies work              # copies missing files python -m
-fsdp_helpers.cli.lab.working_copies work --reset 3    # copies 03 again; the old copy stays next to it
+python -m fsdp_helpers.cli.lab.working_copies work              # copies missing files
+python -m fsdp_helpers.cli.lab.working_copies work --reset 3    # copies 03 again; the old copy stays next to it
 """
 
 import argparse
@@ -13,7 +13,7 @@ IF_IT_IS_OPEN = (
     "if it is open in JupyterLab: File, Reload Notebook from Disk; if JupyterLab says that it has changed on disk, choose "
     "Revert"
 )
-# Left behind by work in the originals.
+# Files that working in the originals leaves behind; they aren't copied.
 LEFT_OUT = shutil.ignore_patterns("my_*", "job.sbatch", ".*", "__pycache__")
 
 
@@ -39,7 +39,7 @@ def older_than_originals(work: Path) -> list[str]:
 
 
 def reset(work: Path, number: str) -> Path:
-    """Restore the notebook of this number; keep the old copy as `..._before.ipynb`. Return the notebook's path."""
+    """Restore the notebook with this number; keep the old copy as `..._before.ipynb`. Return the notebook's path."""
     found = sorted(ORIGINALS.glob(f"{number.zfill(2)}_*.ipynb")) if number else []
     if not found:
         raise SystemExit(f"there is no notebook {number!r}; give its number, such as 3")
