@@ -36,7 +36,7 @@ from fsdp_helpers.quantities import GB, format_bytes, format_count, format_secon
 
 DAY_S = DAY_HOURS * HOUR_S
 DEFAULT_BATCH = {"image": 8, "token": 8192}  # items per rank in one forward and backward
-# Llama 3 405B trained with 4 to 16 million tokens per step, DeepSeek-V3 with 12.6 to 62.9. Few runs go beyond Llama 3's.
+# Llama 3 405B trained with 4 to 16 million tokens per step, DeepSeek-V3 with 12.6 to 62.9. Few runs exceed Llama 3's.
 LARGE_STEP = 16e6
 LLAMA_FLAGS = {  # flag -> field, meaning
     "width": ("width", "model width: the size of a token's hidden vector"),
@@ -361,8 +361,8 @@ def _step_lines(plan: Plan) -> Iterator[str]:
     )
     if plan.item == "token" and plan.items_per_step > LARGE_STEP:
         yield (
-            f"That is more than {LARGE_STEP / 1e6:.0f} million: with steps that large, few runs still learn as much from each token. "
-            "Fewer ranks, micro-batches or sequences make the step smaller. To use as many ranks for fewer sequences, "
+            f"That is more than {LARGE_STEP / 1e6:.0f} million: with steps that large, few runs still learn as much from "
+            "each token. Fewer ranks, micro-batches or sequences make the step smaller. To use as many ranks for fewer sequences, "
             f"split layers and sequences across ranks. {CHAPTER}."
         )
 
