@@ -171,7 +171,7 @@ def refused_precision(batch_norms: list[str], precision: str) -> str | None:
     if precision != "bf16" or not batch_norms:
         return None
     return (
-        f"{batch_norms[0]!r} is a BatchNorm: its statistics stay in fp32 while its weights are in bf16, and torch "
+        f"{batch_norms[0]!r} is a BatchNorm, whose statistics stay in fp32 while its weights are in bf16, and torch "
         f"refuses that under fully_shard; use fp32, or a norm without statistics"
     )
 

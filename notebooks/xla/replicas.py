@@ -28,7 +28,7 @@ def read_settings(folder: Path) -> dict:
 
 
 def start_model(folder: Path, name: str) -> nn.Module:
-    """Build the network with the shared initial parameters. FSDPv2 hooks the output before a ReLU, so none is in place."""
+    """Build the network with the shared initial parameters. No ReLU is in place: FSDPv2 hooks the output before it."""
     model = xla_inputs.start_model(folder, name)
     for module in model.modules():
         if isinstance(module, nn.ReLU):
