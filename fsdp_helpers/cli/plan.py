@@ -1,6 +1,6 @@
-"""`python -m fsdp_helpers plan`: its arguments, tables and sentences. No torch.
+"""Run `python -m fsdp_helpers plan`: its arguments, its table and its sentences. No torch.
 
-The flags for training and cluster come from `Settings` and `Cluster`; those for shapes are here.
+The flags for training and for the cluster come from `Settings` and `Cluster`; the flags for shapes are defined here.
 """
 
 import argparse
@@ -35,20 +35,20 @@ from fsdp_helpers.planning.sweep import CONTEXTS, DAY_HOURS, Row, days_of, fewes
 from fsdp_helpers.quantities import GB, format_bytes, format_count, format_seconds
 
 DAY_S = DAY_HOURS * HOUR_S
-DEFAULT_BATCH = {"image": 8, "token": 8192}  # of one rank, in one forward and backward
-# Llama 3 405B trained with 4 to 16 million tokens a step, DeepSeek-V3 with 12.6 to 62.9: few have more than the first.
+DEFAULT_BATCH = {"image": 8, "token": 8192}  # items per rank in one forward and backward
+# Llama 3 405B trained with 4 to 16 million tokens per step, DeepSeek-V3 with 12.6 to 62.9. Few runs exceed Llama 3's.
 LARGE_STEP = 16e6
 LLAMA_FLAGS = {  # flag -> field, meaning
-    "width": ("width", "numbers in a token's vector"),
+    "width": ("width", "model width: the size of a token's hidden vector"),
     "depth": ("depth", "number of blocks"),
     "heads": ("num_heads", "number of attention heads"),
-    "kv-heads": ("num_kv_heads", "number of key/value heads (default: the same)"),
+    "kv-heads": ("num_kv_heads", "number of key/value heads (default: the same as --heads)"),
     "mlp-width": ("mlp_width", "width of a block's hidden layer"),
-    "vocabulary": ("vocabulary", "vocabulary size, for --llama"),
+    "vocabulary": ("vocabulary", "number of tokens in the vocabulary, for --llama"),
 }
 VIT_FLAGS = {
-    "image-size": ("image_size", "image side in pixels, for --vit (default: 224)"),
-    "patch-size": ("patch_size", "patch side in pixels, for --vit (default: 16)"),
+    "image-size": ("image_size", "height and width of an image in pixels, for --vit (default: 224)"),
+    "patch-size": ("patch_size", "height and width of a patch in pixels, for --vit (default: 16)"),
     "classes": ("num_classes", "number of classes, for --vit (default: 1000)"),
 }
 SHAPE_FLAGS = tuple(
@@ -73,12 +73,12 @@ COST_FLAGS = (
     Flag(
         setting="goodput",
         kind=float,
-        meaning=f"share of the time that is training, for GPU-hours; the rest is {LEFT_OUT} (default: 1)",
+        meaning=f"share of the time spent training, for the GPU-hours; the rest is {LEFT_OUT} (default: 1)",
     ),
     Flag(
         setting="storage_gb_s",
         kind=float,
-        meaning="rate at which a node writes a checkpoint, to say how often to save",
+        meaning="rate at which a node writes a checkpoint, to work out how often to save",
     ),
     Flag(
         setting="hours_between_failures",
@@ -90,14 +90,14 @@ COST_FLAGS = (
         setting="restart_minutes",
         kind=float,
         default=RESTART_S / MINUTE_S,
-        meaning="time from a failure until all ranks train again",
+        meaning="time from a failure until all ranks are training again",
     ),
     Flag(setting="days", kind=float, meaning="with --sweep and --total: find the fewest GPUs that finish in N days"),
 )
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`; those it shares with `train` mean the same."""
+    """Add the arguments of `plan`. The ones that `train` has, too, mean the same there."""
     group = plan.add_argument_group("the model")
     kind = group.add_mutually_exclusive_group(required=True)
     kind.add_argument("--model", choices=NAMED_MODELS, help="a model known by name")
@@ -105,7 +105,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="a Hugging Face config.json: a Llama or most of its descendants",
+        help="the config.json of a Hugging Face model: a Llama or most of its descendants",
     )
     kind.add_argument("--llama", action="store_true", help="a Llama-like model with the shape given below")
     kind.add_argument("--vit", action="store_true", help="a vision transformer with the shape given below")
@@ -125,7 +125,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--global-batch",
         type=int,
         metavar="N",
-        help="tokens or images per step, over all ranks; chooses --micro-batches",
+        help="tokens or images per step, across all ranks; sets --micro-batches accordingly",
     )
     group = plan.add_argument_group("the cluster")
     group.add_argument(
@@ -133,7 +133,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         required=True,
-        help="number of ranks, one per device; with --sweep, the largest number",
+        help="number of ranks, one per device; with --sweep, the largest number to try",
     )
     add_flags(group, sorted(CLUSTER_FLAGS, key=lambda row: row.setting != "device"))
     group = plan.add_argument_group("the run")
@@ -141,7 +141,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sweep",
         action="store_true",
-        help="print a table instead: the fastest plan that fits, by ranks and sequence length",
+        help="print a table instead: the fastest plan that fits, for each number of ranks and sequence length",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
 
@@ -157,7 +157,7 @@ def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
 
 
 def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
-    """Return the settings; with --global-batch, the number of micro-batches follows from it."""
+    """Return the settings; --global-batch, if given, determines the number of micro-batches."""
     settings = Settings(batch=_batch(options, subject), **given_settings(vars(options), TRAINING_FLAGS))
     if options.global_batch is None:
         return settings
@@ -167,14 +167,14 @@ def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
     together = settings.batch * options.world_size
     if options.global_batch % together:
         raise ValueError(
-            f"--global-batch is {options.global_batch:,}, and {options.world_size:,} ranks with {settings.batch:,} "
-            f"{subject.item}s each make {together:,}; use a multiple of that, or other {subject.item}s per rank"
+            f"--global-batch is {options.global_batch:,}, but {options.world_size:,} ranks with {settings.batch:,} "
+            f"{subject.item}s each make {together:,}; use a multiple of that, or change the {subject.item}s per rank"
         )
     return replace(settings, micro_batches=options.global_batch // together)
 
 
 def read_subject(options: argparse.Namespace) -> Subject:
-    """Return the model that is named, described by a file, or given by its shape."""
+    """Return the model, given by its name, a config file or its shape."""
     if options.vit or options.model and options.model not in LLAMA_SHAPES:
         for flag, given in {
             "context": options.context,
@@ -199,7 +199,7 @@ def read_subject(options: argparse.Namespace) -> Subject:
     if options.context is not None:
         require_whole("context", options.context)
         if shape.positions and options.context > shape.positions:
-            raise ValueError(f"--context is {options.context:,}; {name} has {shape.positions:,} learned positions")
+            raise ValueError(f"--context is {options.context:,}; {name} only has {shape.positions:,} learned positions")
         shape = replace(shape, context=options.context)
     if options.lora_rank is not None:
         require_whole("lora_rank", options.lora_rank)
@@ -214,7 +214,7 @@ def _refuse(options: argparse.Namespace, names: list[str], belongs_to: str) -> N
 
 
 def _shape_values(options: argparse.Namespace, names: dict, defaults: dict) -> dict:
-    """Return fields and values. Raises ValueError if a value is missing or isn't a size."""
+    """Return the shape's fields and values. Raises ValueError if a value is missing or isn't a valid size."""
     values = {}
     for flag, (field, _) in names.items():
         value = getattr(options, flag.replace("-", "_"))
@@ -242,12 +242,14 @@ def _vit_shape(options: argparse.Namespace) -> ViTShape:
     usual = {"image_size": 224, "patch_size": 16, "num_classes": 1000}
     values = _shape_values(options, names | VIT_FLAGS, usual)
     if values["image_size"] % values["patch_size"]:
-        raise ValueError(f"patches of {values['patch_size']} pixels do not divide an image of {values['image_size']}")
+        raise ValueError(
+            f"patches of {values['patch_size']} pixels do not divide an image of {values['image_size']} pixels"
+        )
     return ViTShape(**values, channels=3, class_token=True)
 
 
 def read_cluster(options: argparse.Namespace, world_size: int | None = None) -> Cluster:
-    """Return the cluster; given numbers override the device's defaults."""
+    """Return the cluster; numbers given as flags override the device's defaults."""
     given = given_settings(vars(options), CLUSTER_FLAGS)
     ranks = options.world_size if world_size is None else world_size
     device = given.pop("device", None)
@@ -275,7 +277,7 @@ def _check_costs(options: argparse.Namespace) -> None:
             f"--goodput is {options.goodput}; it's a share of the time, so it must be above 0 and at most 1"
         )
     if options.goodput is not None and options.total is None:
-        raise ValueError("--goodput is about the GPU-hours of a whole run; give --total as well")
+        raise ValueError("--goodput only matters for the GPU-hours of a full run; give --total as well")
     if options.days is not None and not (options.sweep and options.total):
         raise ValueError("--days looks for the fewest GPUs; give --sweep and --total as well")
 
@@ -284,7 +286,7 @@ def _check_costs(options: argparse.Namespace) -> None:
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Print the plan and its verdict, or the table of --sweep; write the file that --json names."""
+    """Print the plan and its verdict, or the table of --sweep, and write the plan to the file that --json names."""
     _check_costs(options)
     if options.sweep:
         print("\n".join(_sweep_lines(options)))
@@ -307,7 +309,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
-    """Return how often to save, if the speed of storage is known."""
+    """Return how often to save a checkpoint, or None if the storage's speed isn't given."""
     if options.storage_gb_s is None:
         return None
     return save_plan(
@@ -319,7 +321,7 @@ def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the plan as lines of text: the model, bytes by category, and the bytes and seconds of a step."""
+    """Yield the plan as lines of text: the model, bytes by category, and what a step sends and how long it takes."""
     settings, cluster = plan.settings, plan.cluster
     active = f" ({format_count(plan.active_params)} active)" if plan.active_params else ""
     yield (
@@ -343,13 +345,13 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     for name, size in rows.items():
         yield f"  {name:<{width}}{format_bytes(size):>8}"
     if plan.host_bytes and cluster.node_ranks == 1 < cluster.world_size:
-        yield "Ranks of one node share its memory: say how many with --ranks-per-node."
+        yield "The ranks on a node share its host memory; say how many with --ranks-per-node."
     yield ""
     yield from _speed_lines(plan)
 
 
 def _step_lines(plan: Plan) -> Iterator[str]:
-    """Say how large a step is, over all ranks and micro-batches, and whether that's more than usual."""
+    """Say how large a step is, across all ranks and micro-batches, and warn if that's more than usual."""
     settings, ranks = plan.settings, plan.cluster.world_size
     parts = f" x {settings.micro_batches} parts" if settings.micro_batches > 1 else ""
     samples = f" in {plan.items_per_step // plan.sequence:,} sequences" if plan.sequence > 1 else ""
@@ -359,9 +361,9 @@ def _step_lines(plan: Plan) -> Iterator[str]:
     )
     if plan.item == "token" and plan.items_per_step > LARGE_STEP:
         yield (
-            f"That is more than {LARGE_STEP / 1e6:.0f} million: few runs learn as much from each token then. Fewer ranks, "
-            "parts or sequences make it smaller; to use as many ranks for fewer sequences, split layers and sequences "
-            f"over ranks. {CHAPTER}."
+            f"That is more than {LARGE_STEP / 1e6:.0f} million: with steps that large, few runs still learn as much from "
+            "each token. Fewer ranks, micro-batches or sequences make the step smaller. To use as many ranks for fewer sequences, "
+            f"split layers and sequences across ranks. {CHAPTER}."
         )
 
 
@@ -400,17 +402,17 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
 
 
 def _reason(plan: Plan) -> str:
-    """Explain the range of a step."""
+    """Return the reason why a step's time has this range."""
     if plan.cluster.device is None:
         return f"with all communication hidden behind arithmetic; with none, and rates {TYPICAL_RANGE:.0%} below"
     device = named_device(plan.cluster.device)
     if device.measured:
         return f"published runs on {device.title} are up to {TYPICAL_RANGE:.0%} faster or slower"
-    return f"there's no published run on {device.title}, so this is the share that the most similar device reaches"
+    return f"there's no published run on {device.title}, so we use the share of the peak that the most similar device reaches"
 
 
 def _held_back_lines(plan: Plan, waits: Plan | None) -> Iterator[str]:
-    """Give the gain, and the cost, of reducing only after the last part."""
+    """Yield what you'd gain, and what it costs, if gradients were only reduced after the last micro-batch."""
     if waits is None:
         return
     fits = "which fits" if waits.fits else "which does not fit"
@@ -442,7 +444,7 @@ def _cost_lines(options: argparse.Namespace, plan: Plan, saving: SavePlan | None
 
 
 def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
-    """Say which plan is fastest on the same cluster, if it's a different one."""
+    """Yield the fastest plan on the same cluster, or say that this is the one."""
     if best is None or plan.step_s is None:
         return
     if best.settings == plan.settings:
@@ -459,7 +461,7 @@ def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
 def _paste_lines(
     options: argparse.Namespace, plan: Plan, changes: list[tuple[str, Plan]], best: Plan | None
 ) -> Iterator[str]:
-    """Yield the command for the advice: the change that makes it fit or, if it does, the fastest plan."""
+    """Yield a command for the advised plan: the one that fits after all changes or, if this one fits, the fastest."""
     advised = changes[-1][1] if changes else best if plan.fits else None
     if advised is None or plan.fits and (advised.settings == plan.settings or plan.step_s is None):
         return
@@ -470,7 +472,7 @@ def _paste_lines(
 
 
 def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
-    """Return the words of the command for `plan`, which differs a little from the plan of `options`."""
+    """Return the words of a command that makes `plan`, which is a changed version of the one in `options`."""
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []
@@ -526,7 +528,7 @@ def _row_line(row: Row, total: float | None, goodput: float) -> str:
 def _fewest_lines(
     options: argparse.Namespace, subjects: list[Subject], settings: Settings, cluster_of: partial, goodput: float
 ) -> Iterator[str]:
-    """Say how few GPUs finish in time, for each sequence length."""
+    """Yield the smallest number of GPUs that finish in time, for each sequence length."""
     for subject in subjects:
         limits = {"total": options.total, "days": options.days, "most": options.world_size, "goodput": goodput}
         plan = fewest_ranks(subject, settings, cluster_of, **limits)

@@ -90,7 +90,7 @@ class MemoryTrace:
         events, began_ns = result.events(), result.trace_start_ns()
         self._phases = _read_phases(events, began_ns)
         marks_s = [phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK]
-        # A mark begins a little after we note its time. The one with the shortest delay tells how far the clocks differ.
+        # A mark begins a little after we note its time. The least delayed one tells how far the clocks differ.
         offset_s = max(noted_s - mark_s for noted_s, mark_s in zip(self._marks_s, marks_s, strict=True))
         self._phases = [_shifted(phase, offset_s) for phase in self._phases]
         if on_cuda:  # both the allocator and the profiler use Unix time
@@ -221,8 +221,8 @@ def _shifted(phase: Phase, offset_s: float) -> Phase:
 # ---------------------------------------------------------------- on a GPU: the history of CUDA's caching allocator
 
 # The allocator rounds each request up to 512 bytes, and hands out a whole block if no more than 1 MiB of it would be
-# left over. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7 % more than the tensors take. Its history
-# also has the requests themselves. They're what the formulas predict: the same number of bytes as on the CPU.
+# left over. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7 % more than the tensors take. Its
+# history also has the requests themselves. They're what the formulas predict: the same number of bytes as on the CPU.
 
 
 def start_history(device: torch.device) -> None:

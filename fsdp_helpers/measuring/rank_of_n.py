@@ -153,7 +153,7 @@ def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]
 
 def trace_steps(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:
     """Build a model, train it for a few steps under a trace, and return the bytes of the last step."""
-    gc.collect()  # sharded models are full of cycles; if an old one is freed within the trace, the curve goes below zero
+    gc.collect()  # sharded models are full of cycles; if one is freed within the trace, the curve goes below zero
     title = f"rank {dist.get_rank()} of {dist.get_world_size():,}"
     with reports_drawn(), trace_memory(ON_CPU) as trace:
         report(0, STEPS, title)

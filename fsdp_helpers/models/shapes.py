@@ -69,8 +69,8 @@ class Experts:
     shared_width: int = 0  # of the hidden layer that every token goes through in addition
     shared_gate: bool = False  # a number for each token scales the shared one's output
     router_bias: bool = False
-    biases: bool = False  # of the experts' matrices
-    dense: frozenset[int] = frozenset()  # the blocks that have one ordinary hidden layer instead
+    biases: bool = False  # the experts' matrices have biases
+    dense: frozenset[int] = frozenset()  # the blocks that have one ordinary MLP instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +104,10 @@ class LlamaShape:
     qkv_bias: bool = False
     out_bias: bool = False  # of attention's output
     mlp_bias: bool = False
-    qk_norm: bool = False  # a norm of each head's queries and keys
+    qk_norm: bool = False  # each head's queries and keys are normalized
     gated: bool = True  # if False, an MLP has two matrices and no gate, like GPT-2's
     norm_bias: bool = False  # LayerNorm instead of RMSNorm
-    num_norms: int = 2  # in a block; Gemma has two more, behind attention and the hidden layer
+    num_norms: int = 2  # in a block; Gemma has two more, after attention and after the MLP
     positions: int = 0  # rows of a table of learned positions
     sinks: bool = False  # a trained number for each head, which attention may attend to instead of a token
     softcap: bool = False  # the head's logits go through a tanh

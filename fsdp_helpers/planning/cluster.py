@@ -39,7 +39,7 @@ class Cluster:
         factor=GB,
     )
     flops_per_s: float | None = setting(
-        None, "speed that a device reaches in practice, in 10^12 operations per second; not the peak on its data sheet", flag="tflops",
+        None, "speed that a device reaches in practice, not on its data sheet, in 10^12 operations per second", flag="tflops",
         factor=1e12,
     )  # fmt: skip
     allowance_bytes: float = setting(

@@ -8,8 +8,8 @@ from fsdp_helpers.planning.plan import Plan
 HOUR_S, MINUTE_S = 3600, 60
 # The Llama 3 herd of models, arXiv:2407.21783, table 5: 419 unexpected interruptions in 54 days of 16,384 GPUs.
 DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
-# The time from a failure to the next step: it has to be noticed, and the job restarted and loaded. We chose it; set your
-# own.
+# The time from a failure to the next step: it has to be noticed, and the job restarted and loaded. We chose it; set
+# your own.
 RESTART_S = 10 * MINUTE_S
 LEFT_OUT = "saving, restarts, evaluation, waiting for data and for slow machines"
 

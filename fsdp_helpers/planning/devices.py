@@ -98,8 +98,8 @@ DEVICES = {
         memory_bytes_per_s=0.9e12, within_bytes_per_s=150 * GB, between_bytes_per_s=1.5625 * GB,
         host_bytes_per_s=12 * GB, host_memory_bytes=768 * GB, measured=False,
     ),
-    # L40S, A10G, L4 and T4 data sheets: there's no NVLink, so they reach their neighbors over PCIe 4 or 3. Cloud machines
-    # have eight (AWS g6e.48xlarge: 400 Gbit/s; g5.48xlarge: 100 Gbit/s) or four of them
+    # L40S, A10G, L4 and T4 data sheets: there's no NVLink, so they reach their neighbors over PCIe 4 or 3. Cloud
+    # machines have eight (AWS g6e.48xlarge: 400 Gbit/s; g5.48xlarge: 100 Gbit/s) or four of them
     "l40s": Device(
         title="L40S", memory_bytes=48 * GB, peak_flops={"bf16": 362 * TERA, "fp32": 91.6 * TERA}, share=0.4,
         memory_bytes_per_s=0.864e12, within_bytes_per_s=25 * GB, between_bytes_per_s=6.25 * GB,

@@ -18,8 +18,8 @@ class Moment:
     keeps for backward, and the temporaries of operations.
     """
 
-    # enter_forward, leave_forward, enter_backward, leave_backward, or gradient, when one is finished. A recomputed module
-    # enters and leaves forward again, during backward.
+    # enter_forward, leave_forward, enter_backward, leave_backward, or gradient, when one is finished. A recomputed
+    # module enters and leaves forward again, during backward.
     event: str
     name: str  # the module's name or, for "gradient", the parameter's
     activation_bytes: int  # at the event

@@ -135,8 +135,8 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     - norms of each head's queries and keys: their inputs, q + k, and one statistic per head
     - norms after attention and after the hidden layer: their inputs, h each, and one statistic each
     - latent attention: the latent vectors before and after their norms, and the heads' keys before they're joined
-    - experts: the hidden layers of the c experts that a token is sent to, counted as one wide layer; the tokens sorted by
-      expert, and the experts' outputs, c x h each; the router's logits and probabilities, in fp32
+    - experts: the hidden layers of the c experts that a token is sent to, counted as one wide layer; the tokens sorted
+      by expert, and the experts' outputs, c x h each; the router's logits and probabilities, in fp32
 
     One kernel computes all experts (a grouped product), so the gradients of all their last weights exist at once. We
     assume even routing.

@@ -56,7 +56,7 @@ class FlatParameters:
         if not self._backward_runs:
             self._shards.compute("forward", unit)
         if unit.parameters:
-            # the position of the first use; but torch takes 0 for no position, so the first unit gets that of its second use
+            # the first use's position; but torch takes 0 for no position, so the first unit gets its second use's
             self._places[name] = self._places.get(name) or len(self._forwards)
             self._forwards.append(unit)
             if name in self._entered:  # a unit computed under no_grad has no backward, and is never prefetched for one
