@@ -605,7 +605,8 @@ def test_the_plan_is_within_3_percent_of_the_measured_peak(tmp_path):
 
 
 @pytest.mark.long
-def test_compiled_layers_learn_the_same(home, on_two):
+def test_compiled_layers_learn_the_same(home, on_two, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torch leaves its compiled headers there
     launch_runs({"compiled": words_of(home, "llama", "compiled", "text.txt", "--compile")}, 2)
     assert losses(home / "compiled") == pytest.approx(losses(home / "llama-2"), abs=1e-4)
 
