@@ -13,9 +13,9 @@ from itertools import pairwise
 from fsdp_helpers.teaching.failures.sights import CARDS, SIGHTS
 
 MOST_CARDS = 3
-LEAST_SCORE = 0.5  # of a line's words, weighted by how rare they are; below it, nothing is known
-FEWEST_WORDS = 3  # that a description and a card must share; fewer are chance
-QUOTED = 10.0  # how much more a full quoted message counts than likeness
+LEAST_SCORE = 0.5  # a card that scores lower doesn't match
+FEWEST_WORDS = 3  # that a description and a card must share; fewer may be a coincidence
+QUOTED = 10.0  # how much more a full quoted message counts than shared words
 SHORTEST_QUOTE = 8  # characters
 KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind, and the word by which a text names it
 SAME_KIND = (
@@ -23,9 +23,9 @@ SAME_KIND = (
 )
 SECOND = 0.5  # how much a card's second-best phrase counts, next to its best one
 ALL_OF_IT = 2.0  # how much all that a card says counts, next to its best phrase
-UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of one that every third card has
+UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of a word in every second card
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
-# These cards' messages appear next to those of others, which say more.
+# These cards' messages come along with other cards' messages, which say more.
 WRAPPERS = ("crash-no-traceback", "slow-threads", "crash-nccl-system-error")
 EXIT_CODE = re.compile(r"\b(?:exit|return)[ -]?(?:code|status)\s*[:=]?\s*(-?\d+)")
 ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")
@@ -42,7 +42,7 @@ class Match:
 
 
 def read_message(words: Sequence[str]) -> str:
-    """Return the message from the command line or, without one, from a pipe; ValueError if there is none."""
+    """Return the message from the command line or, without one, from a pipe; raise ValueError if there is none."""
     text = " ".join(words) if words or sys.stdin.isatty() else sys.stdin.read()
     if not text.strip():
         raise ValueError("explain: give a message in quotation marks, or pipe an output in")
@@ -67,9 +67,9 @@ def explain_text(text: str) -> str:
 def find_cards(text: str) -> list[Match]:
     """Return the cards that match a message or a full output, best first.
 
-    If the text contains a message from the index, that counts most, and more if its words are many and rare. Otherwise,
-    each line is compared with each phrase of the index, and the full text with a card's full text, by the words that
-    they share. Rare words count more, and two neighboring words count as one more.
+    A message from the index that's in the text counts most, the more so the more words it has and the rarer they are.
+    Otherwise, each line is compared with each phrase of the index, and the full text with a card's full text, by the
+    words that they share. Rare words count more, and two neighboring words count as one more.
     """
     lines = [words for line in text.splitlines() if (words := words_of(line))]
     whole, described = normalized(text), frozenset().union(*lines)
@@ -87,7 +87,7 @@ def find_cards(text: str) -> list[Match]:
 
 
 def best_of(phrases: Sequence[str], whole: str, lines: Sequence[frozenset[str]]) -> tuple[float, str]:
-    """Return how well a card's phrases match and the best one: above QUOTED if the text contains any, else up to 1.5."""
+    """Return a card's score and its best phrase; the score is above QUOTED if the text contains one, else at most 1.5."""
     quoted = [phrase for phrase in phrases if is_quote(phrase) and normalized(phrase) in whole]
     if quoted:
         words = frozenset().union(*(words_of(phrase) for phrase in quoted))
@@ -112,7 +112,7 @@ def covered(described: frozenset[str], name: str) -> float:
 
 
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
-    """Return the weight of the words in common, relative to both, from 0 to 1; a single one of several is chance."""
+    """Return the weight of the words in common, relative to both, from 0 to 1; one word out of several doesn't count."""
     both = weight(one) * weight(other)
     is_chance = len(one & other) < min(2, len(one), len(other))
     return 0.0 if is_chance or not both else weight(one & other) / math.sqrt(both)
@@ -125,7 +125,7 @@ def weight(words: Iterable[str]) -> float:
 
 @cache
 def rarity() -> dict[str, float]:
-    """Return the weight of each word that a card has: the logarithm of how few cards have it."""
+    """Return the weight of each word that a card has, which is higher the fewer cards have it."""
     cards = [frozenset().union(*words_of_card(name)) for name in phrases_of_cards()]
     counts = Counter(word for words in cards for word in words)
     return {word: math.log(1 + len(cards) / count) for word, count in counts.items()}
@@ -147,7 +147,7 @@ def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return the words in one form each, and each pair of neighbors, without numbers and the most common words."""
+    """Return a text's words without endings, and each pair of neighbors, but no numbers and no very common words."""
     words = [SAME.get(word, word) for word in map(stem, WORD.findall(text.lower())) if word not in COMMON]
     return frozenset(words) | {f"{one} {next_one}" for one, next_one in pairwise(words)}
 
@@ -158,13 +158,13 @@ def stem(word: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """Return lowercase text, with # for each number but an exit code's, which is the negative signal, and single spaces."""
+    """Return the text in lowercase, with single spaces and # for each number; exit codes are kept, in Python's form."""
     text = EXIT_CODE.sub(lambda found: f"exit code {signal_of(int(found[1]))}", " ".join(text.lower().split()))
     return re.sub(r"(?<![-\d])(?<!exit code )\d+|(?<=-)\d{3,}", "#", text)
 
 
 def signal_of(code: int) -> int:
-    """Return an exit code as Python writes it: -9 for a shell's 137, which is 128 and the signal."""
+    """Return an exit code as Python writes it: -9 for a shell's 137, which is 128 plus the signal."""
     return 128 - code if 128 < code < 160 else code
 
 
@@ -174,7 +174,7 @@ COMMON = frozenset(
     "line torch py module name named use using used get got will would which any some also just only after before all "
     "try trying way how what why like same issue problem code run running set please help cannot import importerror out".split()
 )
-# People's words, translated into those of the cards; without endings.
+# Words that people use, and the word that the cards use instead; all without endings.
 SAME = {
     said: word
     for word, others in {

@@ -1,4 +1,4 @@
-"""Checks of the Python environment: its versions, and whether Jupyter finds them."""
+"""Checks of the Python environment: its versions, and whether Jupyter finds it."""
 
 import importlib
 import importlib.metadata as metadata
@@ -31,7 +31,7 @@ def python_is_new_enough() -> Outcome:
 
 
 def versions_fit() -> Outcome:
-    """Check that the requirements of our package, torch and torchvision are installed, and load torch and torchvision."""
+    """Check that the requirements of our package, torch and torchvision are installed, and that the last two load."""
     problems = [problem for name in (OURS, *LOADED) for problem in unmet(name)]
     if problems:
         return Outcome(False, f"{'; '.join(problems)}; {INSTALL}")
@@ -67,7 +67,7 @@ def why_unmet(name: str, requirement: Any) -> str:
 
 
 def versions_as_locked() -> Outcome:
-    """Count the packages whose versions differ from the tested ones, which is allowed."""
+    """Count the packages whose versions differ from the tested ones; that's allowed."""
     if not LOCK.is_file():
         raise Unfit("there's no requirements.lock next to the package, so there's nothing to compare with")
     locked = locked_versions(LOCK.read_text())
@@ -76,8 +76,10 @@ def versions_as_locked() -> Outcome:
         f"{name} {installed[name]}, not {locked[name]}" for name in locked if differs(installed[name], locked[name])
     ]
     if not other:
-        return Outcome(True, f"the versions of requirements.lock, {len(locked)} packages")
-    return note(f"{len(other)} versions are not the tested ones, so last digits may differ: {other[0]}, ...")
+        return Outcome(True, f"the versions in requirements.lock, {len(locked)} packages")
+    return note(
+        f"{len(other)} versions are not the tested ones, so results may differ in the last digits: {other[0]}, ..."
+    )
 
 
 def locked_versions(text: str) -> dict[str, str]:
@@ -108,7 +110,7 @@ def jupyter_finds_this_environment() -> Outcome:
     """Ask Jupyter which interpreter the notebooks' kernel starts."""
     missing = [name for name in JUPYTER if importlib.util.find_spec(name) is None]
     if missing == [*JUPYTER]:  # as after `pip install .`
-        return note(f"not installed: commands and scripts work, notebooks don't; {WITH_NOTEBOOKS} brings it")
+        return note(f"not installed: commands and scripts work, notebooks don't; {WITH_NOTEBOOKS} installs it")
     if missing:
         return Outcome(False, f"{' and '.join(missing)} cannot be imported; {INSTALL}")
     from jupyter_client.kernelspec import KernelSpecManager
@@ -116,7 +118,7 @@ def jupyter_finds_this_environment() -> Outcome:
     spec = KernelSpecManager().get_kernel_spec(KERNEL)
     if starts_this_python(spec.argv[0]):
         return Outcome(True, f"kernel {KERNEL} starts this Python")
-    remedy = f"`{sys.executable} -m ipykernel install --sys-prefix` and remove the other kernel"
+    remedy = f"run `{sys.executable} -m ipykernel install --sys-prefix`, and remove the other kernel"
     return Outcome(False, f"kernel {KERNEL} starts {spec.argv[0]}, not {sys.executable}; {remedy}: {spec.resource_dir}")
 
 

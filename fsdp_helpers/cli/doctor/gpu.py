@@ -12,7 +12,7 @@ from fsdp_helpers.gpus import VISIBLE, are_hidden, find_gpus
 from fsdp_helpers.quantities import format_bytes
 
 LIMIT_S = 120.0
-SAME, SAME_IN_BF16 = 1e-5, 0.05  # of a loss, relative
+SAME, SAME_IN_BF16 = 1e-5, 0.05  # the largest relative difference between losses
 LITTLE_FREE = 0.5  # of a GPU's memory
 # Asked in a child process, because a call to CUDA leaves a context of hundreds of MB behind.
 ASK = {
@@ -25,7 +25,7 @@ ASK = {
 
 
 def ask(question: str) -> list[str]:
-    """Return the lines a child process answers with; RuntimeError with the last line of its error."""
+    """Return the lines a child process answers with; raise a RuntimeError with the last line of its error."""
     import sys
 
     code = f"import torch; COUNT = torch.cuda.device_count(); {ASK[question]}"
@@ -36,7 +36,7 @@ def ask(question: str) -> list[str]:
 
 
 def count() -> int:
-    """Return the number of GPUs; Unfit if there are none, or if torch can't use them, in torch's words."""
+    """Return the number of GPUs; raise Unfit if there are none, they're hidden, or torch is built without CUDA."""
     import torch
 
     if are_hidden():
@@ -81,7 +81,7 @@ def links() -> Outcome:
     if (found := count()) < 2:
         raise Unfit("needs 2 GPUs, but this machine has 1")
     pairs, all_pairs = int(ask("links")[0]), found * (found - 1)
-    said = f"{pairs} of {all_pairs} pairs reach each other's memory"
+    said = f"{pairs} of {all_pairs} pairs of GPUs can access each other's memory"
     return (
         Outcome(True, said) if pairs == all_pairs else note(f"{said}; the others go through the host, which is slower")
     )
@@ -112,12 +112,12 @@ def difference_of(one: str, other: str) -> float:
 
 def fsdp2() -> Outcome:
     difference = difference_of("fsdp2", "ddp")
-    return Outcome(difference <= SAME, f"losses differ from DDP's by {difference:.1e}, at most {SAME:g} is right")
+    return Outcome(difference <= SAME, f"losses differ from DDP's by {difference:.1e}; at most {SAME:g} is fine")
 
 
 def bf16() -> Outcome:
     difference = difference_of("bf16", "fsdp2")
-    said = f"losses differ from fp32's by {difference:.1e}, above 0 and at most {SAME_IN_BF16:g} is right"
+    said = f"losses differ from fp32's by {difference:.1e}; above 0 and at most {SAME_IN_BF16:g} is fine"
     return Outcome(0 < difference <= SAME_IN_BF16, said)
 
 
@@ -134,7 +134,7 @@ LOOKS = (
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as Markdown, to paste into an issue; no cell breaks it."""
+    """Return the rows as Markdown, to paste into an issue; a | in a cell is escaped."""
     cells = [("check", "result", "found"), ("---",) * 3, *((row.check, row.result, row.measured) for row in rows)]
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in cells]
 

@@ -10,7 +10,7 @@ from fsdp_helpers.quantities import GB, MB, format_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 8 * MB  # a batch of 16 images of 224 x 224 pixels takes 10
-DOCKERS_SHARED_BYTES = 64 * 2**20  # what a container gets unless it is told otherwise
+DOCKERS_SHARED_BYTES = 64 * 2**20  # a container's default
 LARGER_SHARED = "start the container with --shm-size=1g or --ipc=host"
 LEAST_FILES, ENOUGH_FILES = 64, 1024
 LEAST_MEMORY_BYTES = 2 * GB
@@ -48,7 +48,7 @@ def shared_memory() -> Outcome:
     found = f"{format_bytes(room.free)} of {format_bytes(room.total)} free in {SHARED_MEMORY}"
     if room.free < LEAST_SHARED_BYTES:
         remedy = f"remove files that dead programs left there (ls -l {SHARED_MEMORY})"
-        return Outcome(False, f"{found}, too little for a batch of a data loader; {remedy}, or {LARGER_SHARED}")
+        return Outcome(False, f"{found}, too little for a data loader's batch; {remedy}, or {LARGER_SHARED}")
     if room.total <= DOCKERS_SHARED_BYTES:
         return note(f"{found}, Docker's default; data loaders with workers and NCCL may run out: {LARGER_SHARED}")
     return Outcome(True, found)
@@ -76,12 +76,12 @@ def open_files() -> Outcome:
 
 
 def temporary_folder() -> Outcome:
-    """Check whether temporary files can be written where the variables say."""
+    """Check whether temporary files can be written, and whether it's in the folder that TMPDIR, TEMP or TMP names."""
     chosen = {name: os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)}
     for name, folder in chosen.items():
         problem = why_not_writable(Path(folder)) if Path(folder).is_dir() else "there is no such folder"
         if problem and usable_temporary_folder():
-            return note(f"{name}={folder} cannot be used ({problem}): Python takes {usable_temporary_folder()} instead")
+            return note(f"{name}={folder} cannot be used ({problem}): Python uses {usable_temporary_folder()} instead")
     if not usable_temporary_folder():
         return Outcome(False, "no folder for temporary files is writable; `export TMPDIR=` one that is")
     return Outcome(True, usable_temporary_folder())

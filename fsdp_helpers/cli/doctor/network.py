@@ -1,4 +1,4 @@
-"""Checks of the way ranks find and reach each other: variables, names, interfaces, ports, and two ranks that communicate."""
+"""Checks of how ranks find and reach each other: variables, names, interfaces, ports, and two ranks that communicate."""
 
 import os
 import socket
@@ -23,13 +23,13 @@ def rank_variables() -> Outcome:
     if not found:
         return Outcome(True, "none is set")
     if any(agent in word for word in command_of(os.getppid())[:4] for agent in AGENTS):
-        return Outcome(True, "set by torchrun, which started this")
+        return Outcome(True, "set by torchrun, which started this command")
     if not any(name in found for name in TELLING):
         return note(
             f"{said}: left over? A script with its own `init_process_group` would use them; otherwise, `unset {names}`"
         )
     if found.items() <= variables_of(1).items():
-        return note(f"{said}: this container's job has them; start ranks with torchrun, or `unset {names}`")
+        return note(f"{said}: this container was started with them; start ranks with torchrun, or `unset {names}`")
     return Outcome(False, f"{said} without torchrun: `train` would wait for other ranks; `unset {names}`")
 
 
@@ -43,7 +43,7 @@ def command_of(pid: int) -> Sequence[str]:
 
 
 def variables_of(pid: int) -> Mapping[str, str]:
-    """Return the environment a process was started with; {} if we aren't allowed to read it, or not on Linux."""
+    """Return the environment a process was started with; {} if it can't be read."""
     import psutil
 
     try:
@@ -96,7 +96,7 @@ def proxies_leave_this_machine_alone() -> Outcome:
     if spared == "*" or {"localhost", "127.0.0.1"} <= set(spared.replace(" ", "").split(",")):
         return Outcome(True, f"{', '.join(found)}; not used for localhost")
     return note(
-        f"{', '.join(found)} is set: `export no_proxy=localhost,127.0.0.1`, or requests to this machine go through it"
+        f"{', '.join(found)} is set: `export no_proxy=localhost,127.0.0.1`, or the proxy gets requests to this machine"
     )
 
 
@@ -149,7 +149,8 @@ def two_ranks_add_up() -> Outcome:
     found = launch(collectives_on_device, world_size=2, device="cpu", timeout_s=ROUND_TRIP_S, progress=False)
     right = expected_of_collectives("cpu", 2)
     if found != right:
-        return Outcome(False, f"they found {found}, not {right}; run again, then open an issue with this line")
+        remedy = "run doctor again, and if it's still wrong, open an issue with this line"
+        return Outcome(False, f"they found {found}, not {right}; {remedy}")
     return Outcome(
-        True, f"they communicate through gloo; {time.monotonic() - began_s:.1f} s, most of it for loading PyTorch"
+        True, f"they communicate through gloo; {time.monotonic() - began_s:.1f} s, most of it spent loading PyTorch"
     )

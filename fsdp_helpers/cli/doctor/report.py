@@ -37,7 +37,7 @@ def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
 
 
 def line(row: Row) -> str:
-    """Format a row for people."""
+    """Return a row as a line of the report."""
     return f"{row.result:6}{row.check:15} {row.measured}"
 
 

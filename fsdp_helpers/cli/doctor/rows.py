@@ -26,7 +26,7 @@ class Outcome:
 
 
 def note(measured: str) -> Outcome:
-    """Return the outcome of a check that passed, with a doubt."""
+    """Return the outcome of a check that passed but leaves a doubt."""
     return Outcome(True, measured, is_note=True)
 
 

@@ -1,4 +1,4 @@
-"""Rank functions of the checks."""
+"""The rank functions that the checks run."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ Collectives = tuple[str, float, list[float], list[float]]
 
 
 def collectives_on_device(rank: int, world_size: int) -> Collectives:
-    """Return this rank's device, and the results of three collectives on known numbers there."""
+    """Return this rank's device, and the results of three collectives of known numbers on it."""
     device = rank_device()
     own = torch.tensor([float(rank + 1)], device=device)
     total, every = own.clone(), torch.empty(world_size, device=device)

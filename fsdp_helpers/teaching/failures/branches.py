@@ -1,4 +1,4 @@
-"""Models whose path differs from rank to rank, or between a forward and its recomputation."""
+"""Models whose path differs between ranks, or between a forward and its recomputation; a step that fails halfway."""
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class TwoHeads(nn.Module):
 
 
 class BothHeads(TwoHeads):
-    """The same, with both heads computed on every rank, in the same order."""
+    """The same model, but every rank computes both heads, in the same order."""
 
     def forward(self, samples: Tensor, chosen: int) -> Tensor:
         outputs = [head(self.body(samples)) for head in self.heads]
@@ -117,7 +117,7 @@ def one_head_alone() -> Numbers:
 
 
 class EverySecondTime(nn.Module):
-    """A layer with a branch that depends on how often it was called."""
+    """A layer with a branch that depends on how many times it's been called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def first_branch_alone() -> Numbers:
 
 
 class OutOfMemory(torch.autograd.Function):
-    """Fails in backward, as an allocation may."""
+    """An identity that fails in backward, as an allocation might."""
 
     @staticmethod
     def forward(ctx: object, hidden: Tensor) -> Tensor:

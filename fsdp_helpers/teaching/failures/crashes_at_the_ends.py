@@ -1,4 +1,4 @@
-"""It crashes at the start, where processes meet, or at the end, when one of them exits early."""
+"""It crashes at the start, when the processes connect, or at the end, when one of them exits early."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from fsdp_helpers.teaching.failures.entry import Failure, Numbers
 
 
 def end_early(rank: int, world_size: int) -> Numbers:
-    num_batches = 3 if rank == 0 else 2  # as an uneven split leaves it
+    num_batches = 3 if rank == 0 else 2  # as after an uneven split
     for _ in range(num_batches):
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -70,7 +70,7 @@ if __name__ == "__main__":
 
 
 def answer_of(command: list[str], **variables: str) -> Numbers:
-    """Run a program and return the number that it prints; RuntimeError with its own error if it prints none."""
+    """Run a program and return the number that it prints; raise a RuntimeError with its error if it prints nothing."""
     environment = os.environ | variables
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if not done.stdout:
@@ -140,7 +140,7 @@ main()
 
 
 def lines_of_traceback(script: str) -> Numbers:
-    """Run a script under torchrun, and count the lines of the script that torchrun's report names."""
+    """Run a script under torchrun, and return how many times torchrun's report names a line of it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(script)
@@ -163,11 +163,11 @@ def the_line_that_failed() -> Numbers:
     return {"lines of the script in torchrun's report": 1}
 
 
-# ---------------------------------------------------------------- nobody at that address
+# ---------------------------------------------------------------- no store at that address
 
 
 def meet_where_no_one_is(rank: int, world_size: int) -> Numbers:
-    with socket.create_server(("127.0.0.1", 0)) as ended:  # the job of yesterday
+    with socket.create_server(("127.0.0.1", 0)) as ended:  # yesterday's job
         port = ended.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
     return {"stores": float(store.port > 0)}

@@ -23,9 +23,9 @@ RankFunction = Callable[[int, int], Numbers]
 class Failure:
     """A failure. Its name begins with the symptom and is its anchor on the page.
 
-    `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers without any
-    rank, or is None for a failure that is not run here. A broken run ends in an error that matches `says`, or gives
-    wrong numbers. A fixed run gives the right ones, up to a relative `tolerance`.
+    `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers in one process,
+    without ranks. All three are None for a failure that isn't run here. A broken run ends in an error that matches
+    `says`, or gives wrong numbers. A fixed run gives the right ones, up to a relative `tolerance`.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Failure:
     tolerance: float = 1e-5
     group_timeout_s: float | None = None  # of the broken run's collectives
     stall_s: float = 2.0  # a broken run whose ranks have not moved for this long is taken to wait forever
-    not_in: str = ""  # the last PyTorch known not to show the symptom, as "2.11"
-    since: str = ""  # the first PyTorch that has the fix, as "2.13"
+    not_in: str = ""  # the last PyTorch known not to show the symptom, such as "2.11"
+    since: str = ""  # the first PyTorch that has the fix, such as "2.13"
 
     def __post_init__(self) -> None:
         if self.symptom not in SYMPTOMS:
@@ -80,7 +80,7 @@ def link_to(name: str) -> str:
 
 
 def same_numbers(found: Numbers, right: Numbers, tolerance: float) -> bool:
-    """Compare all numbers by name; anything that isn't a number differs from everything."""
+    """Return whether both have the same names, and the same numbers up to `tolerance`; nan differs from everything."""
     return found.keys() == right.keys() and all(
         math.isclose(found[name], right[name], rel_tol=tolerance, abs_tol=tolerance) for name in right
     )

@@ -1,4 +1,4 @@
-"""All failures by name, and the code that runs one: its symptom when it's broken, its numbers when it's fixed."""
+"""All failures by name, and the code that runs one, broken or fixed, and judges the outcome."""
 
 import os
 import re
@@ -64,7 +64,7 @@ class Seen:
 
 
 def find(name: str) -> Failure:
-    """Return the failure of this name; the ValueError lists all names."""
+    """Return the failure with this name; if there is none, raise a ValueError that lists all names."""
     if name not in GALLERY:
         raise ValueError(f"no failure is called {name!r}; there are {', '.join(GALLERY)}")
     return GALLERY[name]
@@ -86,19 +86,19 @@ def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: flo
 
 
 def without_frames(text: str) -> str:
-    """Return an error without the frames of a traceback that it quotes, as those of `dcp` do."""
+    """Return an error message without the stack frames that it may quote, as `dcp`'s errors do."""
     return "\n".join(line for line in text.splitlines() if not line.startswith("  "))
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker` with the standard error of all C++ libraries in a file. This is a rank function, too."""
+    """Run `worker`, and write all standard error, from C++ too, to this rank's path. This is a rank function, too."""
     with open(paths[rank], "wb") as file:
         os.dup2(file.fileno(), 2)
     return worker(rank, world_size)
 
 
 def last_words(path: Path) -> str:
-    """Return the message of an uncaught C++ exception, or ""."""
+    """Return the message of an uncaught C++ exception in a rank's standard error, or "" if there is none."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return next((line.strip() for line in lines if line.lstrip().startswith("what():")), "")
 
@@ -120,12 +120,12 @@ def shows_symptom(failure: Failure, seen: Seen) -> bool:
 
 
 def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
-    """Return whether a broken run shows its symptom, or doesn't on a PyTorch that doesn't have the problem."""
+    """Return whether a broken run shows its symptom or, on a PyTorch without the problem, doesn't."""
     return shows_symptom(failure, seen) == (not failure.not_in or release() > failure.not_in)
 
 
 def release() -> TorchVersion:
-    """Return the release of this PyTorch, as 2.15."""
+    """Return this PyTorch's major and minor version, such as 2.15."""
     return TorchVersion(".".join(torch.__version__.split(".")[:2]))
 
 
@@ -141,7 +141,7 @@ def is_fixed(failure: Failure, seen: Seen) -> bool:
 
 
 def trace_broken(name: str) -> list[list[Collective]]:
-    """Run a broken run with its collectives logged, and return each rank's, including the unfinished one."""
+    """Run a failure's broken function, and return each rank's collectives, including the one that never finished."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
         stall_s = find(name).stall_s
@@ -151,6 +151,6 @@ def trace_broken(name: str) -> list[list[Collective]]:
 
 
 def run_logged(rank: int, world_size: int, name: str, paths: Sequence[Path]) -> Numbers:
-    """Run a broken run with this rank's collectives logged to its path. This is a rank function, too."""
+    """Run a failure's broken function, and log this rank's collectives to its path. This is a rank function, too."""
     with log_collectives(paths[rank]):
         return GALLERY[name].broken(rank, world_size)

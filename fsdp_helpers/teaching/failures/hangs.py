@@ -41,7 +41,7 @@ def evaluate_alone() -> Numbers:
 def gather_on_rank_0(rank: int, world_size: int) -> Numbers:
     weight = in_units(small_model())[0].weight
     norm = torch.zeros(())
-    if rank == 0:  # it alone writes the log
+    if rank == 0:  # only this rank writes the log
         norm = weight.full_tensor().norm()
     dist.barrier()
     return {"norm": norm.item()}
@@ -62,7 +62,7 @@ def norm_alone() -> Numbers:
 
 # ---------------------------------------------------------------- a decision of each rank's own
 
-VALIDATION_LOSSES = ((0.5, 0.2, 0.1), (0.7, 0.6, 0.1))  # of rank 0, of rank 1, epoch by epoch
+VALIDATION_LOSSES = ((0.5, 0.2, 0.1), (0.7, 0.6, 0.1))  # on rank 0 and on rank 1, epoch by epoch
 GOOD_ENOUGH = 0.3
 
 
@@ -119,7 +119,7 @@ def logged_by_hand() -> Numbers:
     return {"loss": 1.0 + 2.0, "seen": 2 * 2.0}
 
 
-# ---------------------------------------------------------------- a group that not everyone makes
+# ---------------------------------------------------------------- a group that not every rank creates
 
 
 def make_group_on_rank_0(rank: int, world_size: int) -> Numbers:
@@ -152,7 +152,7 @@ def wait_without_a_name(rank: int, world_size: int) -> Numbers:
     elsewhere, impatient = dist.new_group(), dist.new_group()
     set_timeout(PATIENCE, impatient)
     if rank == 1:
-        dist.barrier(elsewhere)  # busy until rank 0 has given up: it writes a checkpoint, or reads a slow disk
+        dist.barrier(elsewhere)  # busy until rank 0 has given up, as if it wrote a checkpoint
         return {"missing rank": -1}
     try:
         dist.all_reduce(torch.ones(1), group=impatient)
@@ -165,7 +165,7 @@ def wait_without_a_name(rank: int, world_size: int) -> Numbers:
 def wait_with_a_name(rank: int, world_size: int) -> Numbers:
     elsewhere, impatient = dist.new_group(), dist.new_group()
     if rank == 1:
-        dist.barrier(elsewhere)  # busy until rank 0 has given up: it writes a checkpoint, or reads a slow disk
+        dist.barrier(elsewhere)  # busy until rank 0 has given up, as if it wrote a checkpoint
         return {"missing rank": 1}
     try:
         dist.monitored_barrier(impatient, PATIENCE)

@@ -1,4 +1,4 @@
-"""Loading weights and settings into a sharded model."""
+"""Failures in loading weights and optimizer state into a sharded model, or in saving them."""
 
 import tempfile
 from pathlib import Path
@@ -91,7 +91,7 @@ def fill_a_copy(rank: int, world_size: int) -> Numbers:
     model, saved = in_units(small_model()), in_units(small_model(seed=3))
     state = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True, full_state_dict=True))
     state.update(get_model_state_dict(saved, options=StateDictOptions(cpu_offload=True, full_state_dict=True)))
-    return {"sum of outputs": model(images()).sum().item()}  # dcp.load filled `state`, and no one looked
+    return {"sum of outputs": model(images()).sum().item()}  # dcp.load filled `state`, but the model doesn't use it
 
 
 def hand_the_copy_over(rank: int, world_size: int) -> Numbers:
@@ -129,7 +129,7 @@ STEPS_DONE = 2
 
 
 def saved_by_ddp() -> dict:
-    """Return the full state of an optimizer whose schedule has reduced the rate from 0.01 to a third."""
+    """Return the full state of an optimizer whose schedule has reduced the learning rate to a third of 0.01."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = falling(optimizer)
@@ -172,7 +172,7 @@ def a_third() -> Numbers:
 
 
 class Scaled(nn.Module):
-    """A layer with a learned factor."""
+    """A model whose outputs are scaled by a learned factor."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""It runs out of memory: sharding is on, and saves less than it should."""
+"""It runs out of memory: sharding is on, but it saves less memory than it should."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ WHOLE_BYTES = 2 * LAYER_BYTES + FP32_BYTES * (2 * WIDTH + 2)
 
 
 def largest_gather(model: nn.Module) -> Numbers:
-    """Return the most bytes that are unsharded on a rank at once: those of the largest all-gather."""
+    """Return the size of a step's largest all-gather, which is the most that a rank unshards at once."""
     with trace_collectives() as events:
         model(images()).sum().backward()
     return {"largest gather, bytes": max(event.bytes for event in events if event.op == "all_gather")}
@@ -69,7 +69,7 @@ def two_layers_and_root() -> Numbers:
     return {"units": 3}
 
 
-# ---------------------------------------------------------------- gradients that wait whole
+# ---------------------------------------------------------------- full gradients that wait to be reduced
 
 
 def hold_back_reduction(rank: int, world_size: int) -> Numbers:

@@ -1,4 +1,4 @@
-"""Ways around the hooks of a wrapper or a unit, so that they run never, twice, or on the wrong tensors."""
+"""Code that bypasses the hooks of a wrapper or a unit, runs them twice, or does something they don't expect."""
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def norm_alone() -> Numbers:
 
 
 class Recomputed(nn.Module):
-    """A model whose last layers are computed again in backward."""
+    """A model whose last layers are recomputed in backward."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A broken run under plain torchrun, without this package's launcher, to see the output that everyone sees.
+"""Run a failure's broken function under plain torchrun, without our launcher, to get the output that every user sees.
 
 torchrun --standalone --nproc-per-node 2 -m fsdp_helpers.teaching.failures.plain NAME SECONDS
 """
@@ -18,14 +18,14 @@ from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.crashes_at_the_ends import SCRIPT
 from fsdp_helpers.teaching.failures.gallery import LIMIT_S, NUM_RANKS
 
-PATIENCE_S = 10  # a collective's, instead of half an hour
+PATIENCE_S = 10  # the timeout of a collective, instead of half an hour
 MODULE = "fsdp_helpers.teaching.failures.plain"
 MOST_LINES, MOST_OF_LINE, LINES_OF_ERROR = 5, 260, 3
 RANK = re.compile(r"^\[rank\d\]: ?")
 ERROR = re.compile(
     r"^(\[rank\d\]: )?[A-Za-z_.]*(Error|Exception|Timeout)\b: |^\[rank\d\]:\[E|what\(\):|terminate called"
 )
-SCRIPTS = {"crash-no-traceback": SCRIPT.replace("@record_or_not", "")}  # they fail before a group is up
+SCRIPTS = {"crash-no-traceback": SCRIPT.replace("@record_or_not", "")}  # these fail before there's a process group
 END_OF_ERROR = (
     "Traceback",
     "The above exception",
@@ -50,7 +50,7 @@ VARYING = (
 
 
 def run_plainly(name: str, patience_s: float = PATIENCE_S) -> dict:
-    """Run one broken run under torchrun; return its exit status, the lines that matter, and torchrun's report."""
+    """Run a failure's broken function under torchrun; return the exit status, the lines that matter, and the report."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
@@ -76,7 +76,7 @@ def steady(line: str) -> str:
 
 
 def errors_of(lines: list[str]) -> Iterator[str]:
-    """Yield the lines in which a rank's tracebacks end, with the next lines of a long message, and those of C++."""
+    """Yield the last line of each traceback, with the next lines if the message is long, and error lines from C++."""
     for number, line in enumerate(lines):
         if not ERROR.search(line):
             continue
@@ -95,7 +95,7 @@ def report_of(lines: list[str]) -> list[str]:
 
 
 def main(name: str, patience_s: str) -> None:
-    """Run the broken run as a rank of torchrun."""
+    """Run a failure's broken function as one of torchrun's ranks."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(patience_s)))
     numbers = gallery.find(name).broken(dist.get_rank(), dist.get_world_size())
     print(f"rank {dist.get_rank()}: {numbers}")

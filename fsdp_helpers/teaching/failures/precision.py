@@ -1,4 +1,4 @@
-"""Number formats: weights without fp32 masters, a loss that overflows, one unit with two formats."""
+"""Number formats: weights without fp32 masters, a loss that overflows, a unit with two formats."""
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ def norm_in_fp32() -> Numbers:
 
 
 class Adapted(nn.Module):
-    """A layer in bf16 with an adapter in fp32, as PEFT makes one."""
+    """A model in bf16 with an adapter in fp32, as PEFT creates it."""
 
     def __init__(self) -> None:
         super().__init__()

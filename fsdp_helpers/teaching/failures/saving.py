@@ -27,13 +27,13 @@ from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units,
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Make a folder known to all ranks, and remove it when the last one exits."""
+    """Create a temporary folder that all ranks know, and remove it when every rank is done with it."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     try:
         yield Path(found[0])
         dist.barrier()
-    finally:  # of a load that fails, too
+    finally:  # also if a load fails
         shutil.rmtree(found[0], ignore_errors=True)
 
 
@@ -261,7 +261,7 @@ NUM_IMAGES, OLD_BATCH, NEW_BATCH, STEPS_DONE = 24, 4, 2, 3
 
 def resume_at_the_step(rank: int, world_size: int) -> Numbers:
     seen = list(range(STEPS_DONE * OLD_BATCH))
-    seen += range(STEPS_DONE * NEW_BATCH, NUM_IMAGES)  # three steps are done, says the checkpoint
+    seen += range(STEPS_DONE * NEW_BATCH, NUM_IMAGES)  # the checkpoint says that three steps are done
     return {"images seen twice": len(seen) - len(set(seen))}
 
 

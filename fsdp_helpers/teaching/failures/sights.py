@@ -1,4 +1,4 @@
-"""The cards' text and the index by what you see, read from the two tables beside this module. No torch import."""
+"""The cards' text and the index by what you see, read from the two tables next to this module. No torch import."""
 
 import tomllib
 from dataclasses import dataclass, fields
@@ -32,7 +32,7 @@ class Card:
 
 @cache
 def table(name: str) -> dict[str, dict]:
-    """Return a table of cards by name."""
+    """Return the cards in a table by name; `name` is the table's file."""
     return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
 
 

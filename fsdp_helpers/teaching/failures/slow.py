@@ -1,4 +1,4 @@
-"""It is slow: counted in collectives and downloads, since times differ from machine to machine."""
+"""It's slow. We count collectives and downloads, because times differ from machine to machine."""
 
 import shutil
 import tempfile
@@ -48,7 +48,7 @@ def one_gather_per_unit() -> Numbers:
 
 
 class ChunkedLoss(nn.Module):
-    """A body, and a head whose logits exist one chunk of tokens at a time."""
+    """A body, and a head that computes the logits of one chunk of tokens at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def two_gathers_per_block() -> Numbers:
 
 
 def shared_folder() -> str:
-    """Make a folder on rank 0, and tell all ranks."""
+    """Create a folder on rank 0, and return its path on every rank."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]

@@ -13,7 +13,7 @@ set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_p
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
-    """Return three linear layers, with the same weights if the seed is the same."""
+    """Return a model of three linear layers; the same seed gives the same weights."""
     torch.manual_seed(seed)
     layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)]
     return nn.Sequential(*layers)
@@ -33,15 +33,15 @@ def in_units(model: nn.Module) -> FSDPModule:
 
 
 def images(count: int = ALL_IMAGES) -> Tensor:
-    """Return `count` images of eight values, each time the same ones; shape (count, 8)."""
+    """Return `count` random images of eight values each, the same ones on every call; shape (count, 8)."""
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor, all-gathered if it's sharded; a collective over all ranks."""
+    """Return the full tensor, all-gathered if it's sharded; every rank has to call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Return the norm of the full gradient, sharded or not, the same number on every rank."""
+    """Return the norm of the full gradient, whether it's sharded or not; the same number on every rank."""
     return float(whole(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))

@@ -1,4 +1,4 @@
-"""Tools that show where ranks are, each used in a rank function."""
+"""Rank functions that show where the ranks are, each with a different tool."""
 
 import faulthandler
 import json
@@ -25,7 +25,7 @@ ANSWER_S = 30.0  # the server asks every rank for its stacks before it answers
 
 
 def part_ways(rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
-    """Reduce on rank 0 while the others all-gather."""
+    """Call an all-reduce on rank 0 while the other ranks call an all-gather."""
     if rank == 0:
         dist.all_reduce(torch.ones(3), group=group)
     else:
@@ -50,7 +50,7 @@ def dump_with_py_spy(rank: int, world_size: int) -> str:
 
 
 def dump_process(pid: int) -> str:
-    """Return py-spy's dump of a process; RuntimeError, in py-spy's words, if it may not look."""
+    """Return py-spy's dump of a process; raise a RuntimeError with py-spy's own message if it fails."""
     done = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"py-spy cannot look at process {pid}: {' '.join(done.stderr.split())}")
@@ -60,10 +60,10 @@ def dump_process(pid: int) -> str:
 def read_debug_server(rank: int, world_size: int) -> str:
     """Wait on rank 0; on rank 1, which comes later, return the debug server's page of all ranks' stacks.
 
-    The server's parts meet in a store. torchrun has one; under `launch` rank 0 makes it. The server listens on all
-    interfaces, which PyTorch doesn't let us change, and answers anyone, so it runs here only as long as needed.
+    The server's parts find each other through a store. torchrun has one; under `launch`, rank 0 creates it. The server
+    listens on all interfaces, which PyTorch doesn't let us change, and it answers anyone, so we stop it right away.
     """
-    from torch.distributed import debug  # needs tabulate, which PyTorch does not bring
+    from torch.distributed import debug  # needs tabulate, which PyTorch doesn't install
 
     store = dist.TCPStore("localhost", 0, is_master=True) if rank == 0 else None
     ports = [store.port, free_port()] if store else [None, None]
@@ -80,7 +80,7 @@ def read_debug_server(rank: int, world_size: int) -> str:
 
 
 def read_until(address: str, word: str) -> str:
-    """Return the page at `address` once it contains `word`; until then the server, or a rank, is on its way."""
+    """Return the page at `address` once it contains `word`; until then, the server or a rank isn't ready yet."""
     page = ""
     while word not in page:
         time.sleep(POLL_S)
@@ -90,13 +90,13 @@ def read_until(address: str, word: str) -> str:
 
 
 def check_each_collective(rank: int, world_size: int) -> None:
-    """Diverge in a group whose collectives first compare what each rank is about to call."""
+    """Call different collectives in a group that first checks that all ranks are about to call the same one."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL does for all groups
     part_ways(rank, world_size, dist.new_group())
 
 
 def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
-    """Diverge, give up after two seconds, and return the name and sizes of the last recorded collective."""
+    """Call different collectives, time out after two seconds, and return the last recorded one's name and input sizes."""
     impatient = dist.new_group()
     set_timeout(timedelta(seconds=2), impatient)
     with suppress(RuntimeError):
@@ -107,13 +107,13 @@ def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
 
 
 def count_gathers_of_a_forward(rank: int, world_size: int) -> tuple[int, int]:
-    """Return the all-gathers of one forward, as PyTorch counts them: with only the root, and with units."""
+    """Return how many all-gathers PyTorch counts in one forward, with only the root sharded and with a unit per layer."""
     return gathers(fully_shard(small_model(), mesh=cpu_mesh())), gathers(in_units(small_model()))
 
 
 @torch.no_grad()
 def gathers(model: torch.nn.Module) -> int:
-    """Count the all-gathers of one forward."""
+    """Return the number of all-gathers in one forward."""
     with CommDebugMode() as counter:
         model(images())
     return counter.get_comm_counts()[torch.ops.c10d._allgather_base_]

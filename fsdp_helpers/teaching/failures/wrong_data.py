@@ -140,7 +140,7 @@ def statistics(layer: nn.BatchNorm1d) -> Numbers:
 
 
 def statistics_alone() -> Numbers:
-    """Return the averages over both halves of the images, each normalized separately, computed in one process."""
+    """Return the statistics of the two halves of the images, averaged, as computed in one process."""
     halves = [statistics(trained_batchnorm(half, 2)) for half in range(2)]
     return {name: sum(half[name] for half in halves) / 2 for name in halves[0]}
 

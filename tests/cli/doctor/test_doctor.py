@@ -143,7 +143,7 @@ def take_the_memory(patch, folder):
 def fill_shared_memory(patch, folder):
     patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(64_000_000, 64_000_000, 0))
     return (
-        "0 B of 64.0 MB free in /dev/shm, too little for a batch of a data loader; remove files that dead programs left there "
+        "0 B of 64.0 MB free in /dev/shm, too little for a data loader's batch; remove files that dead programs left there "
         "(ls -l /dev/shm), or start the container with --shm-size=1g or --ipc=host"
     )
 
@@ -262,7 +262,7 @@ def open_few_files(patch, folder):
 
 def choose_a_missing_temporary_folder(patch, folder):
     patch.setenv("TMPDIR", str(folder / "gone"))
-    return "gone cannot be used (there is no such folder): Python takes "
+    return "gone cannot be used (there is no such folder): Python uses "
 
 
 def leave_an_address(patch, folder):
@@ -273,7 +273,7 @@ def leave_an_address(patch, folder):
 def be_in_a_job_s_container(patch, folder):
     leave_rank_variables(patch, folder)
     patch.setattr(network, "variables_of", lambda pid: STALE | {"PATH": "/bin"} if pid == 1 else {})
-    return "this container's job has them; start ranks with torchrun"
+    return "this container was started with them; start ranks with torchrun"
 
 
 def install_without_notebooks(patch, folder):
@@ -283,7 +283,7 @@ def install_without_notebooks(patch, folder):
         "find_spec",
         lambda name: name not in ("jupyterlab", "ipykernel") and real(name) or None,
     )
-    return "not installed: commands and scripts work, notebooks don't; `pip install '.[notebooks]'` brings it"
+    return "not installed: commands and scripts work, notebooks don't; `pip install '.[notebooks]'` installs it"
 
 
 def choose_a_missing_interface_of_nccl(patch, folder):
@@ -330,7 +330,7 @@ def test_the_interfaces_that_nccl_would_use(chosen, found):
 def test_under_torchrun_its_variables_are_right(healthy, monkeypatch, tmp_path):
     leave_rank_variables(monkeypatch, tmp_path)
     monkeypatch.setattr(network, "command_of", lambda pid: ["python", "/opt/bin/torchrun", "--standalone"])
-    assert network.rank_variables() == Outcome(True, "set by torchrun, which started this")
+    assert network.rank_variables() == Outcome(True, "set by torchrun, which started this command")
 
 
 def test_two_ranks_are_not_started_without_an_interface(monkeypatch):
@@ -398,7 +398,7 @@ def test_with_a_full_shared_memory_and_variables_of_a_different_job(tmp_path):
     for look, result, said in (
         ("shared_memory", FAIL, "4.19 MB of 16.8 MB free in /dev/shm, too little"),
         ("open_files", FAIL, "at most 40, but two ranks need 64; no shell may raise it"),
-        ("temporary_folder", NOTE, "cannot be used (Read-only file system): Python takes /"),
+        ("temporary_folder", NOTE, "cannot be used (Read-only file system): Python uses /"),
         ("rank_variables", FAIL, "RANK=0, WORLD_SIZE=2, MASTER_ADDR=10.255.0.9"),
         ("interfaces_exist", FAIL, "GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; name one of lo"),
         ("proxies_leave_this_machine_alone", NOTE, "http_proxy is set"),
