@@ -356,7 +356,7 @@ def digest_of(arguments: argparse.Namespace) -> str:
 
 
 def pack(sizes: list[int], length: int) -> list[list[int]]:
-    """Return rows of documents with at most `length` tokens each. The longest go first, each where it fits best."""
+    """Pack documents into rows of at most `length` tokens: the longest first, each into the row where it fits best."""
     rows, room = [], []  # room: for each row that isn't full, (tokens of free space, row), sorted
     for document in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         at = bisect.bisect_left(room, (sizes[document], 0))

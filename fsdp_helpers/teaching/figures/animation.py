@@ -307,7 +307,7 @@ def _blink(appears_s: float, from_y: float, arrives_s: float, to_y: float, goes_
 
 
 def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
-    """Return rank 0's collectives in order of time, each with a text that names it and its unit."""
+    """Return rank 0's collectives in time order, each with a label that names it and its unit."""
     seen = step.ranks[0]
     gathers = [(f"all-gather: {unit}", stay.gather) for unit, stays in seen.stays.items() for stay in stays]
     reduces = [(f"reduce-scatter: {unit}", reduce) for unit, reduce in seen.reduces.items()]

@@ -86,7 +86,7 @@ def _is_named(drawn: Artist) -> bool:
 
 
 def _bars(ax: Axes) -> list[str]:
-    """Return the bars' lengths and labels, row by row; if there are many bars, how many have each label."""
+    """Return the bars' lengths and labels, row by row, or, if there are many bars, how many have each label."""
     rows: dict[str, list[tuple[str, float]]] = {}
     for container in ax.containers:
         if isinstance(container, BarContainer):
