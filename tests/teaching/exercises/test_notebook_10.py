@@ -114,7 +114,7 @@ def test_the_kubernetes_job_reads_as_its_kinds():
     """No cluster has tried it: at least it is well-formed, gives a save its time, and runs the script."""
     text = (PROJECT / "notebooks" / "cluster" / "trainjob.yaml").read_text()
     runtime, job = yaml.safe_load_all(text)
-    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob") and "Not tried" in text
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob") and "haven't run this" in text
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     env = {pair["name"]: pair["value"] for pair in pod["containers"][0]["env"]}

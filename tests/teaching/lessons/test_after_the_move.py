@@ -20,7 +20,7 @@ SAYS = {
     "no fault": None,
     "a head for every second step": None,
     "ranks use different heads": "the ranks have trained different parameters, heads.0.bias among them",
-    "optimizer built before": "55 of the optimizer's parameters are not the model's",
+    "optimizer built before": "55 of the optimizer's parameters aren't the model's",
     "one unit": "one unit: the full model",
     # 4 blocks of 8 layers, and 15 of the 28 units are norms or projections of fewer than 10,000 parameters
     "every layer a unit": "15 of 28 units have fewer than 10,000 parameters",
