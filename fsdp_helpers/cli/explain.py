@@ -18,9 +18,8 @@ FEWEST_WORDS = 3  # that a description and a card must share; fewer may be a coi
 QUOTED = 10.0  # how much more a full quoted message counts than shared words
 SHORTEST_QUOTE = 8  # characters
 KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind, and the word by which a text names it
-SAME_KIND = (
-    1.3  # how much more a card counts if it's of the kind that the text names, and less if it's of one that it doesn't
-)
+# How much more a card counts if it's of the kind that the text names, and how much less if it's of a different kind.
+SAME_KIND = 1.3
 SECOND = 0.5  # how much a card's second-best phrase counts, next to its best one
 ALL_OF_IT = 2.0  # how much all that a card says counts, next to its best phrase
 UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of a word in every second card

@@ -47,11 +47,8 @@ OP_NAMES = {
     "shard_dim_alltoall": "all_to_all",
 }
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-NO_COLLECTIVES = (
-    "check_for_nan",
-    "wait_tensor",
-    "_wrap_tensor_autograd",
-)  # operators in these namespaces that aren't collectives
+# Operators in these namespaces that aren't collectives.
+NO_COLLECTIVES = ("check_for_nan", "wait_tensor", "_wrap_tensor_autograd")
 SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
@@ -127,9 +124,8 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
     op = OP_NAMES.get(name, name)
     full_bytes = _full_bytes(op, named.values(), group.size())
     if op == "all_gather" and func.namespace != "c10d":
-        full_bytes *= (
-            group.size()
-        )  # a functional one returns the full tensor, but its argument is only this rank's shard
+        # A functional one returns the full tensor, but its argument is only this rank's shard.
+        full_bytes *= group.size()
     is_root = named.get("root_rank") == group.rank()
     sent_bytes = collective_sent_bytes(op, full_bytes, group.size(), is_root=is_root)
     if op == "all_to_all":

@@ -34,16 +34,14 @@ class Subject:
     profile_of: Callable[..., StepProfile]
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in the forward of a batch
     unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, if known
-    attention_flops: Callable[[int], dict[str, int]] = (
-        lambda batch: {}
-    )  # those of attention: products of tokens with tokens
+    # Those of attention: products of tokens with tokens.
+    attention_flops: Callable[[int], dict[str, int]] = lambda batch: {}
     backward_factor: float | Callable[[int], float] = 2.0  # backward's operations, as a multiple of forward's
     active_params: int | None = None  # the parameters that one token uses, if that isn't all of them
     chunks_loss: bool = False  # whether the loss can be computed in chunks
     sequence: int = 1  # items per sequence; a batch has whole sequences only
-    refused: Callable[[str], str | None] = lambda precision: (
-        None
-    )  # why the model can't run in a precision, or None if it can
+    # Why the model can't run in a precision, or None if it can.
+    refused: Callable[[str], str | None] = lambda precision: None
 
     def check(self, batch: int, precision: str, activation_checkpointing: str, loss_chunks: int = 1) -> None:
         """Raise ValueError for a batch, a precision or a lever that this model doesn't support."""

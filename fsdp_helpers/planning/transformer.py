@@ -50,9 +50,8 @@ def transformer_block_bytes(
     """
     values = images * tokens
     with_masks = 24 * width + 3 * num_heads * tokens + 4
-    fused = (
-        12 * width + num_heads + 4
-    )  # there are no masks, dropout's input is its output, and scores are never written
+    # There are no masks, dropout's input is its output, and scores are never written.
+    fused = 12 * width + num_heads + 4
     scores = num_heads * tokens + width if dropout else 0
     return BlockBytes(
         kept_bytes=FP32_BYTES * values * (with_masks if dropout else fused),

@@ -61,9 +61,8 @@ class Cells:
         # It's called `__main__`, as in a script, so that code from the notebook can be copied into one.
         module = types.ModuleType("__main__")
         module.__file__ = CELLS
-        module.__spec__ = importlib.machinery.ModuleSpec(
-            "__main__", None
-        )  # so that processes started from here import nothing
+        # So that processes started from here import nothing.
+        module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)
         start = {"rank": rank, "world_size": setup.world_size, "device": rank_device()}
         module.__dict__.update(start, __builtins__=builtins)
         sys.modules["__main__"] = module

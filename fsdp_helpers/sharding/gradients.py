@@ -64,9 +64,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
         if parameter.grad is not None:
             own.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
             norm = torch.linalg.vector_norm(own[-1], dtype=torch.float64)
-            squares[groups] += norm.square().to(
-                device
-            )  # offloaded gradients are on the host, but the collective needs the device
+            # Offloaded gradients are on the host, but the collective needs the device.
+            squares[groups] += norm.square().to(device)
     for groups, kept in squares.items():
         for group in groups:
             dist.all_reduce(kept, group=group)

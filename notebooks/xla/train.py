@@ -36,8 +36,8 @@ def wrap(model: nn.Module, run: dict, settings: dict) -> FSDP:
         FSDP,
         flatten_parameters=run["flatten"],
         reshard_after_forward=run["reshard"],
-        pin_layout_in_collective_ops=settings.get("without")
-        == "layout",  # if pinned, each replica has a different graph
+        # If pinned, each replica has a different graph.
+        pin_layout_in_collective_ops=settings.get("without") == "layout",
     )
     inside = checkpoint_module if run["checkpoint"] else (lambda module: module)
     if run["cut"] in POLICIES:

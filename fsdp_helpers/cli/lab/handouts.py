@@ -76,9 +76,8 @@ def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
     """Print a local page to a PDF, laid out by its own style sheet. Raises RuntimeError if Chromium fails."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-print-") as profile:
         command = [chromium, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
-        command += ["--no-sandbox"] * (
-            hasattr(os, "getuid") and os.getuid() == 0
-        )  # Chromium requires this flag when run as root
+        # Chromium requires this flag when it's run as root.
+        command += ["--no-sandbox"] * (hasattr(os, "getuid") and os.getuid() == 0)
         command += [f"--print-to-pdf={pdf.resolve()}", page.resolve().as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PRINT_S)
     if done.returncode or not pdf.exists():

@@ -14,12 +14,8 @@ from pygments.formatters import HtmlFormatter
 
 PROJECT = Path(__file__).resolve().parents[3]
 STYLES = Path(__file__).resolve().parent / "styles"
-SHOWN = (
-    "image/png",
-    "text/html",
-    "text/markdown",
-    "text/plain",
-)  # formats that a page can show, unlike a slider, which needs a kernel
+# Formats that a page can show, unlike a slider, which needs a kernel.
+SHOWN = ("image/png", "text/html", "text/markdown", "text/plain")
 PAGE = """<!doctype html>
 <html lang="en">
 <head>

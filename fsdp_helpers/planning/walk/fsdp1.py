@@ -35,9 +35,10 @@ class FlatParameters:
         self._entered = {moment.name for moment in profile.flat_moments if moment.event == "enter_backward"}
         self._awaited: set[str] = set()  # units to all-gather for a backward that hasn't begun
         self._in_backward: set[str] = set()
+        # How many each unit gets in one backward.
         self._gradients = Counter(
             shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
-        )  # how many each unit gets in one backward
+        )
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
         self._reduces = reduces

@@ -44,9 +44,8 @@ LENGTHS = {
 WORDS, NUM_TOKENS = 4_000, 256  # for the logits in chunks: size of the vocabulary, tokens
 CAP = 5.0  # for the capped logits
 LOGITS_BYTES = 4 * WORDS * NUM_TOKENS  # 4.1 MB
-CHUNKED_PEAK_BYTES = (
-    LOGITS_BYTES + 4 * WORDS * SHAPE.width
-)  # with four chunks: four tensors of a fourth of the logits, and the head's gradient
+# With four chunks: four tensors of a fourth of the logits, and the head's gradient.
+CHUNKED_PEAK_BYTES = LOGITS_BYTES + 4 * WORDS * SHAPE.width
 ADAPTED = ("q_proj", "v_proj")  # as in Hu et al. 2021, arXiv:2106.09685
 ADAPTERS = ("lora_a", "lora_b")
 SCALE = 2.0
