@@ -7,9 +7,8 @@ from pathlib import Path
 from IPython.display import Markdown, display
 
 from fsdp_helpers.teaching.failures import gallery
-from fsdp_helpers.teaching.failures.entry import Failure, Numbers
+from fsdp_helpers.teaching.failures.entry import BEHAVIOR, MESSAGE, NUMBER, Failure, Numbers
 from fsdp_helpers.teaching.failures.gallery import Seen
-from fsdp_helpers.teaching.failures.sights import BEHAVIOR, MESSAGE, NUMBER, SIGHTS
 from fsdp_helpers.teaching.page import show
 
 KINDS = {MESSAGE: "By message", BEHAVIOR: "By behavior", NUMBER: "By number"}
@@ -24,7 +23,9 @@ def index() -> Markdown:
 
 def index_by(kind: str) -> str:
     """Return the table of one kind of symptoms, in alphabetical order."""
-    rows = sorted((sight.text, name) for name, sights in SIGHTS.items() for sight in sights if sight.kind == kind)
+    rows = sorted(
+        (row.text, failure.name) for failure in gallery.GALLERY.values() for row in failure.rows() if row.kind == kind
+    )
     shown = [(as_code(text) if kind == MESSAGE else text, name) for text, name in rows]
     return "\n".join(
         ["| what you see | its card |", "| :-- | :-- |", *(f"| {text} | [{name}](#{name}) |" for text, name in shown)]

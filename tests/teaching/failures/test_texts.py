@@ -8,17 +8,14 @@ import torch
 
 from fsdp_helpers.cli.explain import normalized
 from fsdp_helpers.teaching.failures import plain
+from fsdp_helpers.teaching.failures.entry import BEHAVIOR, MESSAGE, NUMBER
 from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN
-from fsdp_helpers.teaching.failures.sights import BEHAVIOR, MESSAGE, NUMBER, SIGHTS
+from fsdp_helpers.teaching.failures.texts import TEXT, TEXTS
 
 KEPT = json.loads((Path(__file__).parents[3] / "notebooks/reference/failures.json").read_text())
-QUOTES = [(name, sight) for name, sights in SIGHTS.items() for sight in sights if sight.source]
-MESSAGES = [
-    (name, sight.text)
-    for name, sights in SIGHTS.items()
-    for sight in sights
-    if sight.kind == MESSAGE and not sight.source
-]
+ROWS = [(failure.name, row) for failure in GALLERY.values() for row in failure.rows()]
+QUOTES = [(name, row) for name, row in ROWS if row.source]
+MESSAGES = [(failure.name, text) for failure in GALLERY.values() for text in failure.messages]
 SITE = Path(torch.__file__).parent.parent
 
 
@@ -33,10 +30,16 @@ def one_side(text: str) -> str:
 
 
 def test_every_card_has_a_row():
-    assert SIGHTS.keys() == GALLERY.keys()
-    assert {sight.kind for sights in SIGHTS.values() for sight in sights} == {MESSAGE, NUMBER, BEHAVIOR}
-    texts = [sight.text for sights in SIGHTS.values() for sight in sights]
-    assert all("|" not in text and "\n" not in text for text in texts)
+    assert {name for name, _ in ROWS} == GALLERY.keys()
+    assert {row.kind for _, row in ROWS} == {MESSAGE, NUMBER, BEHAVIOR}
+    assert all("|" not in row.text and "\n" not in row.text for _, row in ROWS)
+
+
+def test_the_text_read_without_torch_is_that_of_the_gallery():
+    def text(failures):
+        return {name: [getattr(failure, part) for part in TEXT] for name, failure in failures.items()}
+
+    assert text(TEXTS) == text(GALLERY)
 
 
 @pytest.mark.parametrize("name, text", MESSAGES)
@@ -48,11 +51,11 @@ def test_a_quoted_message_is_in_a_saved_run(name, text):
     assert one_side(text) in one_side(said_by(saved)) or one_side(text) in one_side(here)
 
 
-@pytest.mark.parametrize("name, sight", QUOTES)
-def test_what_was_not_seen_here_names_its_source(name, sight):
-    source = SITE / sight.source
-    if sight.source.startswith("torch/") and source.suffix == ".py":
-        assert sight.text.partition(" torch.bfloat16")[0] in " ".join(source.read_text().replace('"', "").split())
+@pytest.mark.parametrize("name, row", QUOTES)
+def test_what_was_not_seen_here_names_its_source(name, row):
+    source = SITE / row.source
+    if row.source.startswith("torch/") and source.suffix == ".py":
+        assert row.text.partition(" torch.bfloat16")[0] in " ".join(source.read_text().replace('"', "").split())
 
 
 FAST = ("crash-connection-closed",)
