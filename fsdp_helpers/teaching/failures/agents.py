@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -59,74 +59,72 @@ def read_local_rank(rank: int, world_size: int) -> Numbers:
 
 # ---------------------------------------------------------------- a terminal that closes
 
-WAIT = """
+POLL_S = 0.1
+STEPS = """
 import pathlib, time
-pathlib.Path("began").touch()
-time.sleep(1)
-print(42)
+for step in range({num_steps}):
+    pathlib.Path("step").write_text(str(step))
+    time.sleep(0.1)
 """
 
 
 @contextmanager
-def torchrun(script: str, *starter: str, **variables: str) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """Start a script under torchrun, and yield torchrun and its working folder once the script has begun."""
+def torchrun(script: str, *flags: str) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """Start a script with nohup under torchrun; once it has begun, yield torchrun and its working folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(script)
-        command = [*starter, sys.executable, *TORCHRUN, str(path)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        agent = subprocess.Popen(command, cwd=folder, env=os.environ | {"TMPDIR": folder} | variables, **pipes)
-        while not Path(folder, "began").exists():
-            time.sleep(0.05)
+        command = ["nohup", sys.executable, *TORCHRUN, *flags, str(path)]
+        with Path(folder, "output").open("w") as output:
+            variables = os.environ | {"TMPDIR": folder}
+            agent = subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        while not Path(folder, "step").exists():
+            time.sleep(POLL_S)
         yield agent, Path(folder)
 
 
-def answer_after_a_hangup(agent: subprocess.Popen) -> Numbers:
-    """Close the terminal of torchrun, as it sees it, and return what its script prints."""
-    agent.send_signal(signal.SIGHUP)
-    printed, error = agent.communicate()
-    if not printed:
-        raise RuntimeError(error.strip().splitlines()[-1])
-    return {"the worker's answer": float(printed)}
+def last_step_after_a_hangup(*flags: str) -> Numbers:
+    """Send torchrun the signal that a closing terminal sends, and return its script's last step."""
+    with torchrun(STEPS.format(num_steps=5), *flags) as (agent, folder):
+        agent.send_signal(signal.SIGHUP)
+        if agent.wait():
+            raise RuntimeError((folder / "output").read_text().strip().splitlines()[-1])
+        return {"last step": float((folder / "step").read_text())}
 
 
 def hang_up(rank: int, world_size: int) -> Numbers:
-    with torchrun(WAIT, "nohup") as (agent, _):
-        return answer_after_a_hangup(agent)
+    return last_step_after_a_hangup()
 
 
-def hang_up_on_an_agent_without_a_handler(rank: int, world_size: int) -> Numbers:
-    with torchrun(WAIT, "nohup", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGQUIT") as (agent, _):
-        return answer_after_a_hangup(agent)
+def hang_up_without_a_handler(rank: int, world_size: int) -> Numbers:
+    return last_step_after_a_hangup("--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT")
+
+
+def fourth_step() -> Numbers:
+    return {"last step": 4}
 
 
 # ---------------------------------------------------------------- ranks that outlive their agent
 
-WRITE = """
-import ctypes, itertools, pathlib, time
-for step in range(30):
-    pathlib.Path("began").write_text(str(step))
-    time.sleep(0.1)
-"""
 END_WITH_AGENT = "import ctypes; ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL\n"
 
 
-def steps_after_a_kill(script: str) -> Numbers:
-    """Kill torchrun, and return whether its rank goes on."""
+def is_writing_after_a_kill(script: str) -> Numbers:
+    """Kill torchrun, and return whether its rank is still writing a second later."""
     with torchrun(script) as (agent, folder):
         agent.kill()
-        agent.communicate()
-        before = (folder / "began").read_text()
+        agent.wait()
+        before = (folder / "step").read_text()
         time.sleep(1)
-        return {"ranks that still write": float((folder / "began").read_text() != before)}
+        return {"ranks that still write": float((folder / "step").read_text() != before)}
 
 
 def leave_ranks_behind(rank: int, world_size: int) -> Numbers:
-    return steps_after_a_kill(WRITE)
+    return is_writing_after_a_kill(STEPS.format(num_steps=50))
 
 
-def end_ranks_with_the_agent(rank: int, world_size: int) -> Numbers:
-    return steps_after_a_kill(END_WITH_AGENT + WRITE)
+def end_ranks_with_their_agent(rank: int, world_size: int) -> Numbers:
+    return is_writing_after_a_kill(END_WITH_AGENT + STEPS.format(num_steps=50))
 
 
 def no_rank() -> Numbers:
@@ -181,18 +179,257 @@ def build_extension(folder: Path) -> None:
 
 def wait_for_a_killed_build(rank: int, world_size: int) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "lock").touch()  # of a build that was killed
+        if rank == 0:
+            Path(folder, "lock").touch()  # a build on this node was killed
         build_extension(Path(folder))
+        dist.barrier()
         return {"extensions": len(list(Path(folder).glob("*.so")))}
 
 
 def remove_its_lock_first(rank: int, world_size: int) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "lock").touch()  # of a build that was killed
-        Path(folder, "lock").unlink()
+        if rank == 0:
+            Path(folder, "lock").touch()  # a build on this node was killed
+        Path(folder, "lock").unlink(missing_ok=True)
         build_extension(Path(folder))
+        dist.barrier()
         return {"extensions": len(list(Path(folder).glob("*.so")))}
 
 
 def one_extension() -> Numbers:
     return {"extensions": 1}
+
+
+AGENTS = (
+    Failure(
+        name="hang-wrong-world-size",
+        title="The group waits for a number of ranks that never comes",
+        why=(
+            "The world size that the ranks were given doesn't match the number of processes that were started: a node "
+            "is missing, `--nnodes` differs between machines, Slurm started one task instead of eight, or a second "
+            "job's ranks are counted, too."
+        ),
+        tell=(
+            "The message has both numbers. If `worker_count` is below `world_size`, ranks are missing. If it's above, "
+            "two jobs share an address and port, or this job reuses an old `--rdzv-id` or file store."
+        ),
+        fix=(
+            "Make the number of processes started equal nnodes × nproc-per-node, with the same values on all "
+            "machines. On Slurm, use `srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` "
+            "without torchrun. Give each job its own `--rdzv-id` and port."
+        ),
+        messages=(
+            "seconds waiting for clients. 1/2 clients joined",
+            "clients joined",
+            "waiting for clients",
+        ),
+        behavior=(
+            (
+                "the training halts forever without any notification under Slurm; SLURM_LOCALID, SLURM_PROCID, "
+                "SLURM_NTASKS"
+            ),
+            "stuck at the start under Slurm: every process is global rank 0 or 1, both nodes start the same ranks",
+            "the job waits forever for the other nodes or processes to join",
+            "hangs at initializing distributed; MEMBER 1/4 appears twice",
+            "waits for more ranks than were started: nnodes, num_machines, num_processes or ntasks doesn't match",
+            "Slurm: --ntasks-per-node, srun starts one process, or torchrun is started eight times per node",
+            "torchrun hangs until all nodes have joined; one node is missing or has the wrong node_rank",
+            "a leftover file of file:// initialization",
+        ),
+        quotes={
+            "torch before 2.2": (
+                "Timed out initializing process group in store based barrier on rank",
+                "Waiting in store based barrier to initialize process group for rank",
+            ),
+            "pytorch-lightning#6206": (
+                "initializing ddp: GLOBAL_RANK: 1, MEMBER: 2/4",
+                "Initializing distributed: GLOBAL_RANK: 0, MEMBER: 1/4",
+                "store_based_barrier_key:1 (world_size=2, worker_count=4, timeout=0:30:00)",
+            ),
+            "pytorch-lightning": (
+                "but the number of tasks per node configured in SLURM",
+                "does not match with the number of tasks",
+            ),
+            "torch": (
+                "worker_count=",
+                "the number of ranks is inconsistent with",
+            ),
+        },
+        broken=wait_for_two_processes,
+        fixed=wait_for_the_one_started,
+        right=one_store,
+        says="1/2 clients joined",
+        stall_s=30.0,  # far above the two seconds in which nothing moves here
+    ),
+    Failure(
+        name="crash-local-rank-argument",
+        title="unrecognized arguments: --local-rank",
+        why=(
+            "`torch.distributed.launch` passes `--local-rank=N` to the script, spelled with a hyphen since PyTorch "
+            "2.0. torchrun passes no argument; it sets environment variables instead."
+        ),
+        tell="The script parses `--local_rank`, and it's started with `python -m torch.distributed.launch`.",
+        fix=(
+            "Start with torchrun and read `int(os.environ['LOCAL_RANK'])`; or `parser.add_argument('--local-rank', "
+            "'--local_rank', type=int)`."
+        ),
+        messages=(
+            "error: unrecognized arguments: --local-rank=5",
+            "unrecognized arguments: --local-rank",
+        ),
+        behavior=(
+            "argument parsing fails since PyTorch 2.0, with --local_rank",
+            "local_rank isn't passed to the script any more; torchrun and --local-rank; argparse",
+        ),
+        quotes={
+            "argparse": (
+                "error: unrecognized arguments: --local_rank=0",
+                "the following arguments are required: --local_rank",
+            ),
+            "torchrun": ("failed (exitcode: 2) local_rank: 0",),
+            "torch.distributed.launch": ("please change it to read from `os.environ('LOCAL_RANK')` instead",),
+            "transformers": ("Some specified arguments are not used by the HfArgumentParser: ['--local",),
+            "torch": (
+                "torch.distributed.launch is deprecated",
+                "The module torch.distributed.launch is deprecated",
+            ),
+        },
+        broken=parse_local_rank,
+        fixed=read_local_rank,
+        right=answer,
+        says="unrecognized arguments: --local-rank",
+        stall_s=60.0,  # torchrun loads PyTorch first
+    ),
+    Failure(
+        name="crash-hangup",
+        title="SignalException: Process got signal: 1",
+        why=(
+            "The terminal or the SSH connection from which torchrun was started has closed, which sent torchrun a "
+            "SIGHUP. `nohup` doesn't help, because torchrun installs its own handler for that signal. Signal 15 comes "
+            "from a scheduler, or from somebody's `kill`."
+        ),
+        tell="The message names the signal; the ranks' logs end in the middle of a step, without an error.",
+        fix=(
+            "Start torchrun in `tmux` or as a scheduler job; or keep it from handling SIGHUP: `nohup torchrun "
+            "--signals-to-handle SIGTERM,SIGINT,SIGQUIT ... &`."
+        ),
+        messages=(
+            "torch.distributed.elastic.multiprocessing.api.SignalException",
+            "got signal: 1",
+        ),
+        behavior=(
+            "training ends when the terminal or the SSH connection is closed",
+            "training stops by itself with nohup, after logging out or closing the laptop",
+            "the job dies when I log out, close the laptop, VS Code or the SSH session; nohup; background",
+            "received a SIGHUP, SIGINT or SIGTERM; the pod or job is deleted, preempted or canceled",
+        ),
+        quotes={
+            "torchrun": (
+                "got signal: 15",
+                "got signal: 2",
+                "Received 1 death signal, shutting down workers",
+                "Received 15 death signal",
+                "Received Signals.SIGHUP death signal, shutting down workers",
+                "Received Signals.SIGTERM death signal",
+                "Received Signals.SIGINT death signal",
+            ),
+            "Kubernetes": ("exit code 143",),
+            "torchrun, Docker, Slurm": ("exit code -15",),
+        },
+        broken=hang_up,
+        fixed=hang_up_without_a_handler,
+        right=fourth_step,
+        says="got signal: 1",
+        stall_s=60.0,  # torchrun loads PyTorch first
+    ),
+    Failure(
+        name="crash-rendezvous-closed",
+        title="RendezvousClosedError, or a node that joins too late",
+        why=(
+            "torchrun's agents find each other under a rendezvous id. Once one node has finished or failed, it closes "
+            "the rendezvous, and a node that restarts or arrives afterward finds it closed. Reusing an old job's id "
+            "looks the same."
+        ),
+        tell="The real error is in the log of the first node to leave, earlier than this message.",
+        fix=(
+            "Use a fresh `--rdzv-id=$SLURM_JOB_ID` for every start, make sure that all nodes join within "
+            "`--rdzv-conf=join_timeout=600`, and read the log of the first failure. For several jobs on one machine, "
+            "give each `--standalone` or `--rdzv-endpoint=localhost:0`."
+        ),
+        messages=("RendezvousClosedError",),
+        behavior=(
+            "some nodes finish and the last one fails in the rendezvous",
+            "elastic: a node restarts or joins after the others have finished; max_restarts; the same rdzv_id",
+        ),
+        quotes={
+            "torch/distributed/elastic/rendezvous/api.py": (
+                "RendezvousGracefulExitError",
+                "RendezvousStateError",
+            ),
+            "torch/distributed/elastic": (
+                "RendezvousConnectionError",
+                "The rendezvous is closed",
+            ),
+        },
+        broken=join_a_finished_job,
+        fixed=join_under_a_new_id,
+        right=one_node,
+        says="RendezvousClosedError",
+        stall_s=30.0,  # far above the second that a rendezvous waits for more nodes
+    ),
+    Failure(
+        name="save-two-writers",
+        title="Two runs write into the same folder",
+        why=(
+            "torchrun was killed with SIGKILL, and its ranks kept running as orphans. The next run writes to the same "
+            "folder as they do."
+        ),
+        tell="`python -m fsdp_helpers doctor` lists such ranks; in `ps -ef`, their parent is process 1.",
+        fix=(
+            "Ask Linux to kill each rank when its agent dies (`prctl`), and lock the folder, as `train` does. "
+            "[10](10_many_machines.ipynb) lists all the ways that a job can end."
+        ),
+        behavior=(
+            "two runs write into the same folder; ranks of a killed torchrun still train",
+            "GPU memory stays in use after Ctrl-C or kill; zombie or orphan processes of the last run",
+            "old processes keep training after torchrun was killed",
+        ),
+        broken=leave_ranks_behind,
+        fixed=end_ranks_with_their_agent,
+        right=no_rank,
+        stall_s=60.0,  # torchrun loads PyTorch first
+    ),
+    Failure(
+        name="hang-extension-lock",
+        title="Stuck at Using ~/.cache/torch_extensions as PyTorch extensions root",
+        why=(
+            "A CUDA extension is compiled the first time it's used, under a lock file. A build that was killed leaves "
+            "the lock file behind, and every later process waits for it to go away. On a network disk, ranks on "
+            "several nodes wait for one another."
+        ),
+        tell=(
+            "`py-spy dump` shows `file_baton.py` in `wait`. The folder contains a file called `lock` that's older "
+            "than the job."
+        ),
+        fix=(
+            "Run `rm -rf ~/.cache/torch_extensions`, then build on one rank first, or install a prebuilt version of "
+            "the extension. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk."
+        ),
+        behavior=(
+            "hangs while loading or compiling an extension: fused_adam, cpu_adam, deformable attention, ninja",
+            "stuck at Loading extension module, after a killed or interrupted build",
+        ),
+        quotes={
+            "torch/utils/cpp_extension.py": ("as PyTorch extensions root",),
+            "torch, cpp_extension": (
+                "Loading extension module",
+                "Detected CUDA files, patching ldflags",
+                "Emitting ninja build file",
+            ),
+        },
+        broken=wait_for_a_killed_build,
+        fixed=remove_its_lock_first,
+        right=one_extension,
+        says=r"wait\(\), called from agents.py",
+    ),
+)

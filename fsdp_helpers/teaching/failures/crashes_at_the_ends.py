@@ -69,12 +69,15 @@ if __name__ == "__main__":
 """
 
 
+ERROR = r"^([\w.]*Error|\S+: error): .*?(?=\n\n|\nTraceback|\nE\d{4} |\Z)"  # down to torchrun's log, or a cause
+
+
 def answer_of(command: list[str], **variables: str) -> Numbers:
     """Run a program and return the number that it prints; raise a RuntimeError with its error if it prints nothing."""
     environment = os.environ | variables
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if not done.stdout:
-        error = re.search(r"^[\w.]*Error: .*?(?=\n\n|\nTraceback|\Z)", done.stderr, re.MULTILINE | re.DOTALL)
+        error = re.search(ERROR, done.stderr, re.MULTILINE | re.DOTALL)
         said = " ".join(error[0].split()) if error else f"no answer, and exit status {done.returncode}: {done.stderr}"
         raise RuntimeError(said)
     return {"the worker's answer": float(done.stdout)}

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
-from fsdp_helpers.teaching.failures.small_job import WIDTH, cpu_mesh, images, small_model
+from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, small_model
 
 # ---------------------------------------------------------------- a second start
 
@@ -170,3 +170,266 @@ def norm_alone() -> Numbers:
     model = small_model()
     model(images()).square().mean().backward()
     return {"gradient norm": nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()}
+
+
+GROUPS = (
+    Failure(
+        name="crash-group-twice",
+        title="trying to initialize the default process group twice!",
+        why=(
+            "Something else has already created the process group: `Accelerator`, a Trainer, Lightning, or a cell "
+            "that ran twice."
+        ),
+        tell="`dist.is_initialized()` is True before your call.",
+        fix=(
+            "Write `if not dist.is_initialized(): dist.init_process_group(...)`; if you use a framework, leave this "
+            "call to it."
+        ),
+        messages=(
+            "trying to initialize the default process group twice!",
+            "initialize the default process group twice",
+        ),
+        behavior=(
+            "init_process_group is called twice",
+            "init_process_group twice: in the script and in the Trainer, Accelerator, Lightning or a notebook cell",
+        ),
+        quotes={
+            "accelerate": ("AcceleratorState has already been initialized and cannot be changed",),
+            "torch": ("The specified group name has already been created",),
+        },
+        broken=start_again,
+        fixed=start_if_needed,
+        right=two_ranks,
+        says="trying to initialize the default process group twice!",
+    ),
+    Failure(
+        name="crash-mesh-size",
+        title="The mesh's size doesn't match the number of ranks",
+        why=(
+            "The product of the parallel dimensions must be the world size; if you ask for a mesh of eight in a job "
+            "with one rank, you forgot torchrun."
+        ),
+        tell="Print `dist.get_world_size()` and the mesh's shape.",
+        fix=(
+            "Use `init_device_mesh('cuda', (world_size // tp, tp), mesh_dim_names=('dp', 'tp'))`, and start that many "
+            "ranks with torchrun."
+        ),
+        messages=("Mesh should not be bigger than default world size",),
+        behavior=(
+            "tensor parallel times data parallel isn't the number of GPUs",
+            "world size isn't divisible by the tensor, pipeline, context or replica degree",
+            "device mesh: wrong shape, missing mesh_dim_names, or a name that doesn't exist",
+            "hybrid sharding wants a 2-D mesh",
+        ),
+        quotes={
+            "torchtitan": (
+                "Invalid parallel dims: dp_replicate",
+                "WORLD_SIZE(8)",
+            ),
+            "torch, device mesh": (
+                "Cannot slice a DeviceMesh without mesh_dim_names",
+                "Invalid mesh_dim_name",
+                "Valid mesh_dim_names are",
+                "Available mesh dimensions are",
+                "expects a 1D or 2D DeviceMesh",
+                "Expected device_mesh to have ndim=2 but got",
+                "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+                "must be divisible by 'group_size",
+                "should be less or equal to the world size",
+            ),
+            "accelerate": ("does not match num_processes",),
+        },
+        broken=mesh_for_eight,
+        fixed=mesh_for_all,
+        right=two_ranks,
+        says="Mesh should not be bigger than default world size",
+    ),
+    Failure(
+        name="crash-not-in-group",
+        title="A rank is not part of the group",
+        why=(
+            "In a smaller group, `src` and `dst` are still *global* ranks: `broadcast(t, src=0, group=g)` on a group "
+            "of ranks 4 to 7 names a rank outside the group. Also, a rank that isn't a member only gets a placeholder "
+            "from `new_group`, and can't communicate through it."
+        ),
+        tell=(
+            "`dist.get_process_group_ranks(group)` doesn't contain the rank in the call, or the rank that makes the "
+            "call."
+        ),
+        fix=(
+            "Use `dist.broadcast(t, group=group, group_src=0)`, or `src=dist.get_global_rank(group, 0)`. Put `if "
+            "dist.get_rank(group) >= 0:` around the calls that only members make."
+        ),
+        messages=("is not part of group",),
+        behavior=(
+            "broadcast, scatter, send or recv in a sub-group with the wrong src; tensor-parallel or node-local groups",
+        ),
+        quotes={
+            "torch": (
+                "was not included in process group",
+                "which does not belong to the given group",
+                "is not part of the group",
+            ),
+        },
+        broken=name_a_global_rank,
+        fixed=name_a_rank_of_the_group,
+        right=the_value,
+        says="is not part of group",
+    ),
+    Failure(
+        name="crash-models-differ",
+        title="DDP expects same model across all ranks",
+        why=(
+            "The ranks built different models: each rank built a vocabulary from its own data, the code branches on "
+            "the rank, only rank 0 froze or resized something, or two nodes have different package versions."
+        ),
+        tell=(
+            "The message names a rank with a different number of parameters, or the first parameter whose size "
+            "differs. Print `[(n, p.shape) for n, p in model.named_parameters()]` on every rank."
+        ),
+        fix=(
+            "Decide on rank 0 and broadcast the decision: `dist.broadcast_object_list([config])`. Then build, freeze "
+            "and resize on every rank."
+        ),
+        messages=(
+            "DDP expects same model across all ranks, but Rank",
+            "DDP expects same model across all ranks",
+            "has inconsistent 0 params",
+            "params, while rank 0 has inconsistent",
+        ),
+        behavior=(
+            "the model has a different number of parameters on one rank",
+            "parameters are frozen or layers are added on rank 0 only",
+            (
+                "the number or shape of parameters differs between ranks; a tokenizer or vocabulary built per rank; "
+                "random architecture"
+            ),
+            "ranks loaded different checkpoints or versions",
+        ),
+        quotes={
+            "torch, DDP, reducer.cpp": (
+                "appears not to match sizes of the same param in process 0",
+                "appears not to match strides of the same param in process 0",
+            ),
+        },
+        broken=grow_on_rank_0,
+        fixed=grow_on_every_rank,
+        right=four_layers,
+        says="DDP expects same model across all ranks",
+    ),
+    Failure(
+        name="crash-gather-shapes",
+        title="all_gather with tensors of different shapes",
+        why=(
+            "A collective doesn't send shapes along, so every rank must pass a tensor of the same shape and dtype. "
+            "The shapes differ with a smaller last batch, texts of different lengths, or lists of boxes."
+        ),
+        tell=(
+            "Print `tensor.shape, tensor.dtype` on every rank just before the call. gloo aborts the process that "
+            "receives too much. NCCL may say nothing: the numbers come back mixed up, or the call hangs."
+        ),
+        fix=(
+            "All-gather the lengths, pad to the longest, all-gather, truncate; `accelerator.pad_across_processes` and "
+            "`gather_for_metrics` do this for you. For Python objects of any size, use `dist.all_gather_object`."
+        ),
+        messages=("Received data size doesn't match expected size",),
+        behavior=(
+            "gathering predictions in evaluation fails or hangs when the last batch is smaller",
+            "gather or all_gather hangs or fails when ranks have a different number of samples",
+            "all_gather of variable-length tensors; pad before gathering; predictions of different shapes",
+            "outputs are garbled after all_gather because shapes or dtypes differ between ranks",
+        ),
+        quotes={
+            "torch, c10d": (
+                "output tensor size must be equal to world_size times input tensor size",
+                "All tensor operands to scatter/gather must have the same number of elements",
+                "Tensors must be contiguous",
+                "invalid tensor size at index",
+                "tensor list operands to scatter/gather must have the same size as process group",
+                "must be contiguous",
+                "must have the same number of elements",
+                "wrong size output",
+                "Invalid usage of tensors with different dtypes",
+                "expected to have size equal to first tensor",
+            ),
+            "accelerate": (
+                "Cannot apply desired operation due to shape mismatches",
+                "Impossible to apply the desired operation due to inadequate shapes",
+                "due to shape mismatches",
+                "You can't use batches of different size with `dispatch_batches=True`",
+            ),
+        },
+        broken=gather_as_they_are,
+        fixed=pad_and_gather,
+        right=all_predictions,
+        says="(?s)SIGABRT.*doesn't match expected size",
+    ),
+    Failure(
+        name="crash-sharded-twice",
+        title="A module, or a mesh, is used for FSDP a second time",
+        why=(
+            "A cell that ran twice, or the framework's `prepare`, shards a unit again. Or a loop over "
+            "`model.modules()` begins with the model itself, which takes all parameters; the layers' parameters are "
+            "then DTensors, `fully_shard` assumes that these belong to a different mesh dimension, and doesn't find "
+            "its mesh."
+        ),
+        tell="`isinstance(model, FSDPModule)` is True before your call.",
+        fix=(
+            "Shard each block once, then the root once: `for block in model.layers: fully_shard(block)`, then "
+            "`fully_shard(model)`. If you use `accelerator.prepare`, leave the sharding to it."
+        ),
+        messages=("Invariant encountered: value was None when it should not be",),
+        behavior=("fully_shard or FSDP is applied twice to the same module; nested wrapping; a cell that ran twice",),
+        quotes={
+            "torch/distributed/fsdp/_fully_shard": (
+                "FSDP requires the DP and model parallel TP/EP mesh to be not None but got",
+            ),
+            "torch, FSDP2": ("FSDP requires the DP and TP mesh to have the same parent mesh but got",),
+            "torch/distributed/fsdp/wrap.py": ("is already wrapped by",),
+            "torch": (
+                "can only be applied to a module once",
+                "FSDP auto wrapping requires modules to not already have FSDP applied",
+                "already managed by `fully_shard`",
+            ),
+        },
+        broken=shard_each_module,
+        fixed=shard_blocks_then_the_root,
+        right=outputs_alone,
+        says="Invariant encountered|to be not None but got",
+    ),
+    Failure(
+        name="crash-cross-mesh",
+        title="DTensors on two meshes meet in one operation, in clipping or in the optimizer",
+        why=(
+            "With FSDP and a second dimension (`tp`, `ep`), some parameters are on a mesh with one dimension and "
+            "others on one with two. Clipping stacks the norms of all gradients; older optimizers' foreach and fused "
+            "kernels take all parameters in one call."
+        ),
+        tell=(
+            "`{p.device_mesh for p in model.parameters()}` contains more than one mesh. Plain tensors mixed with "
+            "DTensors have the same effect."
+        ),
+        fix=(
+            "Use one parameter group, or one optimizer, for each mesh; or pass `foreach=False, fused=False`. To clip, "
+            "take `torch.nn.utils.get_total_norm` of each mesh's gradients, then of these norms, and call "
+            "`clip_grads_with_norm_(group, max_norm, norm)` for each mesh."
+        ),
+        messages=("must have the same mesh, but got DeviceMesh",),
+        behavior=(
+            "optimizer.step() or clip_grad_norm_ fails with FSDP and tensor parallelism",
+            (
+                "tensor parallelism with FSDP: some parameters are plain tensors or on a different mesh, in clipping "
+                "or the fused optimizer"
+            ),
+        ),
+        quotes={
+            "pytorch PR #134551": ("DTensor does not support cross-mesh operation yet",),
+            "pytorch PR #153268": ("Could not run pointwise computation across different mesh",),
+            "torch, DTensor": ("aten._foreach_mul_.Scalar",),
+        },
+        broken=clip_all_at_once,
+        fixed=clip_mesh_by_mesh,
+        right=norm_alone,
+        says="must have the same mesh|cross-mesh|different mesh",
+    ),
+)

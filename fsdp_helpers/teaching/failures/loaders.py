@@ -223,3 +223,185 @@ def keep_workers(rank: int, world_size: int) -> Numbers:
 
 def one_worker() -> Numbers:
     return {"workers started in three epochs": 1}
+
+
+LOADERS = (
+    Failure(
+        name="crash-bad-batch",
+        title="DataLoader worker exited, or failed on one rank",
+        why=(
+            "A worker process died or raised an exception: a file is damaged, a transform fails on one sample, or "
+            "host memory ran out. Only that rank stops; the others report a timeout or a lost connection."
+        ),
+        tell=(
+            "The first traceback says *Caught ... in DataLoader worker process*. `num_workers=0` shows the real line."
+        ),
+        fix=(
+            "Catch bad samples inside the dataset and replace them, so that every rank still gets the same number of "
+            "samples. *Killed* means that host memory ran out: use fewer workers, `persistent_workers=True`, and "
+            "arrays instead of lists of Python objects."
+        ),
+        messages=(
+            "in DataLoader worker process 0",
+            "in DataLoader worker process",
+        ),
+        behavior=(
+            "host memory grows with the number of workers and ranks until a worker is killed",
+            "one rank dies in its data loader and the rest hang",
+            "a corrupted image or sample kills one worker; it fails at a random step on one rank",
+            "collate_fn fails: tensors of different size in a batch",
+        ),
+        quotes={
+            "torch/utils/data/dataloader.py": ("exited unexpectedly",),
+            "torch/utils/data": (
+                "is killed by signal: Killed",
+                "is killed by signal: Aborted",
+                "is killed by signal: Terminated",
+                "is killed by signal: Segmentation fault",
+                "stack expects each tensor to be equal size",
+                "Pin memory thread exited unexpectedly",
+                "each element in list of batch should be of equal size",
+            ),
+        },
+        broken=read_a_damaged_image,
+        fixed=replace_the_damaged_image,
+        right=all_values,
+        says="in DataLoader worker process 0",
+    ),
+    Failure(
+        name="hang-forked-worker",
+        title="A data loader with workers hangs before its first batch",
+        why=(
+            "With `num_workers` above 0, the loader forks the process. A lock that a thread held at that moment (in "
+            "tokenizers, OpenCV, OpenMP or a logger) stays locked in the worker forever. An HDF5 or LMDB handle that "
+            "was opened before the fork is shared by all workers, and breaks."
+        ),
+        tell=(
+            "With `num_workers=0`, it runs. `py-spy dump --pid WORKER` shows a worker that waits inside a library. "
+            "Tokenizers prints a warning: *The current process just got forked, after parallelism has already been "
+            "used*."
+        ),
+        fix=(
+            "Set `TOKENIZERS_PARALLELISM=false`, and call `cv2.setNumThreads(0)`. Open files in `__getitem__` or "
+            "`worker_init_fn`. Or start workers without a plain fork: `DataLoader(..., "
+            "multiprocessing_context='forkserver')`."
+        ),
+        messages=("DataLoader timed out after",),
+        behavior=(
+            "the data loader hangs or deadlocks with num_workers > 0, works with num_workers=0",
+            (
+                "stuck at the first batch: workers never return; fork, threads, OpenCV, cv2, tokenizers, HDF5, h5py, "
+                "lmdb, zarr"
+            ),
+            "training hangs in next(iter(dataloader)) on some ranks",
+            "a worker times out; DataLoader timed out",
+        ),
+        quotes={
+            "tokenizers": (
+                "The current process just got forked, after parallelism has already been used",
+                "Disabling parallelism to avoid deadlocks",
+                "TOKENIZERS_PARALLELISM=(true",
+            ),
+        },
+        broken=fork_workers,
+        fixed=start_fresh_workers,
+        right=four_samples,
+        says="DataLoader timed out after 2 seconds",
+        stall_s=30.0,  # far above the two seconds in which nothing moves here
+    ),
+    Failure(
+        name="crash-open-files",
+        title="Too many open files",
+        why=(
+            "Loader workers pass each tensor as a file descriptor; ranks × workers × prefetched batches can exceed "
+            "the usual limit of 1,024 open files."
+        ),
+        tell="Run `ulimit -n` inside the job; `python -m fsdp_helpers doctor` reports the limit, too.",
+        fix=(
+            "Raise the limit with `ulimit -n 65536`, or call "
+            "`torch.multiprocessing.set_sharing_strategy('file_system')` at the top of the script."
+        ),
+        messages=("Too many open files",),
+        behavior=(
+            "fails after an epoch or some hundred batches with many loader workers",
+            "[Errno 24]; ulimit -n; num_workers × ranks",
+        ),
+        quotes={
+            "Python": (
+                "received 0 items of ancdata",
+                "unable to open shared memory object",
+                "Resource temporarily unavailable",
+                "can't start new thread",
+                "OSError: [Errno 24]",
+                "BlockingIOError: [Errno 11]",
+            ),
+        },
+        broken=send_file_descriptors,
+        fixed=send_file_names,
+        right=sixty_batches,
+        says="Too many open files",
+    ),
+    Failure(
+        name="memory-loader-workers",
+        title="Host memory grows with every epoch: the loader's workers",
+        why=(
+            "Forked workers share the data set's memory until somebody writes to it, and Python writes a reference "
+            "count whenever it touches an object. So a list of a million paths or dictionaries gets copied, page by "
+            "page, into each worker of each rank."
+        ),
+        tell=(
+            "`num_workers=0` keeps memory flat. Sum the PSS of the workers (`smem`, or `/proc/PID/smaps_rollup`): it "
+            "grows with the number of samples read. It ends with *Killed* or *Cannot allocate memory*."
+        ),
+        fix=(
+            "Keep the metadata in one NumPy array, tensor, Arrow table or memory map, or serialize the list before "
+            "you give it to a `torch.utils.data` dataset. Use fewer workers, and put a limit on any caches inside the "
+            "dataset."
+        ),
+        numbers=("RAM grows steadily in every epoch, GPU memory doesn't",),
+        behavior=(
+            (
+                "increasing RAM during training until the job is killed; memory leak in the DataLoader; 30 GB at the "
+                "start, 200 GB after a couple epochs"
+            ),
+            "RAM usage is multiplied by num_workers and by the number of GPUs",
+            "host memory, RSS or shared memory grows from epoch to epoch; copy-on-write, list, dict",
+            "the job is killed by the OOM killer in the middle of training, after hours or epochs, not at the start",
+            "CPU memory keeps increasing for hours or days, until the OOM killer comes",
+        ),
+        quotes={
+            "Python": ("OSError: [Errno 12] Cannot allocate memory",),
+            "torch/utils/data": ("is killed by signal: Killed",),
+        },
+        broken=keep_a_list,
+        fixed=keep_an_array,
+        right=no_copy,
+    ),
+    Failure(
+        name="slow-data-loader",
+        title="GPUs wait for data",
+        why=(
+            "N ranks need data N times as fast from the same disk, prepared by the same cores. Loader workers restart "
+            "with every epoch unless they're persistent."
+        ),
+        tell=(
+            "If steps run at full speed when you repeat one batch, it's the loader. GPU utilization looks like a "
+            "sawtooth, and drops to 0 at the start of each epoch."
+        ),
+        fix=(
+            "Use `DataLoader(num_workers=cores // ranks, persistent_workers=True, pin_memory=True, "
+            "prefetch_factor=4)`. Read from a local disk, and decode the data only once, ahead of time."
+        ),
+        behavior=(
+            "GPU utilization is low or drops to zero between batches or epochs under DDP",
+            "training pauses at the start of each epoch",
+            "data loading is the bottleneck; the GPU utilization is low",
+            "GPU utilization goes up and down, 0% for seconds; the step waits for the next batch; num_workers",
+            "each epoch begins with a long pause; workers are started again",
+            "reading from NFS, S3 or a slow disk",
+        ),
+        broken=start_workers_in_each_epoch,
+        fixed=keep_workers,
+        right=one_worker,
+    ),
+)

@@ -3,11 +3,12 @@
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
@@ -115,6 +116,46 @@ def sharded_state(rank: int, world_size: int) -> Numbers:
 
 def half_of_the_state() -> Numbers:
     return {"bytes of the state dict, per rank": WHOLE_BYTES / 2}
+
+
+# ---------------------------------------------------------------- activations that wait for backward
+
+
+class Deep(nn.Module):
+    """Four blocks, whose activations are kept until backward, or computed again there."""
+
+    def __init__(self, recomputed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+        self.blocks, self.recomputed = nn.ModuleList(blocks), recomputed
+
+    def forward(self, samples: Tensor) -> Tensor:
+        for block in self.blocks:
+            recomputed = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+            samples = checkpoint(block, samples, **recomputed) if self.recomputed else block(samples)
+        return samples
+
+
+def bytes_before_backward(model: nn.Module) -> Numbers:
+    batch = images(64)
+    with trace_memory() as trace:
+        loss = model(batch).mean()
+    loss.backward()
+    return {"bytes that wait for backward": trace.whole().curve.held_bytes}
+
+
+def keep_activations(rank: int, world_size: int) -> Numbers:
+    return bytes_before_backward(in_units(Deep(recomputed=False)))
+
+
+def recompute_activations(rank: int, world_size: int) -> Numbers:
+    return bytes_before_backward(in_units(Deep(recomputed=True)))
+
+
+def inputs_of_blocks() -> Numbers:
+    """Return the bytes of the inputs of three blocks and of the loss; the first block's input is the batch."""
+    return {"bytes that wait for backward": 3 * images(64).nbytes + FP32_BYTES}
 
 
 MEMORY = (
@@ -232,5 +273,56 @@ MEMORY = (
         broken=full_state_everywhere,
         fixed=sharded_state,
         right=half_of_the_state,
+    ),
+    Failure(
+        name="memory-activations",
+        title="Out of memory in the first steps, although everything is sharded",
+        why=(
+            "Sharding divides parameters, gradients and the optimizer's state, but not the rest. Activations grow "
+            "with the batch and the sequence length, and the logits with the vocabulary. Each unit is all-gathered in "
+            "full on every rank, and Adam's state is only allocated in the first step."
+        ),
+        tell=(
+            "Halve the batch per rank: does it fit? `torch.cuda.max_memory_allocated()` after forward, backward and "
+            "step says which of the three is to blame."
+        ),
+        fix=(
+            "Use activation checkpointing for each block, a smaller micro-batch with accumulation, a loss computed in "
+            "chunks, or `CPUOffloadPolicy`. `python -m fsdp_helpers plan` adds up the memory beforehand."
+        ),
+        behavior=(
+            "OOM at the first forward, backward or optimizer step on several GPUs; more GPUs don't help",
+            "out of memory with long sequences or a large batch under FSDP or DDP",
+            "one model that fits on a single GPU is out of memory with DDP",
+            "CUDA out of memory in the very first iteration, in forward or in backward",
+            "still runs out of memory with a batch size of 1; OOM on 8 GPUs with fine-tuning of 7B",
+            "CUDA OOM during training with FSDP; out of memory much earlier than without",
+            "OOM error in the middle of training",
+            "OOM in the first iteration, in the loss, in the logits, in attention or in optimizer.step",
+            "the batch size, sequence length or resolution is too large for one GPU, even with FSDP",
+            "out of memory with DDP on several GPUs, fine on one; batch per GPU",
+            "how much memory do I need for a 7B, 13B or 70B model",
+        ),
+        quotes={
+            "torch's CUDACachingAllocator.cpp": (
+                "CUDA out of memory. Tried to allocate",
+                "torch.OutOfMemoryError",
+                "torch.cuda.OutOfMemoryError",
+                "total capacity",
+            ),
+            "torch, CUDABlas.cpp": (
+                "CUBLAS_STATUS_ALLOC_FAILED",
+                "CUDNN_STATUS_ALLOC_FAILED",
+                "CUDA error: out of memory",
+            ),
+            "torch": (
+                "CUDA out of memory",
+                "OutOfMemoryError",
+                "HIP out of memory",
+            ),
+        },
+        broken=keep_activations,
+        fixed=recompute_activations,
+        right=inputs_of_blocks,
     ),
 )

@@ -42,6 +42,8 @@ VARYING = (
     (r"(host +: ).*", r"\1HOST"),
     (r"\(pid: \d+\)", "(pid: PID)"),
     (r"by PID \d+", "by PID PID"),
+    (r"0x[0-9a-f]{6,}", "0xADDRESS"),
+    (r"\x1b\[\d*m", ""),
     (r"127\.0\.0\.1|\[::1\]|localhost", "ADDRESS"),
     (r"(ADDRESS\]?[:, ]+)\d{4,5}\b", r"\1PORT"),
     (r"(port: )\d+", r"\1PORT"),

@@ -93,6 +93,38 @@ def two_outputs_per_image() -> Numbers:
     return {"outputs": 2.0 * len(images())}
 
 
+# ---------------------------------------------------------------- a frozen base in fp32
+
+
+def bytes_of_shards(model: nn.Module) -> Numbers:
+    fully_shard(model, mesh=cpu_mesh())
+    return {"bytes of parameters, per rank": sum(parameter.to_local().nbytes for parameter in model.parameters())}
+
+
+def with_frozen_base() -> Adapted:
+    model = Adapted()
+    model.base.requires_grad_(False)
+    return model
+
+
+def cast_all_parameters(rank: int, world_size: int) -> Numbers:
+    model = with_frozen_base()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32)
+    return bytes_of_shards(model)
+
+
+def cast_trained_parameters(rank: int, world_size: int) -> Numbers:
+    model = with_frozen_base()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
+    return bytes_of_shards(model)
+
+
+def half_of_the_model() -> Numbers:
+    return {"bytes of parameters, per rank": sum(parameter.nbytes for parameter in Adapted().parameters()) / 2}
+
+
 PRECISION = (
     Failure(
         name="wrong-bf16-masters",
@@ -219,5 +251,33 @@ PRECISION = (
         fixed=shard_one_format,
         right=two_outputs_per_image,
         says="uniform original parameter dtype",
+    ),
+    Failure(
+        name="memory-frozen-in-fp32",
+        title="FSDP2 with adapters takes more memory than FSDP1",
+        why=(
+            "Something cast the full model to fp32, including the frozen base, so weights that never change are "
+            "stored in fp32, too. With FSDP1, accelerate casts only the trainable parameters."
+        ),
+        tell="`{p.dtype for p in model.parameters() if not p.requires_grad}` contains `float32`.",
+        fix=(
+            "After loading, run `for p in model.parameters(): p.data = p.data.to(torch.float32 if p.requires_grad "
+            "else torch.bfloat16)`, and put the adapters in units of their own."
+        ),
+        behavior=(
+            "FSDP2 takes more GPU memory, or more memory than FSDP, with LoRA",
+            "LoRA under FSDP2 needs more memory than under FSDP1",
+            "the frozen base model is upcast to float32",
+            "the checkpoint is twice as large as the model: weights were upcast and are saved in float32",
+        ),
+        quotes={
+            "accelerate": (
+                "Upcasted low precision parameters in",
+                "FSDP upcast of low precision parameters to fp32",
+            ),
+        },
+        broken=cast_all_parameters,
+        fixed=cast_trained_parameters,
+        right=half_of_the_model,
     ),
 )

@@ -2,15 +2,20 @@
 
 import shutil
 import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
+from fsdp_helpers.ranks.group import num_cores
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
 from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, small_model
 
@@ -148,6 +153,98 @@ def one_download() -> Numbers:
     return {"downloads": 1}
 
 
+# ---------------------------------------------------------------- threads
+
+
+def threads_per_core() -> Numbers:
+    threads = torch.tensor(float(torch.get_num_threads()))
+    dist.all_reduce(threads)
+    torch.set_num_threads(max(1, num_cores() // dist.get_world_size()))  # for the runs after this one
+    return {"threads per core": threads.item() / num_cores()}
+
+
+def start_a_thread_per_core(rank: int, world_size: int) -> Numbers:
+    torch.set_num_threads(num_cores())  # as a process does by itself
+    return threads_per_core()
+
+
+def share_the_cores(rank: int, world_size: int) -> Numbers:
+    torch.set_num_threads(max(1, num_cores() // world_size))
+    return threads_per_core()
+
+
+def one_thread_per_core() -> Numbers:
+    return {"threads per core": max(1, num_cores() // 2) * 2 / num_cores()}
+
+
+# ---------------------------------------------------------------- one rank has more to do
+
+LENGTHS = (9, 1, 8, 2, 7, 3, 6, 4)  # of texts, in tokens
+
+
+def tokens_of_the_slowest(lengths: Sequence[int]) -> Numbers:
+    tokens = torch.tensor(float(sum(lengths)))
+    dist.all_reduce(tokens, op=dist.ReduceOp.MAX)  # every rank waits for the one with the most
+    return {"tokens of the slowest rank": tokens.item()}
+
+
+def deal_texts_as_they_come(rank: int, world_size: int) -> Numbers:
+    mine = LENGTHS[rank::world_size]
+    return tokens_of_the_slowest(mine)
+
+
+def deal_texts_by_length(rank: int, world_size: int) -> Numbers:
+    by_length = sorted(LENGTHS)
+    mine = by_length[rank :: world_size * 2] + by_length[world_size * 2 - 1 - rank :: world_size * 2]  # there and back
+    return tokens_of_the_slowest(mine)
+
+
+def half_of_the_tokens() -> Numbers:
+    return {"tokens of the slowest rank": sum(LENGTHS) / 2}
+
+
+# ---------------------------------------------------------------- gradients in a different layout
+
+
+def count_copied_gradients(model: nn.Module) -> Numbers:
+    """Return how many of DDP's warnings about strides a backward gives; each is for a gradient that is copied."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(gray_images()).square().mean().backward()
+    return {"gradients that are copied": sum("Grad strides" in str(warning.message) for warning in caught)}
+
+
+def gray_images() -> Tensor:
+    """Return images with one channel, which comes last in memory."""
+    return images(16).reshape(2, 1, 8, 8).to(memory_format=torch.channels_last)
+
+
+@contextmanager
+def every_warning() -> Iterator[None]:
+    """Show each warning from C++ each time, instead of once."""
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(False)
+
+
+def convolve_in_two_layouts(rank: int, world_size: int) -> Numbers:
+    model = nn.Conv2d(1, 4, 3)
+    with every_warning():
+        return count_copied_gradients(DistributedDataParallel(model))
+
+
+def convolve_in_one_layout(rank: int, world_size: int) -> Numbers:
+    model = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+    with every_warning():
+        return count_copied_gradients(DistributedDataParallel(model))
+
+
+def no_gradient() -> Numbers:
+    return {"gradients that are copied": 0}
+
+
 SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
@@ -238,5 +335,81 @@ SLOW = (
         broken=download_on_every_rank,
         fixed=download_on_one_rank,
         right=one_download,
+    ),
+    Failure(
+        name="slow-threads",
+        title="Ranks on one machine take turns instead of running in parallel",
+        why=(
+            "Each process starts one thread per core, so N ranks have N times as many threads as the machine has "
+            "cores. torchrun therefore sets one thread per rank, which may be too few."
+        ),
+        tell=(
+            "Multiply `torch.get_num_threads()` by the number of ranks on this machine, and compare the product with "
+            "the number of cores."
+        ),
+        fix="Call `torch.set_num_threads(cores // ranks)`, as `launch` does, or set `OMP_NUM_THREADS`.",
+        numbers=("cores are busy, and each rank is slower than one process alone",),
+        behavior=(
+            "training on the CPU, or the data loading, is slow under torchrun; OMP_NUM_THREADS",
+            "CPU usage is 100% on all cores, and each rank is slow",
+            "CPU-bound preprocessing or training is slow since torchrun; OMP_NUM_THREADS=1",
+            "too many threads; CPU oversubscription; load average in the hundreds",
+        ),
+        quotes={
+            "torchrun": ("Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",),
+        },
+        broken=start_a_thread_per_core,
+        fixed=share_the_cores,
+        right=one_thread_per_core,
+    ),
+    Failure(
+        name="slow-straggler",
+        title="All ranks wait for the slowest",
+        why=(
+            "No collective finishes before the last rank joins. If one GPU is too hot, shares its link or its CPU, or "
+            "gets longer sequences, it slows down everyone."
+        ),
+        tell=(
+            "Time each rank's forward and backward *without* collectives, or look for the rank that enters each "
+            "all-reduce last. `nvidia-smi -q -d PERFORMANCE,CLOCK` shows throttling and clocks; `nvidia-smi -q` shows "
+            "the PCIe link's width."
+        ),
+        fix=(
+            "Balance the work: make batches by number of tokens, from sequences sorted by length. Take the slow node "
+            "out, or stop whatever else is running on it. On Slurm, pass `--cpu-bind=cores`."
+        ),
+        behavior=(
+            "one GPU or node is slower than the rest: thermal throttling, clocks, shared CPU, PCIe x1",
+            "step time varies a lot between steps or ranks; sequence lengths differ between ranks",
+            "throughput drops after hours, or with one particular node; jitter, stragglers",
+        ),
+        broken=deal_texts_as_they_come,
+        fixed=deal_texts_by_length,
+        right=half_of_the_tokens,
+    ),
+    Failure(
+        name="slow-grad-strides",
+        title="Grad strides do not match bucket view strides",
+        why=(
+            "DDP's buckets store each gradient in its parameter's layout. A gradient that arrives in a different "
+            "layout (after `transpose` or `permute`, in 1 x 1 convolutions, with `channels_last` images and a model "
+            "that isn't) is copied once more in every step."
+        ),
+        tell="It's only a warning; the results are right. The message has the sizes and strides of the parameter.",
+        fix=(
+            "Give model and images the same layout: `model.to(memory_format=torch.channels_last)`. Call "
+            "`.contiguous()` after the `transpose` or `permute` that feeds the layer; or set "
+            "`gradient_as_bucket_view=False`; or ignore the warning."
+        ),
+        behavior=("a warning about strides under DDP; this is not an error, but may impair performance",),
+        quotes={
+            "torch, reducer.cpp": (
+                "Grad strides do not match bucket view strides",
+                "This is not an error, but may impair performance",
+            ),
+        },
+        broken=convolve_in_two_layouts,
+        fixed=convolve_in_one_layout,
+        right=no_gradient,
     ),
 )
