@@ -116,7 +116,7 @@ class TestStart(BuildTestsOnRanks):
     starter = "on 2 ranks, rank 0: 97 tensors aren't in any unit"
     wrong = [
         ([('with torch.device("meta")', "if True")], "on top of what stays, .* in memory for a moment"),
-        ([("    model.fill_buffers()\n", "")], "the buffer doesn't have its values.*wrong-meta-buffers"),
+        ([("    model.fill_buffers()\n", "")], "the buffer has the wrong values.*wrong-meta-buffers"),
         ([("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; make one unit per block"),
         (
             [("model.to_empty(device=mesh.device_type)", "pass")],
