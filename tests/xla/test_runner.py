@@ -31,7 +31,7 @@ def script(monkeypatch, tmp_path):
 
 
 def test_a_missing_environment_is_one_sentence(nowhere, tmp_path):
-    with pytest.raises(xla.XlaMissing, match="`make xla` installs it") as caught:
+    with pytest.raises(xla.XlaMissing, match="run `make xla`") as caught:
         xla.run_script("train", tmp_path, {})
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == []

@@ -93,7 +93,7 @@ class TestAdapters(BuildTestsOnRanks):
         ([(" if parameter.requires_grad", "")], "tensors that aren't trained, including"),
         (
             [(" if parameter.requires_grad", ' if "lora" in name or parameter.requires_grad')],
-            "are not trained, .*lora_a",
+            "aren't trained, including .*lora_a",
         ),
         (
             [("detach().full_tensor()", "detach().to_local().clone()")],
