@@ -285,8 +285,8 @@ CONFIG = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "r
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gemma"}, "supports only Llamas with plain positions"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "supports only Llamas with plain positions"),
+        ({"model_type": "gemma"}, "supports only Llamas with plain"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "supports only Llamas with plain"),
         ({"head_dim": 8}, "head_dim"),
         ({"attention_bias": True}, "biases"),
         ({}, "no safetensors files"),
