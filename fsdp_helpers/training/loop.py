@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction, keep_gathered
+from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction, keep_unsharded
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -82,7 +82,7 @@ def add_up_gradients(
     for part_images, part_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
         is_last = len(losses) == micro_batches - 1
         reducing = nullcontext() if is_last or sync_micro_batches else hold_back_reduction(model)
-        freeing = nullcontext() if is_last or reshard_after_backward else keep_gathered(model)
+        freeing = nullcontext() if is_last or reshard_after_backward else keep_unsharded(model)
         with reducing, freeing:
             with record_function("forward"):
                 # Thanks to this division, the parts' gradients add up to the gradient of the mean over all images.

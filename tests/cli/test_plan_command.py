@@ -274,7 +274,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"activation_checkpointing": "some"}, "--activation-checkpointing: invalid choice"),
         ({"replicas": "0"}, "replicas is 0"),
         ({"loss_chunks": "4"}, "--loss-chunks belongs to language models"),
-        ({"strategy": "ddp", "sharding": "grad-op"}, "sharding and backward_prefetch belong to FSDP"),
+        ({"strategy": "ddp", "sharding": "grad-op"}, "sharding and backward_prefetch are FSDP settings"),
         ({"tokens": "100", "model": "llama-8b"}, "isn't a multiple of the sequence length"),
         ({"context": "0", "model": "llama-8b"}, "context is 0"),
         ({"world_size": "-8"}, "world_size is -8"),

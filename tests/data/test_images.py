@@ -183,7 +183,7 @@ def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
 
 def test_download_cut_short(mirror, tmp_path):
     mirror.files[NAMES[0]] = mirror.files[NAMES[0]][:30]
-    with pytest.raises(DataError, match=rf"{NAMES[0]} arrived damaged \(30 bytes"):
+    with pytest.raises(DataError, match=rf"the download of {NAMES[0]} is damaged \(30 bytes"):
         prepare_data(tmp_path)
     assert left_over(tmp_path) == []
 

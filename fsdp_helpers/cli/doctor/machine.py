@@ -137,5 +137,5 @@ def gpu_is_usable_or_absent() -> Outcome:
     gpus = find_gpus(1)
     if gpus.problem:
         remedy = f"update the driver, or install a torch that matches it; until then, {VISIBLE}= hides it"
-        return Outcome(False, f"torch cannot use the GPU of this machine ({gpus.problem}); {remedy}")
+        return Outcome(False, f"torch can't use this machine's GPU ({gpus.problem}); {remedy}")
     return Outcome(True, f"{gpus.count} that torch can use" if gpus.count else "none: ranks run on the CPU")

@@ -199,7 +199,7 @@ def block_ports(patch, folder):
 def break_gpu(patch, folder):
     patch.setenv(VISIBLE, "0")
     patch.setattr(gpus, "find_gpus", lambda wanted: Gpus(1, "the driver is too old (found version 11040)"))
-    return "torch cannot use the GPU of this machine (the driver is too old (found version 11040)); update the driver"
+    return "torch can't use this machine's GPU (the driver is too old (found version 11040)); update the driver"
 
 
 BROKEN = {
