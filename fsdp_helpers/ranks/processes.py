@@ -208,7 +208,7 @@ class Processes:
         self._processes[rank].join(TERM_S)
         self.ends[rank] = self._processes[rank].exitcode
         if self.ends[rank] == NO_MAIN_GUARD:
-            raise RuntimeError(main_guard_advice())
+            raise RuntimeError(main_guard_advice()) from None  # not from the end of its link, if that came first
 
     def note_ends(self) -> None:
         """Record the ranks that have ended since the last check."""

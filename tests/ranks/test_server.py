@@ -2,7 +2,10 @@
 
 import ast
 import importlib
+import os
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import launch_workers as workers
@@ -12,6 +15,8 @@ from runs import mostly_long
 
 from fsdp_helpers.gpus import NONE
 from fsdp_helpers.ranks.launch import RankError, launch
+from fsdp_helpers.ranks.processes import Processes
+from fsdp_helpers.ranks.server import NO_MAIN_GUARD
 
 
 @pytest.mark.parametrize("name", ["fork", "thread", 3])
@@ -48,6 +53,20 @@ def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
     assert errors.count("main guard") == errors.count("Traceback") == 1
     last = errors.splitlines()[-1]
     assert last.startswith("RuntimeError: my_script.py has no main guard: ") and '`if __name__ == "__main__":`' in last
+
+
+def leave_without_a_main_guard(rank, setup, send, link):
+    """As such a rank ends, but slowly: its link closes long before its process is gone."""
+    link.close()
+    time.sleep(0.3)
+    os._exit(NO_MAIN_GUARD)
+
+
+def test_a_missing_main_guard_is_the_only_error_whichever_sign_of_it_comes_first():
+    with Processes(leave_without_a_main_guard, 1, "cpu", lambda *_: None) as ranks:
+        with pytest.raises(RuntimeError, match="has no main guard") as caught:
+            ranks.collect([0])
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
 def test_a_module_that_launches_while_ranks_import_it_does_not_go_on_for_ever(tmp_path, monkeypatch, capfd):
