@@ -176,7 +176,7 @@ def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
 
 def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
     mirror.files[SMALL] = b"x" + mirror.files[SMALL][1:]
-    with pytest.raises(DataError, match=f"{SMALL} arrived damaged .*mirror is at fault"):
+    with pytest.raises(DataError, match=f"the download of {SMALL} is damaged .*mirror is at fault"):
         prepare_data(tmp_path)
     assert left_over(tmp_path) == []  # nothing that a later run could take for whole
 

@@ -269,5 +269,5 @@ def test_bad_input_that_one_rank_finds_ends_all_of_them(tmp_path):
     with torchrun_job(one_agent(2), arguments, tmp_path) as job:
         assert job.wait() == 1
     (line,) = [line for line in job.output.splitlines() if line.startswith("fsdp_helpers: ")]
-    assert "holds checkpoints up to step-00000002; continue from there with --resume" in line
+    assert "has checkpoints up to step-00000002; continue from there with --resume" in line
     assert "Traceback" not in job.output.partition("ChildFailedError")[0].partition(line)[0]
