@@ -130,7 +130,7 @@ def test_what_a_batch_may_be():
     assert num_samples({"a": torch.zeros(3, 2), "b": [torch.zeros(3), "text"]}) == 3
     assert num_samples({"positions": torch.zeros(64), "tokens": torch.zeros(4, 64), "mask": torch.zeros(1, 64)}) == 4
     for bad in (torch.tensor(1.0), [torch.zeros(2), torch.zeros(3)], "none"):
-        with pytest.raises(ValueError, match="all need the same number of samples, at least one"):
+        with pytest.raises(ValueError, match="all must have the same number, at least one"):
             num_samples(bad)
     images, labels, name = first_samples((torch.zeros(4, 2), torch.zeros(4, dtype=torch.long), "x"), 2, torch.bfloat16)
     assert (images.shape, images.dtype, labels.dtype, name) == ((2, 2), torch.bfloat16, torch.long, "x")
