@@ -172,7 +172,7 @@ def test_the_command_line_in_full(run_cli, mnist_dir, tmp_path):
         (["train", "--sync-micro-batches"], "micro_batches is 1; use 2 or more"),
         (["train", "--clip-norm", "0"], "clip_norm is 0.0; it must be a number above zero"),
         (["train", "--clip-norm", "nan"], "clip_norm is nan"),
-        (["train", "--json", "no-such-folder/run.json"], "no-such-folder does not exist"),
+        (["train", "--json", "no-such-folder/run.json"], "no-such-folder doesn't exist"),
         (["train", "--json", "."], "is a folder; give a file"),
         (["train", "--json", "/proc/run.json"], "/proc"),
     ],

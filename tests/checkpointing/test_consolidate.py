@@ -389,7 +389,7 @@ def test_what_is_no_checkpoint(tmp_path, capfd):
     [
         ("model.bin", "model.bin: choose a name that ends in .safetensors or .pt"),
         ("model", "choose a name that ends in"),
-        ("none/model.pt", "none does not exist"),
+        ("none/model.pt", "none doesn't exist"),
         ("folder.pt", "folder.pt is a folder; give a file"),
     ],
 )
