@@ -174,7 +174,7 @@ def shape_from_config(config: dict) -> LlamaShape:
     """
     kind = config.get("model_type")
     if kind not in RELATIVES:
-        raise ValueError(f"model_type {kind!r} is not one of {', '.join(RELATIVES)}")
+        raise ValueError(f"model_type {kind!r} isn't one of {', '.join(RELATIVES)}")
     require_sizes(config, _NEEDED)
     num_heads, width = config["num_attention_heads"], config["hidden_size"]
     head_size = config.get("head_dim") or HEAD_SIZES.get(kind)

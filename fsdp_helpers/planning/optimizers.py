@@ -52,7 +52,7 @@ OPTIMIZERS = {
 
 
 def named_optimizer(name: str) -> Optimizer:
-    """Return the optimizer of that name. Raises ValueError if it isn't in OPTIMIZERS."""
+    """Return the optimizer with that name. Raises ValueError if it isn't in OPTIMIZERS."""
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

@@ -82,13 +82,13 @@ def test_micro_batches_do_not_need_full_gradients(capsys):
         in four
     )
     held = said(capsys, *LLAMA_70B, *RECOMPUTED, "--micro-batches", "4", "--no-sync-micro-batches")
-    assert "first reduce gradients after every part (without --no-sync-micro-batches) (peak 28.0 GB)" in held
+    assert "first reduce gradients after every micro-batch (without --no-sync-micro-batches) (peak 28.0 GB)" in held
 
 
 def test_advice_ends_with_a_command_that_fits(capsys):
     small = "--model llama-8b --world-size 64 --device-memory-gb 16 --precision bf16 --activation-checkpointing units"
     lines = said(capsys, "plan", *small.split()).splitlines()
-    assert "compute the loss in 8 chunks (--loss-chunks 8) (peak 8.62 GB), and it fits." in lines[-3]
+    assert "compute the loss in 8 chunks (--loss-chunks 8) (peak 8.62 GB); then it fits." in lines[-3]
     assert lines[-1].strip() == f"python -m fsdp_helpers plan {small} --loss-chunks 8"
     assert "It fits: the peak of 8.62 GB" in said(capsys, *lines[-1].split()[3:])
 
@@ -244,9 +244,9 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"images": "0"}, "batch is 0"),
         ({"tokens": "8"}, "--tokens: a batch of vit-10b is counted in images; use --images"),
         ({"strategy": "local"}, "strategy 'local' trains in one process"),
-        ({"device": "t4", "precision": "bf16"}, "T4 has no arithmetic in bf16"),
+        ({"device": "t4", "precision": "bf16"}, "T4 doesn't support bf16"),
         ({"device": "h1000"}, "--device: invalid choice: 'h1000'"),
-        ({"world_size": "10000000000"}, "plans end at 1,048,576 ranks"),
+        ({"world_size": "10000000000"}, "the most that can be planned is 1,048,576 ranks"),
         ({"context": "8"}, "--context is only for language models"),
         ({"loss_chunks": "0"}, "loss_chunks is 0"),
         ({"width": "8"}, "--width works only with --llama or --vit"),
@@ -268,9 +268,9 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"global_batch": "0"}, "global_batch is 0"),
         ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
         ({"lora_rank": "8"}, "--lora-rank is only for language models"),
-        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "only be planned with FSDP2"),
+        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "be planned only with FSDP2"),
         ({"lora_rank": "0", "model": "llama-8b"}, "lora_rank is 0"),
-        ({"device": "v100", "precision": "pure-bf16"}, "has no arithmetic in bf16; use --precision fp16"),
+        ({"device": "v100", "precision": "pure-bf16"}, "doesn't support bf16; use --precision fp16"),
         ({"activation_checkpointing": "some"}, "--activation-checkpointing: invalid choice"),
         ({"replicas": "0"}, "replicas is 0"),
         ({"loss_chunks": "4"}, "--loss-chunks is only for language models"),
@@ -357,7 +357,7 @@ def test_published_sizes_by_file(changes, num_params, tmp_path):
     "text, message",
     [
         (None, "No such file or directory; give a model's config.json"),
-        ("nonsense", "is not JSON"),
+        ("nonsense", "isn't JSON"),
         ("{}", "has no model_type"),
         (json.dumps(THREE_B | {"model_type": "bert"}), "model_type 'bert' is not one of llama, mistral"),
         (json.dumps({"model_type": "llama"}), "no whole number for hidden_size, num_hidden_layers"),

@@ -302,5 +302,5 @@ def test_what_cannot_be_planned_is_refused_with_a_reason(factory, batch, setting
 def test_without_units_a_plan_that_does_not_fit_gets_advice():
     normed = lambda: nn.Sequential(nn.Conv1d(16, 32, 3), nn.BatchNorm1d(32), nn.Conv1d(32, 8, 1))  # noqa: E731
     _, said = plan_model(normed, torch.randn(4, 16, 8), world_size=2, device_memory_gb=1e-6, allowance_gb=0)
-    assert said.startswith("It does not fit")
+    assert said.startswith("It doesn't fit")
     assert "recompute" not in said and "bf16" not in said  # there are no units, and batch norms refuse bf16

@@ -129,7 +129,7 @@ def test_windows_shorten_attention():
 LLAMA = sizes(3072, 28, 24, 8, 8192, 128256, model_type="llama")
 ROUTED = sizes(64, 2, 4, 2, 128, 100, model_type="qwen3_moe", **experts(8, 2, 32))
 WRONG = [
-    ({"model_type": "bert"}, "model_type 'bert' is not one of llama, mistral"),
+    ({"model_type": "bert"}, "model_type 'bert' isn't one of llama, mistral"),
     ({"model_type": "bert"}, "own_plan.plan_model plans any model"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be 1 or more"),
     ({"vocab_size": "many"}, "no whole number for vocab_size"),

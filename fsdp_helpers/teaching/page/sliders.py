@@ -39,7 +39,7 @@ def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recomput
     plan = plans[CHOICES["ranks"].index(ranks)]
     highest_gb = 1.1 * max(make_plan(subject, lean, clusters[0]).needed_bytes / GB, CHOICES["device_gb"][-1])
     summary = f"{model} on {ranks:,} ranks, {settings.batch:,} {plan.item}s on each, {precision}"
-    needs = f"peak {plan.peak.bytes / GB:,.1f} GB, and {plan.cluster.allowance_bytes / GB:.0f} GB outside the count"
+    needs = f"peak {plan.peak.bytes / GB:,.1f} GB, allowance {plan.cluster.allowance_bytes / GB:.0f} GB"
     verdict, advice = _verdict(plan, subject)
     fig, ax = plot_waterfall(plans, summary, chosen=ranks, highest_gb=highest_gb)
     ax.set_title(f"{summary}:\n{needs}{advice}", loc="left")
