@@ -359,7 +359,7 @@ def test_published_sizes_by_file(changes, num_params, tmp_path):
         (None, "No such file or directory; give a model's config.json"),
         ("nonsense", "isn't JSON"),
         ("{}", "has no model_type"),
-        (json.dumps(THREE_B | {"model_type": "bert"}), "model_type 'bert' is not one of llama, mistral"),
+        (json.dumps(THREE_B | {"model_type": "bert"}), "model_type 'bert' isn't one of llama, mistral"),
         (json.dumps({"model_type": "llama"}), "no whole number for hidden_size, num_hidden_layers"),
     ],
 )

@@ -200,7 +200,7 @@ CRASHES_AT_THE_ENDS = (
         fixed=end_together,
         right=both_ranks,
         says="rank 1 did not answer",
-        group_timeout_s=60.0,  # never reached: rank 1 is gone, and five seconds later rank 0 has called the roll
+        group_timeout_s=60.0,  # never reached: rank 1 is gone, and rank 0 finds out five seconds later
         stall_s=30.0,
     ),
     Failure(

@@ -33,7 +33,7 @@ def shared_folder() -> Iterator[Path]:
     try:
         yield Path(found[0])
         dist.barrier()
-    finally:  # also if a load fails
+    finally:  # even if a load fails
         shutil.rmtree(found[0], ignore_errors=True)
 
 

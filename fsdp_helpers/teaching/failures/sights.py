@@ -1,4 +1,4 @@
-"""The cards' text and the index by what you see, read from the two tables next to this module. No torch import."""
+"""The cards' text and the index by what you see, from the two tables next to this module. Doesn't import torch."""
 
 import tomllib
 from dataclasses import dataclass, fields

@@ -53,7 +53,7 @@ def dump_process(pid: int) -> str:
     """Return py-spy's dump of a process; raise a RuntimeError with py-spy's own message if it fails."""
     done = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"py-spy cannot look at process {pid}: {' '.join(done.stderr.split())}")
+        raise RuntimeError(f"py-spy can't read process {pid}: {' '.join(done.stderr.split())}")
     return done.stdout
 
 

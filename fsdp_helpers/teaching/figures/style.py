@@ -93,7 +93,7 @@ def swatches(colors: Mapping[str, str]) -> list[Line2D]:
 
 
 def figure_style() -> AbstractContextManager:
-    """Return a context that sets the style. The backend is loaded first, since its own settings must stay."""
+    """Return a context that sets the style. The backend is loaded first, so that its own settings stay afterward."""
     plt.switch_backend(plt.get_backend())
     _describe_in_notebook()
     return plt.rc_context(STYLE)

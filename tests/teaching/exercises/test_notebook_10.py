@@ -1,4 +1,4 @@
-"""The build exercise of notebook 10: a job script, run among stand-ins for Slurm and torchrun."""
+"""The build exercise of notebook 10: a job script, run with stand-ins for Slurm and torchrun."""
 
 import os
 import re
@@ -127,7 +127,7 @@ WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"
 QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to end first"
 WRONG = [
     ([("partition=a100", "partition=a40")], "--partition: a40 is given; it should be a100"),
-    ([("--gpus-per-node=4", "--gpus-per-node=8")], "8 GPUs per node are requested; each node has 4"),
+    ([("--gpus-per-node=4", "--gpus-per-node=8")], "the script requests 8 GPUs per node; each node has 4"),
     ([("02:00:00", "1-00:00:00")], "the partition allows two hours"),
     ([("#SBATCH --requeue\n", "")], "which option queues it again"),
     ([("B:USR1@300", "USR1@300")], "this shell has to get a signal before the time limit"),
