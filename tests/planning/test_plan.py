@@ -210,7 +210,7 @@ def test_nothing_helps():
         ({"precision": "bf16", "activation_checkpointing": "units"}, "halve a rank's batch to 2 image"),
         ({"precision": "bf16", "activation_checkpointing": "units", "batch": 1}, "use 8-bit moments for Adam"),
         ({"precision": "bf16", "activation_checkpointing": "units", "batch": 1, "optimizer": "sgd"}, "use 16 ranks"),
-        ({"micro_batches": 2, "sync_micro_batches": False}, "reduce gradients after every part"),
+        ({"micro_batches": 2, "sync_micro_batches": False}, "reduce gradients after every micro-batch"),
     ],
 )
 def test_what_is_left_to_change(settings, first):
