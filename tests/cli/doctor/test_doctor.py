@@ -336,7 +336,7 @@ def test_under_torchrun_its_variables_are_right(healthy, monkeypatch, tmp_path):
 def test_two_ranks_are_not_started_without_an_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     row = look_at(Look("two ranks", network.two_ranks_add_up))
-    assert (row.result, row.measured) == (SKIP, "not started: gloo has no interface, see above")
+    assert (row.result, row.measured) == (SKIP, "not started: gloo has no interface (see above)")
 
 
 def test_the_verdict_counts():
@@ -401,7 +401,7 @@ def test_with_a_full_shared_memory_and_variables_of_a_different_job(tmp_path):
         ("temporary_folder", NOTE, "can't be used (Read-only file system): Python uses /"),
         ("rank_variables", FAIL, "RANK=0, WORLD_SIZE=2, MASTER_ADDR=10.255.0.9"),
         ("interfaces_exist", FAIL, "GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; name one of lo"),
-        ("proxies_leave_this_machine_alone", NOTE, "http_proxy is set"),
+        ("proxies_leave_this_machine_alone", NOTE, "http_proxy set: "),
     ):
         assert found[look][0] == result and said in found[look][1], found[look]
 
