@@ -499,7 +499,7 @@ class FileTensor:
 
 
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
-    """Return the tensors in the files of the folder's index, or in all its files if it has none. Read no values."""
+    """Return the tensors in the files of the folder's index, or in all its files if it has none. Reads no values."""
     index = folder / "model.safetensors.index.json"
     names = [path.name for path in folder.glob("*.safetensors")]
     if index.exists():
@@ -559,7 +559,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]:
-    """Return the modules that become units: those of the class, or those in the outermost list with most parameters."""
+    """Return the modules that become units: those of the class, or of the outermost list with the most parameters."""
     modules = dict(model.named_modules())
     if class_name:
         units = {name: module for name, module in modules.items() if type(module).__name__ == class_name}
@@ -795,7 +795,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """Return a checkpoint's tensors, frozen ones left out, and the optimizer's complete state dict."""
+    """Return a checkpoint's tensors, without frozen ones, and the optimizer's complete state dict."""
     parameters = {name: one for name, one in loss.model.named_parameters() if one.requires_grad}
     moments = get_optimizer_state_dict(loss, optimizer)
     return {"model": parameters, "optimizer": moments["state"]}, moments

@@ -201,7 +201,7 @@ def _expect_hooks(found: TrainedHooks, says: str) -> None:
         expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage wasn't emptied?")
     expect(
         found.num_gathers == GATHERS,
-        f"{says}{found.num_gathers} all-gathers per step, not {GATHERS}; a block needs one per forward and backward",
+        f"{says}{found.num_gathers} all-gathers per step, not {GATHERS}: per block, one in forward and one in backward",
     )
     expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are unsharded at once while one computes")
     expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
@@ -287,7 +287,7 @@ class Onlooker:
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
-        """Count the unsharded blocks while this one computes; raise if it's resharded: the process would crash."""
+        """Count the unsharded blocks while this one computes; raise if it's resharded, which would crash."""
         if block.whole_bytes == 0:
             is_first = block is self.blocks[0] and when == "backward"
             because = "; this block's inputs need no gradient, so don't wait for one" if is_first else ""

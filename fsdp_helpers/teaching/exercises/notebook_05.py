@@ -42,7 +42,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
 
 @exercise("05")
 def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float], int] | None) -> str:
-    """Notebook 05: the fewest images per rank whose arithmetic takes at least as long as the copies of a step.
+    """Notebook 05: the fewest images per rank whose arithmetic takes at least as long as a step's copies.
 
     The arguments are the number of parameters, how many of them are in the root, the number of ranks, the seconds of
     arithmetic per image, and the link's bytes per second in each direction; both directions run at once, in parallel
@@ -59,7 +59,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
         expect(given >= 1, f"{says}a step has at least one image")
         expect(
             given * image_s >= (1 - 1e-9) * copies_s,
-            f"{says}the arithmetic ends before the copies do. Which bytes are copied to the device, how many times?",
+            f"{says}the arithmetic ends before the copies do. Which bytes are copied to the device, and how often?",
         )
         expect(
             given == 1 or (given - 1) * image_s < (1 + 1e-9) * copies_s,

@@ -79,7 +79,7 @@ def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]]
 
 
 def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: str) -> None:
-    """Raise NotYet unless `given` are the old ranks whose rows overlap `mine`, each once, in any order."""
+    """Raise NotYet unless `given` lists the old ranks whose rows overlap `mine`, each once, in any order."""
     expect(
         isinstance(given, list | tuple | range | set), f"the answer is {in_short(given)}; it should be a list of ranks"
     )
@@ -141,8 +141,8 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
     for step, loss in losses.items():
         expect(
             abs(loss - right[step]) < TOLERANCE,
-            f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has a different one; is "
-            "everything it loads from one and the same save, and what does a step depend on besides the parameters?",
+            f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has a different one; does "
+            "everything it loads come from the same save, and what does a step depend on besides the parameters?",
             "save-plain-optimizer-state",
             "save-schedule-lost",
         )

@@ -111,7 +111,7 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Return True if all shards, the unsharded largest layer and a copy of its shard fit; in exact integers."""
+    """Return True if all shards, the unsharded largest layer and a copy of its shard fit; uses exact integers."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 

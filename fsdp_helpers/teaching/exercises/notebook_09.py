@@ -31,7 +31,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     """Notebook 09: `largest_batch(model, world_size, device_gb, allowance_gb)`, in images per rank; None if none fits.
 
     The model trains with FSDP2 in fp32, with a unit per block and every block recomputed. At the end, a real rank of N
-    trains with the reader's number on a very small device.
+    trains with the reader's batch on a very small device.
     """
     largest_batch = read_module(module, "largest_batch", with_package=True)
     cases = _cases(num_cases)

@@ -57,7 +57,7 @@ SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is f
 
 @exercise("13")
 def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by the documents of all ranks."""
+    """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by the total number of documents."""
     read_module(module, "backward_by_documents")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(documents_by_reader, module, world_size)):
@@ -220,7 +220,7 @@ def peak_of(loss: Callable[..., Tensor]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByReader:
-    """The content of the reader's file, and the result of loading it, on one rank."""
+    """The contents of the reader's file and the result of loading it, on one rank."""
 
     problem: str | None  # with the file
     names: tuple[str, ...] = ()  # in the file

@@ -231,7 +231,7 @@ def _expect_fast(run: DimensionedRun) -> None:
         bubble = pipeline_bubble(run.pipeline, run.sequences)  # a micro-batch has at least one sequence
         expect(
             bubble <= MOST_BUBBLE,
-            f"with {run.sequences} micro-batches on {run.pipeline} stages, {bubble:.0%} is bubble, above "
+            f"with {run.sequences} micro-batches on {run.pipeline} stages, {bubble:.0%} of the step is bubble, above "
             f"{MOST_BUBBLE:.0%}",
         )
     arithmetic_s, communication_s = step_times_s(run)

@@ -140,7 +140,7 @@ main()
 
 
 def lines_of_traceback(script: str) -> Numbers:
-    """Run a script under torchrun, and return how many times torchrun's report names a line of it."""
+    """Run a script under torchrun, and return how many times torchrun's report mentions a line of it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(script)

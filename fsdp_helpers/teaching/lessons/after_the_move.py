@@ -45,7 +45,7 @@ def ranks_from_torchrun() -> dict[str, int | str]:
 
 
 def measure_lines(rank: int, world_size: int) -> dict[str, object]:
-    """Run some lines from DDP scripts under FSDP2; return what they do on this rank."""
+    """Run some lines from DDP scripts under FSDP2; return their effects on this rank."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     found = {"inf on one rank": scale_gradients(rank, mesh)}
     layer = fully_shard(nn.Linear(4, 4), mesh=mesh)

@@ -195,7 +195,7 @@ def read_one_file(path: str, model: nn.Module, optimizer: AdamW) -> None:
 
 
 def compare_moments(rank: int, world_size: int, folder: str, one_file: str) -> dict[str, tuple[int, float]]:
-    """Compare Adam's state from the shards with the one file's; return, by moment, tensors and largest difference."""
+    """Compare Adam's state from the shards with the one file's; return counts and largest differences by moment."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = shard(build_model(seed=1), mesh)

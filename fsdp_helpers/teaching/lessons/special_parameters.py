@@ -89,7 +89,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer and a small trained adapter around it, as in LoRA (Hu and others 2021, arXiv:2106.09685)."""
+    """A frozen linear layer plus a small trained adapter, as in LoRA (Hu and others 2021, arXiv:2106.09685)."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class LowRank(nn.Module):
 
 
 def add_adapters(model: ViT, rank: int) -> ViT:
-    """Freeze everything, then add an adapter of rank `rank`, to be trained, to each block's attention."""
+    """Freeze everything, then give each block's attention a trainable adapter of rank `rank`."""
     model.requires_grad_(False)
     for block in model.blocks:
         block.attention.qkv = LowRank(block.attention.qkv, rank)

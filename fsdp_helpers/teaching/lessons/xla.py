@@ -143,7 +143,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def explain(output: str) -> str:
-    """Return the cause of a failure in words if it's a known one, else the last line the script printed."""
+    """Return the cause of a failure in words if it's a known one, else the last lines that the script printed."""
     if arrived := STUCK.search(output):
         return (
             f"a collective was stuck: {arrived.group(1)} replica(s) reached it within 10 s, and XLA ended the process. "

@@ -119,7 +119,7 @@ def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
 
 
 def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: bool = False) -> int:
-    """Count the values that an XLA replica keeps: a shard of each tensor or, flattened, of each unit's one tensor.
+    """Count the values that an XLA replica keeps: a shard of each tensor or, flattened, of each unit's single tensor.
 
     Each is padded until its shards have a multiple of 128 values (`_shard_size_multiple` of the library).
     """
@@ -139,12 +139,12 @@ def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, res
 
 
 def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
-    """Return a run's losses over the global batch: the mean of its replicas' losses (they have equal shares)."""
+    """Return a run's losses over the global batch: the mean of its replicas' losses (their shares are equal)."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """Compare the losses of all `runs` with `plain` training's. Raises ValueError if one is off by over TOLERANCE."""
+    """Compare the losses of all `runs` with `plain` training's. Raises ValueError if any differs by over TOLERANCE."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= TOLERANCE:

@@ -169,7 +169,7 @@ class TestLoop(BuildTests):
         # one folder, overwritten; a part of it is new when the save is cut short
         (
             [('f"{step + 1:06}"', '"newest"')],
-            "killed in the save after step 14 .* everything it loads from one and the same save",
+            "killed in the save after step 14 .* everything it loads come from the same save",
         ),
         pytest.param(
             [("{step + 1:06}", "{step + 1}")],

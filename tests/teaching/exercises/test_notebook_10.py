@@ -155,8 +155,14 @@ WRONG = [
     ([("exit $status", "exit 1")], "every torchrun succeeded, but the script exited with status 1"),
     ([("$first:", "gpu-0:")], "submitted with sbatch --nodes=2: .* the meeting point has to be one of the job's nodes"),
     ([("--max-restarts=3", "--max-restart=three")], "torchrun doesn't accept its arguments: .*invalid int value"),
-    ([("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")], "kills ranks 120 s after SIGTERM; saving takes up to 300 s"),
-    ([("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")], "kills ranks 30 s after SIGTERM; saving takes up to 300 s"),
+    (
+        [("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")],
+        "kills ranks 120 s after SIGTERM, but saving takes up to 300 s",
+    ),
+    (
+        [("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")],
+        "kills ranks 30 s after SIGTERM, but saving takes up to 300 s",
+    ),
     pytest.param(
         [('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM", marks=pytest.mark.long
     ),
@@ -166,7 +172,7 @@ WRONG = [
     ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
     ([(WAITING, "wait $!\nexit $?\n")], "the script ended while ranks were saving, which stops them: srun has to end"),
     ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job wasn't requeued"),
-    ([('[ -z "$out_of_time" ] || ', "")], "the training was finished, but the script requeued the job"),
+    ([('[ -z "$out_of_time" ] || ', "")], "the training had finished, but the script requeued the job"),
 ]
 
 
