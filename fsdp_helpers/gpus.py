@@ -1,7 +1,7 @@
 """This machine's GPUs: counted and tested in a separate process, set up, and hidden from what runs on the CPU.
 
 torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in a mesh's group, and in
-every optimizer step. GPUs can only be hidden before torch has looked for them, since torch and the driver remember the
+every optimizer step. GPUs can be hidden only before torch has looked for them, since torch and the driver remember the
 result. So a process that may still run on the CPU never looks for them itself.
 """
 
