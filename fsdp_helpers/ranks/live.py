@@ -149,7 +149,7 @@ class Ranks:
                 output.finish({})
                 lines = self._settle(chosen)
             raise Interrupted("\n".join(["interrupted", *lines])) from None
-        answers = self._processes.answers
+        answers = dict(sorted(self._processes.answers.items()))
         output.finish({rank: answer.value for rank, answer in answers.items()} if kind == "cell" else {})
         if cause := self._find_cause(content[-1]):
             rank, failure = cause
