@@ -221,7 +221,7 @@ def _shifted(phase: Phase, offset_s: float) -> Phase:
 # ---------------------------------------------------------------- on a GPU: the history of CUDA's caching allocator
 
 # The allocator rounds each request up to 512 bytes, and hands out a whole block if no more than 1 MiB of it would be
-# left over. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7 % more than the tensors take. Its
+# left over. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7% more than the tensors take. Its
 # history also has the requests themselves. They're what the formulas predict: the same number of bytes as on the CPU.
 
 
