@@ -337,7 +337,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from _step_lines(plan)
     yield ""
     rows = plan.by_category() | {f"peak: {plan.peak.when}": plan.peak.bytes}
-    rows |= {"outside the count": round(cluster.allowance_bytes)}
+    rows |= {"allowance": round(cluster.allowance_bytes)}
     if plan.host_bytes:
         rows |= {"in host memory, for each rank": plan.host_bytes}
         rows |= {f"in host memory, of a node of {cluster.node_ranks:,}": plan.node_host_bytes}

@@ -30,10 +30,8 @@ def verdict(plan: Plan, subject: Subject) -> str:
 def sentence(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
     """Say whether the plan fits and, if it doesn't, which changes make it fit."""
     device = f"the {format_bytes(round(plan.cluster.device_memory_bytes))} of a device"
-    needs = (
-        f"the peak of {format_bytes(plan.peak.bytes)} and {format_bytes(round(plan.cluster.allowance_bytes))} outside "
-        "the count"
-    )
+    allowance = format_bytes(round(plan.cluster.allowance_bytes))
+    needs = f"the peak of {format_bytes(plan.peak.bytes)} and the allowance of {allowance}"
     host = _host_sentence(plan)
     if plan.fits:
         return f"It fits: {needs} leave {format_bytes(round(plan.spare_bytes))} free of {device}{host}."

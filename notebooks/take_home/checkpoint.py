@@ -67,7 +67,7 @@ def end_with_torchrun() -> None:
 
 
 def take(lock: FileLock, folder: Path) -> None:
-    """Keep other runs from writing to `folder` until this process ends. Exit if one has the lock."""
+    """Keep other runs from writing to `folder` until this process ends. Exit if another run has the lock."""
     try:
         lock.acquire(timeout=2)
     except Timeout:

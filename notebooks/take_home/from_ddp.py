@@ -1,4 +1,4 @@
-"""Move from DDP to FSDP2 in mid-training, with the weights, Adam's state and schedule of a DDP checkpoint.
+"""Move from DDP to FSDP2 mid-training, with the weights, Adam's state and the schedule from a DDP checkpoint.
 
 `torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves its state;
 `torchrun --nproc-per-node 2 from_ddp.py FILE` takes the remaining steps under FSDP2, on any number of ranks.
@@ -73,7 +73,7 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
         if parameter.shape == (1,) and name in weights:
             weights[name] = weights[name].reshape(1)  # it was a scalar, which `fully_shard` doesn't accept
     plain.load_state_dict(weights)
-    # The file has Adam's state by number. A plain model and a plain Adam know which name each one has.
+    # The file has Adam's state by number. A plain model and a plain Adam know each number's name.
     plain_adam = make_optimizer(plain)
     plain_adam.load_state_dict(checkpoint["optimizer"])
     for parameter, moments in plain_adam.state.items():

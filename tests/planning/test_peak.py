@@ -317,7 +317,7 @@ def test_the_terms_are_the_sum():
     assert found.rows() == [
         ("parameters: shards", "4 · 320 / 16", 80),
         ("optimizer: shards of two moments", "8 · 320 / 16", 160),
-        ("gathered: b", "4 · 160", 640),
+        ("unsharded: b", "4 · 160", 640),
         ("buffers: all-gather, a", "4 · 160", 640),
         ("buffers: gloo's copy, a", "4 · 160", 640),
         ("activations: kept and in flight", "measured", 10_000),

@@ -148,7 +148,7 @@ def test_ddp_sends_its_buckets():
 def test_it_fits():
     plan = make_plan(SUBJECT, SHARDED, cluster(memory=36_088))
     assert verdict(plan, SUBJECT) == (
-        "It fits: the peak of 31.1 kB and 0 B outside the count leave 5.00 kB free of the 36.1 kB of a device."
+        "It fits: the peak of 31.1 kB and the allowance of 0 B leave 5.00 kB free of the 36.1 kB of a device."
     )
     assert changes_until_it_fits(plan, SUBJECT) == []
 
@@ -157,7 +157,7 @@ def test_what_costs_least_comes_first():
     # 31,088 in 30,000: bf16 halves what is gathered and kept, and is the first that fits; recomputing would, too.
     plan = make_plan(SUBJECT, SHARDED, cluster(memory=30_000))
     said = verdict(plan, SUBJECT)
-    assert said.startswith("It does not fit: the peak of 31.1 kB and 0 B outside the count are 1.09 kB more than")
+    assert said.startswith("It does not fit: the peak of 31.1 kB and the allowance of 0 B are 1.09 kB more than")
     assert "the largest part is activations with 20.0 kB; first all-gather and compute in bf16" in said
     assert said.endswith("(peak 17.3 kB), and it fits.")
 

@@ -25,6 +25,10 @@ class Term:
         return self.value_bytes * self.values // self.ranks
 
     @property
+    def label(self) -> str:
+        return f"{'unsharded' if self.kind == 'gathered' else self.kind}: {self.name}"
+
+    @property
     def formula(self) -> str:
         if self.kind == "activations":
             return "measured"
@@ -48,7 +52,7 @@ class Peak:
 
     def rows(self) -> list[tuple[str, str, int]]:
         """Return a row (term, formula, bytes) for each term, so you can add them up on paper."""
-        return [(f"{term.kind}: {term.name}", term.formula, term.bytes) for term in self.terms if term.bytes]
+        return [(term.label, term.formula, term.bytes) for term in self.terms if term.bytes]
 
 
 class Ledger:

@@ -236,19 +236,19 @@ class Shards:
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
         """Hold the full gradient of one parameter."""
-        values, name = self._values[parameter], self._whole(self._unit_of[parameter])
+        values, name = self._values[parameter], self._full(self._unit_of[parameter])
         self._ledger.hold(parameter, Term(kind="gradients", name=name, values=values, value_bytes=value_bytes))
 
     def waiting(self, unit: Unit) -> list[str]:
         """Return the names of the unit's parameters whose full gradients are held."""
-        return [name for name in unit.parameters if self._ledger.holds(name, "gradients", self._whole(unit))]
+        return [name for name in unit.parameters if self._ledger.holds(name, "gradients", self._full(unit))]
 
     def is_waiting(self, parameter: str) -> bool:
-        return self._ledger.holds(parameter, "gradients", self._whole(self._unit_of[parameter]))
+        return self._ledger.holds(parameter, "gradients", self._full(self._unit_of[parameter]))
 
     def free_gradients(self, unit: Unit) -> None:
         for name in self.waiting(unit):
-            self._ledger.free(name, "gradients", self._whole(unit))
+            self._ledger.free(name, "gradients", self._full(unit))
 
     def take_flat_gradient(self, name: str, unit: Unit) -> None:
         """Hold a unit's full gradients in one tensor, padded like its parameters to split evenly across the ranks."""
@@ -276,5 +276,5 @@ class Shards:
         self._ledger.free(unit.name, "gradients", name if self._offloads else "new shard")
 
     @staticmethod
-    def _whole(unit: Unit) -> str:
-        return f"whole, {unit.label}"
+    def _full(unit: Unit) -> str:
+        return f"full, {unit.label}"

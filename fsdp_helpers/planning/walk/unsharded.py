@@ -35,14 +35,14 @@ class WholeModel:
         self._bucket_view = config.strategy == "ddp" and config.bucket_view
         self._num_trained = sum(self._trained.values())
         trained = {"values": self._num_trained, "value_bytes": sizes.kept}
-        whole = Term(kind="parameters", name="whole", values=profile.num_params, value_bytes=sizes.kept)
-        ledger.hold(ROOT, whole)
+        full = Term(kind="parameters", name="full", values=profile.num_params, value_bytes=sizes.kept)
+        ledger.hold(ROOT, full)
         if profile.buffer_bytes:
             ledger.hold(ROOT, Term(kind="parameters", name="buffers", values=profile.buffer_bytes, value_bytes=1))
         for name, values, value_bytes in optimizer.state_terms(self._num_trained, sizes.kept):
             ledger.hold(ROOT, Term(kind="optimizer", name=name, values=values, value_bytes=value_bytes))
         if self._bucket_view:
-            ledger.hold(ROOT, Term(kind="gradients", name="whole, in buckets", **trained))
+            ledger.hold(ROOT, Term(kind="gradients", name="full, in buckets", **trained))
         elif config.strategy == "ddp":
             ledger.hold(ROOT, Term(kind="buffers", name="buckets", **trained))
 
@@ -69,7 +69,7 @@ class WholeModel:
         values = self._trained[name]
         if not self._bucket_view:
             size = {"values": values, "value_bytes": self._kept_bytes}
-            self._ledger.hold(name, Term(kind="gradients", name="whole", **size))
+            self._ledger.hold(name, Term(kind="gradients", name="full", **size))
         self._ledger.compute("backward", ROOT, values / self._num_trained)
         self._bucket.append(self._kept_bytes * values)
         if sum(self._bucket) >= self._limit:

@@ -1,4 +1,4 @@
-"""Exercises of notebook 13: average the loss over documents, cap logits in chunks, and save just the adapters."""
+"""Exercises for notebook 13: average the loss over documents, cap logits in chunks, and save just the adapters."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -41,10 +41,10 @@ LENGTHS = {
     2: (((40, 3, 17, 0), (9,)), ((30,), (25, 6))),
     3: (((40, 3, 17), (9,)), ((30,), (25, 6, 0)), ((12, 50), (21, 8, 35, 4))),
 }
-WORDS, NUM_TOKENS = 4_000, 256  # for the logits in chunks: size of the vocabulary, tokens
+WORDS, NUM_TOKENS = 4_000, 256  # for the logits in chunks: the vocabulary's size, and the number of tokens
 CAP = 5.0  # for the capped logits
 LOGITS_BYTES = 4 * WORDS * NUM_TOKENS  # 4.1 MB
-# With four chunks: four tensors of a fourth of the logits, and the head's gradient.
+# With four chunks: four tensors, each a quarter of the logits' size, and the head's gradient.
 CHUNKED_PEAK_BYTES = LOGITS_BYTES + 4 * WORDS * SHAPE.width
 ADAPTED = ("q_proj", "v_proj")  # as in Hu et al. 2021, arXiv:2106.09685
 ADAPTERS = ("lora_a", "lora_b")
@@ -57,7 +57,7 @@ SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is f
 
 @exercise("13")
 def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by all ranks' number of documents."""
+    """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by the total number of documents."""
     read_module(module, "backward_by_documents")
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(documents_by_reader, module, world_size)):
@@ -70,7 +70,7 @@ def _expect_documents(found: dict[str, float], says: str) -> None:
     expect(found["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
     expect(
         found["computed"] <= found["own"],
-        f"{says}the model computed {found['computed']} tokens, but this rank's parts have only {found['own']}",
+        f"{says}the model processed {found['computed']} tokens, but this rank's parts have only {found['own']}",
     )
     expect(
         found["reduced"] <= NUM_UNITS,
@@ -109,7 +109,7 @@ def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, fl
     if not reduced:
         return {"reduced": 0}
     mine, full = whole_gradient(model), whole_gradient(plain)
-    along = (mine @ full) / (full @ full)  # how much of it lies in the right direction
+    along = (mine @ full) / (full @ full)  # how much of it points in the right direction
     return {
         "reduced": reduced,
         "computed": sum(computed),
@@ -173,7 +173,7 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
     expect(found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from the plain loss's")
     expect(
         found["peak_bytes"] < 1.05 * CHUNKED_PEAK_BYTES,
-        f"{says}head and loss peak at {format_bytes(found['peak_bytes'])}; the target is below "
+        f"{says}the head and the loss peak at {format_bytes(found['peak_bytes'])}; the target is below "
         f"{format_bytes(1.05 * CHUNKED_PEAK_BYTES)}. Which logits does backward still have?",
     )
 
@@ -220,7 +220,7 @@ def peak_of(loss: Callable[..., Tensor]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByReader:
-    """The content of the reader's file, and the result of loading it, on one rank."""
+    """The contents of the reader's file and the result of loading it, on one rank."""
 
     problem: str | None  # with the file
     names: tuple[str, ...] = ()  # in the file
@@ -246,15 +246,15 @@ def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) 
 def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> None:
     expect(found.problem is None, f"{says}{found.problem}")
     extra, lacking = sorted(set(found.names) - expected), sorted(expected - set(found.names))
-    expect(not lacking, f"{says}the file lacks {len(lacking)} trained tensors, {first_of(lacking)} among them")
-    expect(not extra, f"{says}the file has {len(extra)} tensors that are not trained, {first_of(extra)} among them")
+    expect(not lacking, f"{says}the file lacks {len(lacking)} trained tensors, including {first_of(lacking)}")
+    expect(not extra, f"{says}the file has {len(extra)} tensors that aren't trained, including {first_of(extra)}")
     expect(
         found.wrong is None,
         f"{says}in the file, {found.wrong} differs from the model's values at the time of saving",
     )
     expect(
         found.restored < TOLERANCE,
-        f"{says}after loading, logits differ by up to {found.restored:.2f} from before saving",
+        f"{says}after loading, logits differ by up to {found.restored:.2f} from those before saving",
     )
     expect(found.base_kept, f"{says}loading changes frozen weights")
 
@@ -294,7 +294,7 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
 
 @torch.no_grad()
 def two_adapters() -> Llama:
-    """Build the model with a frozen adapter and a second, trained one."""
+    """Build the model with two adapters: a frozen one, and one to train."""
     model = add_adapters(add_adapters(build_llama(), ADAPTER_RANK), ADAPTER_RANK, SECOND)
     for name, parameter in model.named_parameters():
         if name.endswith((*ADAPTERS, *SECOND)):
@@ -320,7 +320,7 @@ def whole_gradient(model: nn.Module) -> Tensor:
 
 
 def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
-    """Freeze the model, and add to some layers the product of two thin matrices, which aren't initialized yet.
+    """Freeze the model, and give some layers an adapter: the product of two thin matrices, not initialized yet.
 
     Existing tensors keep their names, so the model's files still fit. An adapter that exists already, under different
     names, is frozen and belongs to the model.

@@ -1,4 +1,4 @@
-"""Exercises of notebook 15: split an MLP across ranks, label a split sequence, and choose mesh dimensions."""
+"""Exercises for notebook 15: split an MLP across ranks, label a split sequence, and choose mesh dimensions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,9 +31,9 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 )
 from fsdp_helpers.teaching.exercises.small_net import STEPS, load_batch, mean_loss
 
-# ---------------------------------------------------------------- 1: an MLP in two
+# ---------------------------------------------------------------- 1: a split MLP
 
-WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; WIDTH is a batch's
+WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; WIDTH is that of `load_batch`
 
 
 @exercise("15")
@@ -43,7 +43,7 @@ def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> s
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(train_split_mlp, module, world_size)):
             _expect_split(found, world_size, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: on {in_words(ranks)} ranks, one process's losses, a share of each weight, one all-reduce each way."
+    return f"Right: on {in_words(ranks)} ranks, the same losses, a share of each weight, and one all-reduce each way."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,8 @@ def _expect_fast(run: DimensionedRun) -> None:
         bubble = pipeline_bubble(run.pipeline, run.sequences)  # a micro-batch has at least one sequence
         expect(
             bubble <= MOST_BUBBLE,
-            f"{run.sequences} micro-batches on {run.pipeline} stages are {bubble:.0%} bubble, above {MOST_BUBBLE:.0%}",
+            f"with {run.sequences} micro-batches on {run.pipeline} stages, {bubble:.0%} of the step is bubble, above "
+            f"{MOST_BUBBLE:.0%}",
         )
     arithmetic_s, communication_s = step_times_s(run)
     share = communication_s / arithmetic_s

@@ -88,10 +88,10 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD, which shows whether a gradient is a mean or a sum; Adam would hide the difference."""
+    """Return an SGD optimizer: its losses show whether gradients were averaged or summed, which Adam would hide."""
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return Adam with an `eps` so large that it shows the difference between a mean and a sum, too."""
+    """Return an Adam optimizer with an `eps` so large that its losses show the difference, too."""
     return torch.optim.Adam(parameters, lr=0.1, eps=0.1)

@@ -1,4 +1,4 @@
-"""The cards' text and the index by what you see, read from the two tables next to this module. No torch import."""
+"""The cards' text and the index of symptoms, from the two tables next to this module. Doesn't import torch."""
 
 import tomllib
 from dataclasses import dataclass, fields
@@ -21,7 +21,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Card:
-    """A card's text; its source, if the failure isn't run here."""
+    """A card's text and, if the failure isn't run here, its source."""
 
     title: str
     why: str
@@ -32,7 +32,7 @@ class Card:
 
 @cache
 def table(name: str) -> dict[str, dict]:
-    """Return the cards in a table by name; `name` is the table's file."""
+    """Return a table's cards, keyed by name; `name` is the table's file."""
     return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
 
 

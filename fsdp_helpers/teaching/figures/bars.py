@@ -72,7 +72,7 @@ def _kind_of(term: Term, alone: bool) -> str:
 
 
 def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes: int, alone: bool) -> set[str]:
-    """Draw the two bars of a row, and a line at the measured peak; return the kinds drawn. `alone`: in one process."""
+    """Draw a row's two bars, and a line at the measured peak; return the kinds drawn. `alone` means one process."""
     held, parts = held_parts(record), peak_parts(peak, alone)
     above, below = row - THIN / 2 - 0.02, row + THIN / 2 + 0.02
     _draw_parts(ax, above, "held", held, highest_bytes)

@@ -16,7 +16,7 @@ MOST_BARS, MOST_CHARACTERS = 60, 2_000
 
 
 def put_in_words(fig: Figure, words: str) -> None:
-    """Give a drawing its own description, if a list of its labels wouldn't say much."""
+    """Give a drawing a description of its own, for when a list of its labels wouldn't say much."""
     fig.set_label(words)
 
 
@@ -43,7 +43,7 @@ def _describe_axes(ax: Axes) -> str:
             *(_line(line) for line in ax.get_lines() if len(line.get_xdata()) > 2 or _is_named(line)),
             *(_points(points) for points in ax.collections if isinstance(points, PathCollection) and _is_named(points)),
             *_sentence("Key", [name for name in names if name not in {_name(line) for line in ax.get_lines()}]),
-            *_sentence("Written in it", texts),
+            *_sentence("Labels", texts),
         ]
     )
 

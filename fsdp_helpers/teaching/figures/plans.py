@@ -48,8 +48,8 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan], highest_gb: float | None = N
         look = {"color": PEAK_COLORS[category]}
         ax.bar(places, sizes, bottom=below, width=0.7, label=category, linewidth=0, **look)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
-    outside = [plan.cluster.allowance_bytes / GB for plan in plans]
-    ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="none", edgecolor=FRAME_COLOR)
+    allowances = [plan.cluster.allowance_bytes / GB for plan in plans]
+    ax.bar(places, allowances, bottom=below, width=0.7, label="allowance", color="none", edgecolor=FRAME_COLOR)
     memory = plans[0].cluster.device_memory_bytes / GB
     ax.axhline(memory, color="#b91c1c", linestyle="--", label=f"{memory:.0f} GB")
     highest_gb = highest_gb or 1.1 * max(memory, max(plan.needed_bytes for plan in plans) / GB)
@@ -88,7 +88,7 @@ def plot_what_fits(
         ax.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
         ax.set_yticks(sizes, [str(size) for size in sizes])
         ax.minorticks_off()
-        ax.set(title="A rank's needs fall until units, activations and buffers are left")
+        ax.set(title="A rank's needs fall until only units, activations and buffers are left")
         ax.legend(handles=lines, loc="upper right")
     return fig, ax
 

@@ -99,7 +99,7 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
         "all-gather: full parameters": gather.end_s,
         "forward has kept its activations": end_s["forward"],
         "backward has made full gradients": reduce.start_s,
-        "reduced: shards are left": end_s["backward"],  # the reduce-scatter's own buffers are gone by then
+        "reduced: only shards are left": end_s["backward"],  # the reduce-scatter's own buffers are gone by then
     }
 
 
@@ -153,7 +153,7 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
 def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
     """Draw peak bytes per parameter against the number of ranks.
 
-    There's one line per name, which is a strategy or a variant of one ("ddp, lean"); the name is at the line's end.
+    There's one line per name: a strategy, or a variant of one ("ddp, lean"). The name is at the line's end.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -187,7 +187,7 @@ def apart(ends: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, flo
 
 
 def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
-    """Plot each rung's held bytes (solid), peak (light), predicted peak (a mark), change of peak, and step time."""
+    """Plot each rung's held bytes (solid), peak (light), predicted peak (a mark), change in peak, and step time."""
     with figure_style():
         size = (8, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))

@@ -30,7 +30,7 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
 
 
 def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None:
-    """Draw texts above the curve, to the right of their lines; later texts are lower, so that no line crosses one."""
+    """Draw texts above the curve, to the right of their lines; later texts are lower, so no line crosses a text."""
     peak_mb = curve.peak_bytes / MB
     for above, (text, time_s) in enumerate(sorted(notes.items(), key=lambda note: note[1], reverse=True)):
         place = max(0, bisect_right(curve.times_s, time_s) - 1)

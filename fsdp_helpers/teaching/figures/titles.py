@@ -1,4 +1,4 @@
-"""The titles of figures: each is one sentence that says what the figure shows, made from its numbers."""
+"""Titles for figures: one sentence each, made from the figure's numbers, that says what it shows."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
     counts = [len(trace.collectives) for trace in traces]
     sent = [sum(seen.sent_bytes for seen in trace.collectives) for trace in traces]
     who = "each rank" if len(set(zip(counts, sent, strict=True))) == 1 and len(traces) > 1 else "rank 0"
-    return f"In {counts[0]} collective{'s' * (counts[0] != 1)} {who} sends {format_bytes(sent[0])}"
+    return f"In {counts[0]} collective{'s' * (counts[0] != 1)}, {who} sends {format_bytes(sent[0])}"
 
 
 def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
@@ -96,7 +96,7 @@ def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
     least = min(row.peak_bytes for row in rows)
     names = [row.label for row in rows if row.peak_bytes == least]
     share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""
-    return f"{rows[0].model}: the lowest peak is that of {' and '.join(names)}{share}"
+    return f"{rows[0].model}: {' and '.join(names)} {'have' if len(names) > 1 else 'has'} the lowest peak{share}"
 
 
 def copies_of_a_step(ways: Sequence[str]) -> str:
@@ -105,7 +105,7 @@ def copies_of_a_step(ways: Sequence[str]) -> str:
 
 
 def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
-    """Say on how many of these numbers of ranks a rank's bytes fit its device."""
+    """Say how many ranks it takes for a rank's bytes to fit its device."""
     too_few = [ranks for ranks, needed in needed_bytes.items() if needed > device_bytes]
     enough = [ranks for ranks in needed_bytes if ranks > max(too_few, default=0)]
     if not enough:
@@ -124,7 +124,7 @@ def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
     """Say how many times as long a step takes on the slowest link; `steps_s` is keyed by bandwidth in Mbit/s."""
     slowest = min(steps_s)
     return (
-        f"At {slowest:,.0f} Mbit/s a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"
+        f"At {slowest:,.0f} Mbit/s, a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"
     )
 
 

@@ -21,7 +21,7 @@ KEPT = Path(__file__).parents[3] / "notebooks/reference/failures.json"
 
 
 def keep(failure: Failure, kept: dict) -> None:
-    """Add a failure's broken and fixed run, the broken run's seconds and, if it ends in an error, torchrun's output."""
+    """Add a failure's broken and fixed runs, the broken one's time and, if that ends in an error, torchrun's output."""
     start_s = time.monotonic()
     broken = gallery.run_broken(failure)
     kept["seconds"][failure.name] = round(time.monotonic() - start_s, 1)

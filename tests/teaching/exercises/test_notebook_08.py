@@ -115,12 +115,12 @@ class TestStart(BuildTestsOnRanks):
     alone = (MISSING_KEY,)  # rank 0 alone reads the weights
     starter = "on 2 ranks, rank 0: 97 tensors aren't in any unit"
     wrong = [
-        ([('with torch.device("meta")', "if True")], "on top of what stays, .* in memory for a moment"),
-        ([("    model.fill_buffers()\n", "")], "the buffer doesn't have its values.*wrong-meta-buffers"),
+        ([('with torch.device("meta")', "if True")], "on top of the sharded model, .* in memory for a moment"),
+        ([("    model.fill_buffers()\n", "")], "the buffer has the wrong values.*wrong-meta-buffers"),
         ([("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; make one unit per block"),
         (
             [("model.to_empty(device=mesh.device_type)", "pass")],
-            "1 tensors are still on meta, waves .*wrong-meta-buffers",
+            "1 tensors are still on meta, including waves .*wrong-meta-buffers",
         ),
         (
             [("set_model_state_dict(model, weights, options=options)", "torch.nn.init.normal_(model.head.weight)")],

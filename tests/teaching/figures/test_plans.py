@@ -40,7 +40,7 @@ def test_a_waterfall_adds_up_to_what_is_needed():
     three = [planned(ranks) for ranks in (8, 64, 1024)]
     fig, ax = plans.plot_waterfall(three, "title")
     bars = {container.get_label(): container for container in ax.containers}
-    assert list(bars) == [*CATEGORIES.values(), "outside the count"]
+    assert list(bars) == [*CATEGORIES.values(), "allowance"]
     for place, plan in enumerate(three):
         total = sum(container[place].get_height() for container in bars.values())
         assert total == pytest.approx(plan.needed_bytes / 1e9)

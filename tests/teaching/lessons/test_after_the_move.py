@@ -18,19 +18,19 @@ from fsdp_helpers.teaching.lessons import after_the_move
 
 SAYS = {
     "no fault": None,
-    "a head for every second step": None,
-    "ranks use different heads": "the ranks have trained different parameters, heads.0.bias among them",
-    "optimizer built before": "55 of the optimizer's parameters aren't the model's",
-    "one unit": "one unit: the full model",
+    "a head used every other step": None,
+    "ranks use different heads": "the ranks have trained different parameters, including heads.0.bias",
+    "optimizer built first": "55 of the optimizer's parameters aren't the model's",
+    "one unit": "there's only one unit, so the full model",
     # 4 blocks of 8 layers, and 15 of the 28 units are norms or projections of fewer than 10,000 parameters
     "every layer a unit": "15 of 28 units have fewer than 10,000 parameters",
     "uneven data": "the ranks have [5, 6] batches",
     "Adam's state not loaded": "Adam has counted 1 steps instead of 2",
-    "evaluated, not resharded": "7 parameters aren't sharded, positions among them",
+    "evaluated, not resharded": "7 parameters aren't sharded, including positions",
 }
 
 
-HEALTHY = ("no fault", "a head for every second step")
+HEALTHY = ("no fault", "a head used every other step")
 
 
 def test_each_fault_is_named_on_every_rank():
