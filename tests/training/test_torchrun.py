@@ -232,7 +232,7 @@ DDP = ["--strategy", "ddp"]
     [
         ({"RANK": "0"}, DDP, "the environment has RANK without WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
         ({"WORLD_SIZE": "2"}, DDP, "the environment has WORLD_SIZE without RANK, .* or unset WORLD_SIZE"),
-        (WHOLE | {"RANK": "one"}, DDP, "RANK='one'; a whole number is needed"),
+        (WHOLE | {"RANK": "one"}, DDP, "RANK='one'; it must be a whole number"),
         (WHOLE | {"WORLD_SIZE": "0"}, DDP, "RANK is 0 and WORLD_SIZE 0; ranks are counted from 0"),
         (WHOLE | {"LOCAL_RANK": "2"}, DDP, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE 2"),
         (WHOLE | {"LOCAL_WORLD_SIZE": "3"}, DDP, "LOCAL_WORLD_SIZE is 3, above the WORLD_SIZE of 2"),
@@ -269,5 +269,5 @@ def test_bad_input_that_one_rank_finds_ends_all_of_them(tmp_path):
     with torchrun_job(one_agent(2), arguments, tmp_path) as job:
         assert job.wait() == 1
     (line,) = [line for line in job.output.splitlines() if line.startswith("fsdp_helpers: ")]
-    assert "holds checkpoints up to step-00000002; continue from there with --resume" in line
+    assert "has checkpoints up to step-00000002; continue from there with --resume" in line
     assert "Traceback" not in job.output.partition("ChildFailedError")[0].partition(line)[0]

@@ -10,7 +10,7 @@ from fsdp_helpers.planning.walk.fsdp2 import REDUCE
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.quantities import MB, in_mb
-from fsdp_helpers.records import ComparisonRow, RankRecord, Rung
+from fsdp_helpers.records import ComparisonRow, LeverResult, RankRecord
 from fsdp_helpers.teaching.figures.style import (
     FULL_GRADIENTS,
     GLOO_COPY,
@@ -107,7 +107,7 @@ def _look(kind: str) -> dict:
     return {"facecolor": PEAK_COLORS[kind], "linewidth": 0, **hatch}
 
 
-def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
+def draw_held_in_peak(ax: Axes, rows: Sequence[LeverResult | ComparisonRow]) -> None:
     """Draw each row's bytes at the peak (light) and, in front of them, its held bytes (solid), with their number."""
     places, colors = range(len(rows)), [STRATEGY_COLORS[row.strategy] for row in rows]
     highest_bytes = max(row.peak_bytes for row in rows)
@@ -120,7 +120,7 @@ def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
     ax.invert_yaxis()
 
 
-def draw_times(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
+def draw_times(ax: Axes, rows: Sequence[LeverResult | ComparisonRow]) -> None:
     """Draw each row's step time as a bar, with its number."""
     times_ms = [1e3 * row.step_s for row in rows]
     ax.barh(range(len(rows)), times_ms, color=[STRATEGY_COLORS[row.strategy] for row in rows], height=0.7)

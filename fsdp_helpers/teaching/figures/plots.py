@@ -16,7 +16,7 @@ from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
-from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
+from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
@@ -186,7 +186,7 @@ def apart(ends: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, flo
         yield *below, name
 
 
-def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
+def plot_ladder(rungs: Sequence[LeverResult]) -> tuple[Figure, Sequence[Axes]]:
     """Plot each rung's held bytes (solid), peak (light), predicted peak (a mark), change in peak, and step time."""
     with figure_style():
         size = (8, 0.8 + 0.4 * len(rungs))

@@ -22,10 +22,10 @@ from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
+    LeverResult,
     MemoryCurve,
     Phase,
     RankRecord,
-    Rung,
     RunRecord,
     StepTrace,
 )
@@ -72,8 +72,8 @@ def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
     return ComparisonRow(model=model, strategy=strategy, api=api, world_size=2, step_s=0.01, final_loss=2.0, **sizes)
 
 
-def rung(name: str, peak_bytes: int) -> Rung:
-    return Rung(
+def rung(name: str, peak_bytes: int) -> LeverResult:
+    return LeverResult(
         name=name, strategy="ddp", predicted_bytes=39 * MB, peak_bytes=peak_bytes, held_bytes=9 * MB, step_s=0.01
     )
 

@@ -208,7 +208,7 @@ def test_machine(machine):
 
 def test_the_data_are_prepared(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "none"))
-    assert "1,797 bundled digits, because MNIST could not be downloaded" in machine("cpu", 2, data=None)[1]
+    assert "1,797 bundled digits, because MNIST couldn't be downloaded" in machine("cpu", 2, data=None)[1]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_device_that_is_chosen_anew(machine):
     "found, problem",
     [
         (Gpus(1), "2 ranks need 2 CUDA devices, but this machine has 1; use device 'cpu', or fewer ranks"),
-        (Gpus(2, "the driver is too old"), r"torch cannot use the GPU of this machine \(the driver is too old\)"),
+        (Gpus(2, "the driver is too old"), r"torch can't use this machine's GPU \(the driver is too old\)"),
     ],
 )
 def test_cuda_without_the_gpus_for_it_is_refused(found, problem, machine):
