@@ -129,4 +129,4 @@ def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
 
 
 def _percent(share: float, decimals: int = 0) -> str:
-    return f"{100 * share:.{decimals}f} %"
+    return f"{100 * share:.{decimals}f}%"
