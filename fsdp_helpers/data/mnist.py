@@ -1,4 +1,4 @@
-"""MNIST's files: checking them, or having one process download them once. Errors name the file that's damaged."""
+"""Check MNIST's files, or download them once, in one process. Errors name the damaged file."""
 
 import hashlib
 import io
@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 DOWNLOAD_TIMEOUT_S = 15.0
-RETRY_AFTER_S = 3600.0  # how long after a failed download it's tried again, instead of on every run
+RETRY_AFTER_S = 3600.0  # how long to wait after a failed download, instead of trying on every run
 FAILED_DOWNLOAD = ".mnist-download-failed"  # the file in the data folder that records the failure
 
 # The unpacked files: size in bytes and MD5.
@@ -27,7 +27,7 @@ MNIST_FILES = {
 
 
 class DataError(Exception):
-    """The data can't be used as they are; the message names the file or folder and the fix."""
+    """The data can't be used; the message names the file or folder, and the fix."""
 
 
 def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
@@ -43,7 +43,7 @@ def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
 
 
 def packed_files(folder: Path) -> dict[str, str]:
-    """Return name and MD5 of the packed files that are in `folder`. Raises DataError if one is damaged."""
+    """Return the names and MD5 checksums of the .gz files in `folder`. Raises DataError if one is damaged."""
     from torchvision.datasets import MNIST
 
     raw = folder / "MNIST" / "raw"
@@ -75,7 +75,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise DataError(
-            f"MNIST is not in {folder}, and that folder isn't writable ({error.strerror}). "
+            f"MNIST isn't in {folder}, and that folder isn't writable ({error.strerror}). "
             "Choose another with --data-dir or FSDP_DATA_DIR, or make it writable."
         ) from error
     with lock:
@@ -83,10 +83,10 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def download_mnist(folder: Path) -> bool:
-    """Download MNIST into `folder`; return False if no mirror can be reached, or none could within the last hour.
+    """Download MNIST to `folder`; return False if no mirror can be reached, or if the last hour's attempt failed.
 
-    The files are downloaded to a private folder next to the final one and moved once all four are complete, so an
-    interrupted download leaves nothing behind. Packed files that are already there are used instead of downloaded.
+    The files are downloaded to a temporary folder inside `folder` and moved into place once all four are complete, so
+    an interrupted download leaves no partial files in place. A .gz file that's already there isn't downloaded again.
     """
     raw = folder / "MNIST" / "raw"
     packed = packed_files(folder)
@@ -98,7 +98,7 @@ def download_mnist(folder: Path) -> bool:
         for name in packed:
             shutil.copy(raw / name, private_raw)
         if not _fetched(private):
-            (folder / FAILED_DOWNLOAD).write_text("MNIST could not be downloaded. Delete this file to try at once.\n")
+            (folder / FAILED_DOWNLOAD).write_text("MNIST couldn't be downloaded. Delete this file to try at once.\n")
             return False
         raw.mkdir(parents=True, exist_ok=True)
         for name, (num_bytes, md5) in MNIST_FILES.items():
@@ -114,7 +114,7 @@ def _failed_lately(folder: Path) -> bool:
         age_s = time.time() - (folder / FAILED_DOWNLOAD).stat().st_mtime
     except FileNotFoundError:
         return False
-    return 0 <= age_s < RETRY_AFTER_S  # if it's negative, the clock was set back, so the age is unknown
+    return 0 <= age_s < RETRY_AFTER_S  # a negative age is unknown: the clock was set back
 
 
 def _fetched(folder: str) -> bool:
@@ -129,8 +129,8 @@ def _fetched(folder: str) -> bool:
             path = Path(folder, "MNIST", "raw", name)
             if path.exists() and _md5(path) != md5:
                 raise DataError(
-                    f"{name} arrived damaged ({path.stat().st_size} bytes, wrong checksum), and nothing was kept. "
-                    "Run again; if it happens again, the mirror is at fault."
+                    f"the download of {name} is damaged ({path.stat().st_size} bytes, wrong checksum); nothing was "
+                    "kept. Run again; if it happens again, the mirror is at fault."
                 ) from error
         return False
     return True

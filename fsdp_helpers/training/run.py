@@ -1,4 +1,4 @@
-"""Do one run, from settings to record: on ranks that we start (`train`), or as one of torchrun's ranks."""
+"""Carry out a run, from settings to record: on ranks started here (`train`), or as one of torchrun's ranks."""
 
 import gc
 import sys
@@ -48,9 +48,10 @@ def train(
     starts, and `on_data` is called with their source, "mnist" or "digits". With `watch`, a notebook shows a line per
     rank and the loss, step by step; otherwise, there's one line of progress.
 
-    Raises ValueError, DataError or CheckpointError before anything starts, for settings that can't work, data that
-    can't be used and checkpoints that don't match; RankError and RankTimeout as `launch` does, which also explains
-    `timeout_s` (for the entire run) and `group_timeout_s` (for one collective).
+    `timeout_s` limits the entire run, and `group_timeout_s` a single collective; see `launch`.
+
+    Raises ValueError, DataError or CheckpointError before any process starts, for settings that can't work, data that
+    can't be used and checkpoints that don't match; raises RankError and RankTimeout as `launch` does.
     """
     with shown_by_message(ValueError):
         config = replace(config, **changes)
@@ -97,8 +98,8 @@ def train_each(
 ) -> dict[Name, RunRecord]:
     """Train `config` with each variant's changes, one after the other in a single launch; return the records by name.
 
-    The records are the same as with a `train` for each, but PyTorch's start-up costs are paid only once. Raises what
-    `train` raises, and ValueError for a variant with a `checkpoint_dir`.
+    The records are the same as from a call of `train` for each, but PyTorch is loaded only once. Raises the same errors
+    as `train`, and ValueError for a variant with a `checkpoint_dir`.
     """
     with shown_by_message(ValueError, DataError):
         configs = {name: replace(config, **changes) for name, changes in variants.items()}
@@ -113,11 +114,11 @@ def train_each(
 
 
 def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`; each model is freed before the next is built, so memory is the same as with `train`."""
+    """Train each of `configs`. Each model is freed before the next is built, so memory is the same as with `train`."""
     records = []
     for config in configs:
         records.append(train_worker(rank, world_size, config))
-        gc.collect()  # a sharded model is in reference cycles
+        gc.collect()  # a sharded model has reference cycles
     return records
 
 
@@ -170,7 +171,7 @@ def train_as_rank_of_torchrun(
 
 @contextmanager
 def _failures_of_rank(place: Place) -> Iterator[None]:
-    """Turn any error within the block into a failure of this rank, since it isn't bad input."""
+    """Within the block, turn any error into a RankError; only errors other than bad input get this far."""
     try:
         yield
     except Exception as error:
@@ -178,7 +179,7 @@ def _failures_of_rank(place: Place) -> Iterator[None]:
 
 
 def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str], None] | None) -> Exception | None:
-    """Prepare data on every machine and check checkpoints on rank 0; every rank raises whatever went wrong on any of them."""
+    """Prepare data on every machine, and check checkpoints on rank 0; every rank returns the first problem, or None."""
     problem = None
     try:
         if place.local_rank == 0:
@@ -193,7 +194,7 @@ def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str]
 
 
 def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
-    """Train and return the record; None if SIGTERM ended the run early, which rank 0 reports."""
+    """Train and return the record; return None if SIGTERM ended the run early, which rank 0 reports."""
     try:
         with heeding_sigterm() if config.checkpoint_dir else nullcontext():
             return train_worker(place.rank, place.world_size, config)
@@ -204,20 +205,20 @@ def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
 
 
 def prepare_run_data(config: TrainConfig) -> str:
-    """Make sure that workers find their data; return the source: "mnist", "digits", or a text with its digest.
+    """Make sure that workers will find their data; return the source: "mnist", "digits", or "text" and its digest.
 
     Raises ValueError if there are too few images or sequences.
     """
     if config.learns_text:
         return prepare_text(config)
-    _check_data_size(config, "mnist")  # against the larger source, so that what can't work is refused before a download
+    _check_data_size(config, "mnist")  # against the larger source, so impossible runs are refused before a download
     source = prepare_data(config.data_dir)
     _check_data_size(config, source)
     return source
 
 
 def prepare_text(config: TrainConfig) -> str:
-    """Return the name of the text that `config` trains on, after checking that it's readable and long enough."""
+    """Return the source of the text that `config` trains on, after checking that it's readable and long enough."""
     text, context = read_text(config.text), BYTE_LLAMA.context
     num_test = text.num_test_sequences(context)
     if num_test == 0:

@@ -176,14 +176,14 @@ def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
 
 def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
     mirror.files[SMALL] = b"x" + mirror.files[SMALL][1:]
-    with pytest.raises(DataError, match=f"{SMALL} arrived damaged .*mirror is at fault"):
+    with pytest.raises(DataError, match=f"the download of {SMALL} is damaged .*mirror is at fault"):
         prepare_data(tmp_path)
     assert left_over(tmp_path) == []  # nothing that a later run could take for whole
 
 
 def test_download_cut_short(mirror, tmp_path):
     mirror.files[NAMES[0]] = mirror.files[NAMES[0]][:30]
-    with pytest.raises(DataError, match=rf"{NAMES[0]} arrived damaged \(30 bytes"):
+    with pytest.raises(DataError, match=rf"the download of {NAMES[0]} is damaged \(30 bytes"):
         prepare_data(tmp_path)
     assert left_over(tmp_path) == []
 

@@ -28,7 +28,7 @@ LOOKS = (
 
 
 def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
-    """Run every check in turn, and pass each row to `on_row` as soon as it's known."""
+    """Run the checks one by one, and pass each row to `on_row` as soon as it's known."""
     rows = []
     for look in looks:
         rows.append(look_at(look))
@@ -37,12 +37,12 @@ def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
 
 
 def line(row: Row) -> str:
-    """Return a row as a line of the report."""
+    """Return a row as a line of text."""
     return f"{row.result:6}{row.check:15} {row.measured}"
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return the last line: whether this machine is ready."""
+    """Return the report's last line, which says whether this machine is ready."""
     wrong = [row.check for row in rows if row.result == FAIL]
     if wrong:
         return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."

@@ -1,4 +1,4 @@
-"""Walk through a rank that holds the full model: a single process, or a rank of DDP. No torch."""
+"""Walk through a step of a rank that holds the full model: a single process, or a DDP rank. No torch import."""
 
 from math import prod
 
@@ -8,14 +8,14 @@ from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's own limits; a bucket is closed when it reaches its limit
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's defaults; a bucket is full once it reaches its limit
 
 
 class WholeModel:
     """A rank that keeps parameters and moments; gradients appear one by one, and DDP's buckets are always there.
 
-    The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a gradient arrives while
-    there's one already, it counts as part of the activations until it's added: the profile has it in flight.
+    The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a parameter already has a
+    gradient, a new one counts as part of the activations until it's added, since the profile has it in flight.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WholeModel:
             ledger.hold(ROOT, Term(kind="buffers", name="buckets", **trained))
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
-        """Note whether this micro-batch reduces; the gradients take the same memory either way."""
+        """Note whether this micro-batch's gradients are reduced; they take the same memory either way."""
         self._reduces = reduces
         self._backward_runs = False
 
@@ -65,7 +65,7 @@ class WholeModel:
         """Do nothing: no memory is freed."""
 
     def gradient(self, name: str) -> None:
-        """Take the gradient, and send its bucket if that's now full."""
+        """Take the gradient, and send its bucket if it's now full."""
         values = self._trained[name]
         if not self._bucket_view:
             size = {"values": values, "value_bytes": self._kept_bytes}
@@ -81,7 +81,7 @@ class WholeModel:
         self._limit = FIRST_BUCKET_BYTES
 
     def update(self) -> None:
-        """Hold the temporaries of the optimizer's step for a moment."""
+        """Hold the optimizer step's temporaries for a moment."""
         values = self._optimizer.in_flight_values(self._num_trained, max(self._trained.values(), default=0))
         size = {"values": values, "value_bytes": self._kept_bytes}
         self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))
