@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := _wrong_place(options):  # checked on every rank, at every restart, before torch is loaded
         return _complain(BAD_INPUT, problem)
     from fsdp_helpers.checkpointing.folder import CheckpointError
-    from fsdp_helpers.data.mnist import DataError
+    from fsdp_helpers.data.source import DataError
     from fsdp_helpers.progress import in_lines
     from fsdp_helpers.ranks.launch import RankError
 

@@ -25,7 +25,7 @@ from fsdp_helpers.cli.doctor import leftovers, network
 from fsdp_helpers.cli.doctor import machine as doctor_machine
 from fsdp_helpers.cli.doctor import report as doctor
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, PASS, SKIP, Look, Outcome, Row, look_at, note
-from fsdp_helpers.data.mnist import MNIST_FILES
+from fsdp_helpers.data.source import MNIST_FILES
 from fsdp_helpers.gpus import VISIBLE, Gpus
 from fsdp_helpers.training.torchrun import RANK_VARIABLES
 
