@@ -27,7 +27,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 from fsdp_helpers.teaching.exercises.small_net import STEPS, load_batch, mean_loss
 
@@ -40,9 +40,8 @@ WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; 
 def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 15: `SplitMLP(up, down, group)` splits columns, then rows, with one all-reduce in forward."""
     read_module(module, "SplitMLP")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_split_mlp, module, world_size)):
-            _expect_split(found, world_size, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, world_size in results_of(train_split_mlp, module, ranks):
+        _expect_split(found, world_size, says)
     return f"Right: on {in_words(ranks)} ranks, the same losses, a share of each weight, and one all-reduce each way."
 
 
