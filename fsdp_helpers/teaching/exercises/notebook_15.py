@@ -29,7 +29,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     read_module,
     results_of,
 )
-from fsdp_helpers.teaching.exercises.small_net import STEPS, load_batch, mean_loss
+from fsdp_helpers.teaching.exercises.small_net import plain_losses, sgd
 
 # ---------------------------------------------------------------- 1: a split MLP
 
@@ -107,26 +107,15 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     gradient_off = float("inf") if x.grad is None else (x.grad - gradient).abs().max().item()
     own.zero_grad()
     before, _, _, behind = build_layers()
-    losses = losses_of(nn.Sequential(before, nn.Tanh(), own, behind))
+    model = nn.Sequential(before, nn.Tanh(), own, behind)
+    losses = plain_losses(model, sgd(model))
     before, up, down, behind = build_layers()
-    right = losses_of(nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind))
+    plain = nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind)
+    right = plain_losses(plain, sgd(plain))
     ops = [[count.op for count in count_collectives(seen) for _ in range(count.count)] for seen in (forward, backward)]
     return SplitByReader(
         kept=kept, forward=ops[0], backward=ops[1], gradient_off=gradient_off, losses=losses, right=right
     )
-
-
-def losses_of(model: nn.Module) -> list[float]:
-    """Take a few steps of SGD on full batches; return the losses as this rank sees them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = mean_loss(model, *load_batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 # ---------------------------------------------------------------- 2: labels of a split sequence
