@@ -72,21 +72,15 @@ def run_rank(
         answer = body(rank, world_size, group, send, link)
     except BaseException as error:
         send("answer", Answer(None, failure=Failure(*describe_error(error))))
-    _tidy_up()
-    if answer is not None:
-        send("answer", answer)
-    os._exit(0)
-
-
-def _tidy_up() -> None:
-    """Do what Python does at exit, waiting for threads included, except for the cleanup of its own objects.
-
-    gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
-    """
+    # Do what Python does at exit, waiting for threads included, except for the cleanup of its own objects: gloo's threads
+    # outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     server.end_own_children()
     threading._shutdown()  # as multiprocessing ends a process; first it tells thread pools, torch.compile's too, to end
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
+    if answer is not None:
+        send("answer", answer)
+    os._exit(0)
 
 
 def flush() -> None:
