@@ -115,7 +115,7 @@ class ProgressBar:
         self._title, self._bar = "", None
 
     def start(self, what: str) -> None:
-        """Say at once that work is starting; the first report replaces this line."""
+        """Say immediately that work is starting; the first report replaces this line."""
         if self._bar is None and self._starting is None:
             self._starting = what
             self._draw(bar_format="{desc}", desc=f"{what}: starting")

@@ -404,7 +404,8 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
 def _reason(plan: Plan) -> str:
     """Return the reason for the range of a step's time."""
     if plan.cluster.device is None:
-        return f"with all communication hidden behind arithmetic; with none, and rates {TYPICAL_RANGE:.0%} below"
+        lower = f"rates {TYPICAL_RANGE:.0%} lower"
+        return f"the first with all communication hidden behind arithmetic; the second with none, and {lower}"
     device = named_device(plan.cluster.device)
     if device.measured:
         return f"published runs on {device.title} are up to {TYPICAL_RANGE:.0%} faster or slower"

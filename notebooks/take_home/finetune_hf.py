@@ -215,7 +215,7 @@ def read_tokenizer(folder: Path, vocabulary: int):
 
 @dataclass(frozen=True)
 class Document:
-    """A document as a list of segments, each with a flag that says whether it's learned."""
+    """A document as a list of segments, each with a flag that says whether its tokens count in the loss."""
 
     kind: str  # text, prompt or messages
     segments: list[tuple[str, bool]]
@@ -270,7 +270,7 @@ def document_of_messages(messages: list[dict], tokenizer) -> Document:
 
 
 def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
-    """Return a document's tokens, and for each one whether it's learned.
+    """Return a document's tokens, and for each one whether it counts in the loss.
 
     We encode each segment by itself, as at inference, where the prompt is encoded before there's an answer.
     """
@@ -321,7 +321,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
 
 
 def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[bool], list[int], Counter]:
-    """Return all documents' tokens, whether each token is learned, where each document ends, and counts to print."""
+    """Return all documents' tokens, whether each counts in the loss, where each document ends, and numbers to print."""
     tokens, learned, ends = [], [], [0]
     counts = Counter()
     for document in read_documents(arguments.data, tokenizer):
@@ -961,7 +961,7 @@ def train(
         mean, num_asked, num_due, num_writing = sums.tolist()
         if not math.isfinite(mean):
             refuse(
-                f"the loss of step {step + 1} is {mean}; the newest checkpoint is {newest_checkpoint(arguments.out)}", 1
+                f"the loss at step {step + 1} is {mean}; the newest checkpoint is {newest_checkpoint(arguments.out)}", 1
             )
         is_asked = num_asked > 0
         is_last = step + 1 == arguments.steps

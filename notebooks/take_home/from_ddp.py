@@ -95,7 +95,7 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
 def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: LambdaLR) -> int:
     """Read the file on rank 0 and send each rank its shards. Return the number of steps already taken.
 
-    `schedule` has to exist already: it gives each rank's groups the `initial_lr` that loading then fills.
+    Create `schedule` first: it adds `initial_lr` to each rank's parameter groups, and loading sets its value.
     """
     weights = {}
     moments = {}

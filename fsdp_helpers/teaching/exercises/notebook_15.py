@@ -97,7 +97,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     before, up, down, behind = build_layers()
     own = split_mlp(up, down, dist.group.WORLD)
     if not isinstance(own, nn.Module):
-        raise TypeError(f"SplitMLP is a {type(own).__name__}; it should be an nn.Module")
+        raise TypeError(f"SplitMLP creates an object of type {type(own).__name__}; it should be an nn.Module")
     kept = sum(parameter.numel() for parameter in own.parameters())
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with trace_collectives() as forward:
@@ -201,7 +201,10 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
     run = replace(run, sequences=SEQUENCES // run.data)
     _expect_fast(run)
     right = run.sent_bytes()
-    expect(isinstance(sent_gb, Mapping), "sent_gb is a dictionary: a number for each dimension with two ranks or more")
+    expect(
+        isinstance(sent_gb, Mapping),
+        "sent_gb should be a dictionary, with a number for each dimension that has two or more ranks",
+    )
     for name in NAMES:
         size = right.get(NAMES[name], 0)
         given = sent_gb.get(name, 0)
@@ -214,7 +217,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
 def _expect_possible(run: DimensionedRun) -> None:
     product = f"{run.data} x {run.tensor} x {run.context} x {run.pipeline}"
     expect(run.num_gpus == NUM_GPUS, f"{product} is {run.num_gpus:,} GPUs; there are {NUM_GPUS:,}")
-    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't share {KV_HEADS} key heads")
+    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't split {KV_HEADS} key heads")
     expect(
         run.data <= SEQUENCES and SEQUENCES % run.data == 0,
         f"{SEQUENCES} sequences can't be split evenly across {run.data} data ranks",

@@ -158,7 +158,7 @@ def lose_all_temporary_folders(patch, folder):
         raise FileNotFoundError("No usable temporary directory found")
 
     patch.setattr(tempfile, "gettempdir", refuse)
-    return "no folder for temporary files is writable; `export TMPDIR=` one that is"
+    return "no folder for temporary files is writable; set TMPDIR to one that is"
 
 
 def leave_rank_variables(patch, folder):
