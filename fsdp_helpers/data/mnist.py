@@ -83,7 +83,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def download_mnist(folder: Path) -> bool:
-    """Download MNIST to `folder`; return False if no mirror can be reached, or if an attempt failed within the last hour.
+    """Download MNIST to `folder`; return False if no mirror can be reached, or an attempt failed in the last hour.
 
     The files are downloaded to a temporary folder inside `folder` and moved into place once all four are complete, so
     an interrupted download leaves no partial files in place. A .gz file that's already there isn't downloaded again.

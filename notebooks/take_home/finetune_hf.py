@@ -247,9 +247,9 @@ def document_of(entry: dict, tokenizer) -> Document:
 
 
 def document_of_messages(messages: list[dict], tokenizer) -> Document:
-    """Split a rendered conversation where the assistant's turns begin and end, so that only those turns are learned.
+    """Split a rendered conversation where the assistant's turns begin and end, so that we train only on those turns.
 
-    Some templates rewrite earlier turns (to drop their reasoning). We don't learn those turns; we only count them.
+    Some templates rewrite earlier turns (to drop their reasoning). We don't train on those turns; we only count them.
     """
     if not tokenizer.chat_template:
         raise ValueError('"messages" need a chat template, but the tokenizer has none; use "prompt" and "completion"')

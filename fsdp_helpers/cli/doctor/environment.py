@@ -31,7 +31,7 @@ def python_is_new_enough() -> Outcome:
 
 
 def versions_fit() -> Outcome:
-    """Check that this package's, torch's and torchvision's requirements are installed, and that the latter two load."""
+    """Check that the requirements of this package, torch and torchvision are installed, and that the last two load."""
     problems = [problem for name in (OURS, *LOADED) for problem in unmet(name)]
     if problems:
         return Outcome(False, f"{'; '.join(problems)}; {INSTALL}")

@@ -97,7 +97,7 @@ def usable_temporary_folder() -> str:
 
 
 def data_can_be_used() -> Outcome:
-    """Verify the checksums of MNIST's files or, if there are none, check that they can be written. Nothing is downloaded."""
+    """Verify MNIST's checksums or, if there are no files, check that they can be written. Nothing is downloaded."""
     from fsdp_helpers.data.images import find_data_dir, offline
     from fsdp_helpers.data.mnist import MNIST_FILES, DataError, mnist_is_there, packed_files
 
@@ -115,7 +115,7 @@ def data_can_be_used() -> Outcome:
         where = "is packed in" if is_packed else "isn't in"
         return Outcome(False, f"MNIST {where} {folder}, and that folder isn't writable ({problem}); {remedy}")
     if is_packed:
-        return Outcome(True, "MNIST is there, complete but packed: the first run unpacks it")
+        return Outcome(True, "MNIST is there, complete but still compressed: the first run unpacks it")
     return Outcome(True, "no MNIST yet: the first run downloads it or, without a network, uses the bundled digits")
 
 

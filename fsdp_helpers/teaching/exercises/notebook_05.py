@@ -99,7 +99,7 @@ def check_plan(module: str = "my_plan") -> str:
 
 
 def _plan_cases() -> list[dict[str, int]]:
-    """Return cases for fresh models: all combinations of roomy and tight device and host memory, including exact limits."""
+    """Return cases for fresh models: devices and hosts with plenty of memory, too little, and exactly enough."""
     draw = DRAW.randint
     cases = []
     for _ in range(20):

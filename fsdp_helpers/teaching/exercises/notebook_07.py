@@ -1,4 +1,4 @@
-"""Exercises for notebook 07: meet a peak, accumulate gradients over micro-batches, and compute their norm."""
+"""Exercises for notebook 07: stay below a peak, accumulate gradients over micro-batches, and compute their norm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,7 +121,7 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """Return a number, or a plain tensor that holds one, as a float; for anything else, even a DTensor, the type's name."""
+    """Return a number, or a plain tensor that holds one, as a float; for anything else, even a DTensor, its type's name."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 

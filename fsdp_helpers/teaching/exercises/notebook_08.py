@@ -154,7 +154,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.extra_bytes <= START_EXTRA_BYTES,
-        f"{says}the start needs {format_bytes(found.extra_bytes)} on top of the sharded model, room for several "
+        f"{says}start_sharded needs {format_bytes(found.extra_bytes)} on top of the sharded model, room for several "
         "layers; is the full model in memory for a moment?",
     )
     expect(

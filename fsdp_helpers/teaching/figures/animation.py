@@ -4,7 +4,7 @@ Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters
 tensor's area is its bytes. The picture is for two ranks.
 
 Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
-which plays the step in slow motion, over and over. Without CSS, or for readers who turn motion off, the picture is a
+which plays the step in slow motion, in a loop. Without CSS, or for readers who turn motion off, the picture is a
 still.
 """
 

@@ -44,7 +44,7 @@ class XlaTimeout(TimeoutError):
 
 
 def find_python() -> Path:
-    """Return the interpreter that has torch_xla: the one in FSDP_XLA_PYTHON if set, otherwise the one that `make xla` built.
+    """Return the interpreter that has torch_xla: FSDP_XLA_PYTHON if set, otherwise the one that `make xla` built.
 
     Raises XlaMissing if there is neither, and ValueError if the variable names a file that doesn't exist.
     """
