@@ -71,8 +71,7 @@ def save(
         optimizer: its state is saved, along with its current settings, such as the learning rate.
         extra: anything else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is saved. It may contain numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
         settings: a dict that's written to `checkpoint.json` for people to read; `load` ignores it.
-        wait: if False, return a Future as soon as the state has been copied; a thread then writes the copy. The checkpoint isn't complete until `result()` has returned on at least
-            one rank.
+        wait: if False, return a Future as soon as the state has been copied; a thread then writes the copy. The checkpoint isn't complete until `result()` has returned on at least one rank.
         group: a process group for that thread alone, required if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, the thread's collectives could get mixed up with the step's.
 
     Raises CheckpointError on every rank if any rank can't write; then `folder` isn't created. Raises ValueError if

@@ -121,7 +121,7 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """Return a number, or a plain tensor that holds one, as a float; for anything else, even a DTensor, its type's name."""
+    """Return a number, or a plain tensor with one value, as a float; for all else, even a DTensor, its type's name."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 

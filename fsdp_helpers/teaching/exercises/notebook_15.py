@@ -135,7 +135,7 @@ def losses_of(model: nn.Module) -> list[float]:
 
 @exercise("15")
 def check_labels(module: str = "my_labels") -> str:
-    """Notebook 15: `split(tokens, rank, world_size)` returns the inputs, labels and places in a rank's head and tail."""
+    """Notebook 15: `split(tokens, rank, world_size)` returns the inputs, labels and places of a rank's two pieces."""
     split = read_module(module, "split")
     for world_size, pieces in [(2, 1), (3, 2), *((DRAW.randint(2, 6), DRAW.randint(1, 5)) for _ in range(FRESH_CASES))]:
         sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd, so a rank's part is never square
