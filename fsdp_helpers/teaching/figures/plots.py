@@ -47,7 +47,7 @@ HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
 def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
-    """Plot each step's training loss, one line per run. Where runs coincide, thin dashed lines lie on thick pale ones."""
+    """Plot each step's training loss, one line per run. If runs coincide, thin dashed lines cover thick pale ones."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
