@@ -218,7 +218,7 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     saved = plain["optimizer"]
     if saved is None:
         if not any(name.startswith("optimizer.") for name in stored):
-            raise CheckpointError(f"{path} was saved without an optimizer; load it without an optimizer")
+            raise CheckpointError(f"{path} was saved without an optimizer; load it without one")
         return  # saved by a version that didn't save the optimizer's settings
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:

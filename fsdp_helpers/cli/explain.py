@@ -111,7 +111,7 @@ def covered(described: frozenset[str], name: str) -> float:
 
 
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
-    """Return the shared words' part of both texts' weight, from 0 to 1; a single one out of several doesn't count."""
+    """Return how far two texts' words overlap, by weight, from 0 to 1; one shared word out of several doesn't count."""
     both = weight(one) * weight(other)
     is_chance = len(one & other) < min(2, len(one), len(other))
     return 0.0 if is_chance or not both else weight(one & other) / math.sqrt(both)

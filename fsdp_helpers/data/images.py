@@ -80,7 +80,7 @@ def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
 
 
 def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
-    """Return a sentence that says which data are used and, for the digits, how to get MNIST."""
+    """Return a sentence saying which data is used and, for the digits, how to get MNIST."""
     if source.startswith("text "):
         return f"Data: a {source} (the beginning of its SHA-256), as bytes."
     if source == "mnist":

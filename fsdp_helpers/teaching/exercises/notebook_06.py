@@ -60,7 +60,7 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
             f" {'much' if given > 12 * num_params else 'little'}; which"
             " of a parameter's values does the next step need?",
         )
-    return "Right: 12 P, whatever the number of ranks."
+    return "Right: 12 P, for any number of ranks."
 
 
 @exercise("06")

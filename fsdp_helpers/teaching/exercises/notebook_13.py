@@ -135,7 +135,7 @@ def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def build_llama() -> Llama:
-    """Build a small Llama, the same on every rank, with weights so large that tokens get clearly different logits."""
+    """Build a small Llama, equal on every rank, with weights large enough to give tokens clearly different logits."""
     torch.manual_seed(0)
     model = Llama(SHAPE)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Titles for figures: one sentence each, made from the figure's numbers, that says what it shows."""
+"""Titles for figures: one sentence each, made from the figure's numbers, saying what it shows."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
