@@ -105,7 +105,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="the config.json of a Hugging Face model: a Llama, or most of its descendants",
+        help="the config.json of a Hugging Face model: a Llama, or most models derived from it",
     )
     kind.add_argument("--llama", action="store_true", help="a Llama-like model with the shape given below")
     kind.add_argument("--vit", action="store_true", help="a vision transformer with the shape given below")

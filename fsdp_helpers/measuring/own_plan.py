@@ -210,7 +210,7 @@ def fake_step(
 
 @contextmanager
 def needs_no_values(name: str) -> Iterator[None]:
-    """Within the block, raise ValueError with an explanation if the model needs values, since there are only shapes.
+    """Within the block, raise ValueError with an explanation if the model, which has only shapes, needs values.
 
     For example, a router chooses a token's experts by the token's values, so how many tokens an expert gets can't be
     known from shapes.

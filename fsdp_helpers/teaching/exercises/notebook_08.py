@@ -176,7 +176,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
 
 
 def _expect_short_file_refused(module: str, world_size: int) -> None:
-    """Raise NotYet unless the reader's start fails, on any rank, when the weights lack one of a block's tensors."""
+    """Raise NotYet unless `start_sharded` fails, on any rank, when the weights lack one of a block's tensors."""
     try:
         launch_readers(start_from_short_file, module, world_size)
     except RankError:
@@ -219,7 +219,7 @@ class PretrainedTransformer(nn.Module):
 
 
 def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
-    """Let the reader's `start_sharded` start the model from rank 0's weights, check the result, and train it."""
+    """Let the reader's `start_sharded` load rank 0's weights, check the resulting model, and train it."""
     start_sharded = import_own(module, "start_sharded")
     torch.manual_seed(0)
     plain = PretrainedTransformer()
@@ -253,7 +253,7 @@ def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
 
 
 def start_from_short_file(rank: int, world_size: int, module: str) -> None:
-    """Let the reader's `start_sharded` start from weights that lack one of a block's tensors; it should fail."""
+    """Give the reader's `start_sharded` weights that lack one of a block's tensors; it should fail."""
     start_sharded = import_own(module, "start_sharded")
     weights = file_of(PretrainedTransformer())
     del weights[LACKING]
