@@ -1,7 +1,7 @@
-"""This machine's GPUs: counted and tested in a separate process, and hidden from everything that runs on the CPU.
+"""This machine's GPUs: counted and tested in a separate process, set up, and hidden from what runs on the CPU.
 
 torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in a mesh's group, and in
-every optimizer step. GPUs can only be hidden before torch has looked for them, since torch and the driver remember the
+every optimizer step. GPUs can be hidden only before torch has looked for them, since torch and the driver remember the
 result. So a process that may still run on the CPU never looks for them itself.
 """
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the variable, and its value that hides every GPU
 DRIVER = "libcuda.so.1"
@@ -70,6 +71,29 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
     if gpus.problem:
         raise ValueError(f"torch can't use this machine's GPU ({gpus.problem}); use device 'cpu'")
     return device
+
+
+def device_name(device: Any) -> str:
+    """Return the name of a torch.device: that of the GPU, or the number of cores."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
+
+
+def compute_repeatably() -> None:
+    """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is requested.
+
+    The series compares runs bitwise (06) or to 1e-5. By default, cuDNN may choose a different algorithm in the next
+    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's 23
+    mantissa bits. All of that is faster, so keep the defaults for runs you don't need to compare. Call this before the
+    first use of the GPU.
+    """
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False  # torch's default
 
 
 def hide_gpus() -> None:

@@ -114,13 +114,11 @@ class ProgressBar:
         self._began_s = self._line_s = time.monotonic()
         self._title, self._bar = "", None
 
-    def start(self, what: str, why: str = "") -> None:
-        """Say at once that work is starting, and `why` it may take long; the first report replaces this line."""
+    def start(self, what: str) -> None:
+        """Say at once that work is starting; the first report replaces this line."""
         if self._bar is None and self._starting is None:
             self._starting = what
             self._draw(bar_format="{desc}", desc=f"{what}: starting")
-        if why and self._starting is not None:
-            self._bar.set_description_str(f"{self._starting}: starting ({why})")
 
     def running(self) -> None:
         """Say that the work is running, unless it has already sent a report."""

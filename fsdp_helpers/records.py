@@ -202,8 +202,8 @@ class SavingRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One rung of the ladder of memory levers: the previous rung plus one more change, measured on rank 0."""
+class LeverResult:
+    """The result of adding one memory lever to those before it, measured on rank 0 (notebook 07)."""
 
     name: str
     strategy: str

@@ -61,9 +61,9 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the description of the checkpoint at `path` after checking that no file is missing or has a wrong size.
+    """Return the description of the checkpoint at `path`, after checking the size of every file.
 
-    Raises CheckpointError if one does, or if `path` isn't a checkpoint or has a newer format.
+    Raises CheckpointError if a file is missing or truncated, or if `path` isn't a checkpoint or has a newer format.
     """
     try:
         content = json.loads((path / DESCRIPTION).read_text())
@@ -187,7 +187,7 @@ def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush `folder` itself, the names of its files, to disk."""
+    """Flush `folder` itself, and so the names of its files, to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Reading `state.json`, in which versions before 2.2 kept everything that isn't a tensor.
+"""Read `state.json`, in which versions before 2.2 kept everything that isn't a tensor.
 
 A value that JSON can't express is an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]},
 {"!tensor": name}.
@@ -31,7 +31,7 @@ def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[st
 
 
 def put_together(content: Any, tensors: Mapping[str, Tensor | None]) -> Any:
-    """Convert a value from JSON back to what it was."""
+    """Turn a value decoded from JSON into what it was before it was encoded."""
     if isinstance(content, list):
         return [put_together(kept, tensors) for kept in content]
     if not isinstance(content, dict):

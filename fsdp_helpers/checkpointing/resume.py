@@ -106,7 +106,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """A run's checkpoints: saves the full state as the run trains, and loads it. Without a folder, it does nothing."""
+    """An object that saves a run's full state as it trains, and loads it. Without a folder, it does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank

@@ -37,7 +37,7 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The state of a model and its optimizer. Writing into these tensors loads them, except under FSDP1."""
+    """The state of a model and its optimizer. Except under FSDP1, these are the live tensors, not copies."""
 
     model: dict[str, Tensor]  # parameters and buffers
     optimizer: dict[str, dict[str, Any]]  # each parameter's moments and similar tensors
@@ -87,7 +87,7 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: T
 
 
 def name_in_plain(model: nn.Module, name: str) -> str:
-    """Return the name in the plain model of a parameter or buffer of the wrapped `model`."""
+    """Return the plain model's name for a parameter or buffer of the wrapped `model`."""
     if isinstance(model, DistributedDataParallel):
         name = name.removeprefix("module.")
     return plain_name(name)

@@ -37,8 +37,7 @@ def compare_command(options: argparse.Namespace) -> None:
     import torch
 
     from fsdp_helpers.data.images import num_train_images
-    from fsdp_helpers.gpus import choose_device
-    from fsdp_helpers.ranks.group import device_name
+    from fsdp_helpers.gpus import choose_device, device_name
     from fsdp_helpers.training.comparison import compare, comparison_configs, plain_table
     from fsdp_helpers.training.run import prepare_run_data
     from fsdp_helpers.training.watch import STEADY_STEP

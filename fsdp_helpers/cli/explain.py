@@ -157,7 +157,7 @@ def stem(word: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """Return the text in lowercase, with single spaces, and # for all numbers but exit codes, in Python's form."""
+    """Return the text in lowercase, with single spaces, exit codes as in Python, and # for all other numbers."""
     text = EXIT_CODE.sub(lambda found: f"exit code {signal_of(int(found[1]))}", " ".join(text.lower().split()))
     return re.sub(r"(?<![-\d])(?<!exit code )\d+|(?<=-)\d{3,}", "#", text)
 

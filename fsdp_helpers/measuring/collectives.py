@@ -134,7 +134,7 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
 
 
 def _group_of(named: dict[str, object]) -> dist.ProcessGroup:
-    """Return the process group of a call; functional collectives only pass the group's name."""
+    """Return the process group of a call; functional collectives pass only the group's name."""
     if "process_group" in named:
         return dist.ProcessGroup.unbox(named["process_group"])  # under hybrid sharding, it doesn't include all ranks
     group = named["group_name"]

@@ -45,7 +45,7 @@ def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | 
 
 
 class CollectiveLog(TorchDispatchMode):
-    """A mode that writes each collective to a file before it begins, so the file even has one that never ends."""
+    """A mode that logs each collective to a file before it begins, so even one that never ends is in the log."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ class Subject:
     refused: Callable[[str], str | None] = lambda precision: None
 
     def check(self, batch: int, precision: str, activation_checkpointing: str, loss_chunks: int = 1) -> None:
-        """Raise ValueError for a batch, a precision or a lever that this model doesn't support."""
+        """Raise ValueError for a batch, a precision or another setting that this model doesn't support."""
         if loss_chunks > 1 and not self.chunks_loss:
             raise ValueError(
                 f"--loss-chunks is only for language models planned by their shape; leave it out for {self.name}"
@@ -425,7 +425,7 @@ def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
 
 
 def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
-    """Return the number of a block's matrix elements by which a token is multiplied."""
+    """Return the number of matrix elements in a block that a token is multiplied by."""
     shapes = llama_block_shapes(shape, block)
     shapes |= adapter_shapes(shapes, lora_rank) if lora_rank else {}
     weights = count_values({n: s for n, s in shapes.items() if len(s) == 2 and "bias" not in n})
@@ -433,12 +433,12 @@ def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
 
 
 def _idle_in_a_block(width: int, experts: Experts) -> int:
-    """Return the number of weights in those of a block's experts to which a token isn't sent."""
+    """Return the number of weights in a block's experts that a token isn't sent to."""
     return 3 * (experts.number - experts.chosen) * experts.width * width
 
 
 def _idle_params(shape: LlamaShape) -> int:
-    """Return the number of parameters that a token doesn't use: in all blocks, those of experts it isn't sent to."""
+    """Return the number of parameters that a token doesn't use: those of experts it isn't sent to, in all blocks."""
     experts, num_routed = shape.experts, sum(shape.is_routed(block) for block in range(shape.depth))
     biases = (experts.number - experts.chosen) * (2 * experts.width + shape.width) if experts.biases else 0
     return num_routed * (_idle_in_a_block(shape.width, experts) + biases)

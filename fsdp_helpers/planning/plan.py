@@ -245,7 +245,7 @@ class Plan:
 
 
 def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
-    """Plan `subject` on `cluster`, assuming that devices can offload to a host, and that collectives (NCCL) don't copy.
+    """Plan `subject` on `cluster`, assuming that devices can offload to a host, and that NCCL's collectives don't copy.
 
     Raises ValueError if the settings can't work on that number of ranks.
     """

@@ -59,7 +59,7 @@ def best_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan | 
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return the numbers of ranks to try: FEWEST_RANKS, doubled for as long as it's below `most`; then `most`."""
+    """Return the numbers of ranks to try: FEWEST_RANKS, doubled repeatedly while below `most`, and then `most`."""
     sizes = [FEWEST_RANKS]
     while sizes[-1] * 2 <= most:
         sizes.append(sizes[-1] * 2)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_helpers.gpus import are_hidden
+from fsdp_helpers.gpus import are_hidden, compute_repeatably
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
 LONGEST_WAIT_S = 1800.0  # for the other ranks, if no timeout is given; it's torch's own default
@@ -70,8 +70,8 @@ def process_group(
     The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up a little
     before `timeout_s` (half an hour if it's None); the remaining time is for `silent_ranks_named`. Joining doesn't give
     up before JOIN_S, because one rank may take much longer than the others to load PyTorch. Ranks that `launch` started
-    (`launched`) are all on one host, so they don't exchange host names. They also exit right after the block, so gloo's
-    connections are left to close with the process; closing them one by one would cost 10 ms each.
+    (`launched`) exit right after the block, so gloo's connections are left to close with the process; closing them one
+    by one would cost 10 ms each.
     """
     global _device
     if device == "cuda":
@@ -90,11 +90,7 @@ def process_group(
     try:
         group["timeout"] = timedelta(seconds=max(JOIN_S, timeout_s - roll_call_s(timeout_s)))
         dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **group)
-        if launched:
-            dist.all_reduce(torch.zeros(1))  # else a rank that leaves at once cuts off one that's still connecting
-            torch.set_num_threads(max(1, num_cores() // world_size))
-        else:
-            share_cores()
+        share_cores()  # together, so that no rank leaves while another one is still connecting to it
         limit_waiting(timeout_s - roll_call_s(timeout_s))
         yield
         failed = False
@@ -103,20 +99,6 @@ def process_group(
         c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = defaults
         if dist.is_initialized() and not (launched and (failed or device == "cpu")):
             dist.destroy_process_group()
-
-
-def compute_repeatably() -> None:
-    """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is requested.
-
-    The series compares runs bitwise (06) or to 1e-5. By default, cuDNN may choose a different algorithm in the next
-    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's 23
-    mantissa bits. All of that is faster, so keep the defaults for runs you don't need to compare. Call this before the
-    first use of the GPU.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False  # torch's default
 
 
 def keep_freed_memory() -> None:
@@ -163,19 +145,13 @@ def share_cores() -> None:
     By default every rank starts one thread per core, and ranks on a laptop compete for them. Two torchruns on one host
     don't know of each other, so we count host names instead of trusting LOCAL_WORLD_SIZE.
     """
-    hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    torch.set_num_threads(max(1, num_cores() // hosts.count(socket.gethostname())))
+    num_ranks_here = gather_over_ranks(socket.gethostname()).count(socket.gethostname())
+    torch.set_num_threads(max(1, num_cores() // num_ranks_here))
 
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the number of cores."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -6,21 +6,21 @@ already loaded torch, so launches after the first take a fraction of a second.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits
 from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
-from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout, shown_by_message
 from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group
-from fsdp_helpers.ranks.hangs import HangDetector
 from fsdp_helpers.ranks.output import LaunchOutput
 from fsdp_helpers.ranks.pickling import check_worker, dumps_named, pickle_job, read_job
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.rank import Send, Setup
 from fsdp_helpers.ranks.roll_call import silent_ranks_named
+from fsdp_helpers.ranks.server import check_not_a_rank
 
 __all__ = ["RankError", "RankTimeout", "launch"]
 
@@ -45,7 +45,7 @@ def launch(
     rank that waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None),
     and its error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
     communication no longer overlaps with computation. `progress` may be a bar that's already on screen. `start_method`
-    is "forkserver" or "spawn", which loads torch again in every rank.
+    is "forkserver" (also if it's None) or "spawn", which loads torch again in every rank.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
     zero ranks or more ranks than CUDA devices. Raises RankError when a rank fails; RankTimeout after `timeout_s`
@@ -53,29 +53,27 @@ def launch(
     Interrupted, which is a KeyboardInterrupt, after ^C or the stop button; and RuntimeError in a script without a main
     guard. No process outlives the call, not even one that a worker started.
     """
-    server.check_not_a_rank()
+    check_not_a_rank()
     follow_edits()
     with shown_by_message(ValueError):
         check_worker(worker)
         check_world_size(world_size)
         check_seconds(timeout_s=timeout_s, stall_s=stall_s, timeout=group_timeout_s)
         device = choose_device(device, world_size)
-        start_method = server.choose_start_method(start_method)
-        job = pickle_job(worker, args)
-    bar = ProgressBar() if progress is True else progress or None
-    ranks, began_s = None, time.monotonic()
+        if start_method not in (None, "forkserver", "spawn"):
+            raise ValueError(f"unknown start method {start_method!r}; choose one of forkserver, spawn")
+        body = partial(run_worker, pickle_job(worker, args), group_timeout_s)
+    bar = ProgressBar() if isinstance(progress, bool) else progress
+    settings = {"on_note": bar.update if progress else None, "start_method": start_method or "forkserver"}
     output = LaunchOutput(name_ranks and world_size > 1)
-    settings = {"payload": job, "timeout_s": group_timeout_s, "streams": 2, "start_method": start_method}
-    settings["on_note"] = bar.update if bar else None
+    ranks, began_s = None, time.monotonic()
     try:
-        if bar:
-            title = f"{worker.__name__}, {count_ranks(world_size)} on {device}"
-            bar.start(title, server.why_it_takes_long(start_method))
-        with Processes(run_worker, world_size, device, output.add, **settings) as ranks:
+        if progress:
+            bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
+        with Processes(body, world_size, device, output.add, streams=2, **settings) as ranks:
             ranks.answers_of_all(began_s, timeout_s)  # they have joined the group
-            if bar:
-                bar.running()
-            ranks.hang = HangDetector(stall_s)
+            bar.running()
+            ranks.stall_s = stall_s
             ranks.tell(range(world_size))
             return ranks.answers_of_all(began_s, timeout_s)
     except KeyboardInterrupt:
@@ -83,19 +81,15 @@ def launch(
         where = f" at step {report.done} of {report.total}" if report else ""
         raise Interrupted(f"interrupted{where}; all ranks are stopped") from None
     finally:
-        if bar:
-            bar.close()
+        bar.close()
         output.finish()
 
 
-def run_worker(rank: int, setup: Setup, send: Send, link: Connection) -> Answer:
+def run_worker(job: bytes, timeout_s: float | None, rank: int, setup: Setup, send: Send, link: Connection) -> Answer:
     """Act as one rank of a launch: join the group, and return the worker's result once it has run."""
     send_reports_to(lambda report: send("note", report))
-    worker, args = read_job(setup.payload)
-    with (
-        process_group(rank, setup.world_size, **setup.group, timeout_s=setup.timeout_s),
-        silent_ranks_named(setup.timeout_s),
-    ):
+    worker, args = read_job(job)
+    with process_group(rank, setup.world_size, **setup.group, timeout_s=timeout_s), silent_ranks_named(timeout_s):
         send("answer", Answer(0))
         link.recv_bytes()  # all have joined
         result = worker(rank, setup.world_size, *args)

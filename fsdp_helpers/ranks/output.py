@@ -7,7 +7,6 @@ import time
 
 from fsdp_helpers.notebook import InPlace, is_notebook
 from fsdp_helpers.progress import print_above_bar
-from fsdp_helpers.ranks.rank import STREAMS
 from fsdp_helpers.ranks.roll_call import list_ranks
 
 DRAW_S = 0.1  # between two updates of a cell's output
@@ -22,7 +21,7 @@ class LaunchOutput:
         self._unfinished: dict[tuple[int, int], bytes] = {}  # the beginning of a line, by rank and stream
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Receive output that a rank has printed."""
+        """Receive output that a rank has printed, to stream 0 (standard output) or 1 (standard error)."""
         *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
         if rest:
             self._unfinished[rank, stream] = rest
@@ -31,7 +30,7 @@ class LaunchOutput:
 
     def _print(self, rank: int, stream: int, line: bytes) -> None:
         name, text = f"[rank {rank}] " if self._names else "", line.decode("utf-8", "replace")
-        print_above_bar(name + text if text else name.rstrip(), getattr(sys, STREAMS[stream]))
+        print_above_bar(name + text if text else name.rstrip(), (sys.stdout, sys.stderr)[stream])
 
     def finish(self) -> None:
         """Print the unfinished lines."""

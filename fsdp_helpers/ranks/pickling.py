@@ -9,28 +9,27 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ADVICE = (
-    "Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), or whatever the rank "
-    "needs to make it itself, such as the path of a file."
-)
-OR_A_CELL = " (a .py file, or a cell that begins with '%%writefile my_worker.py')"
+A_MODULE = "a module (a .py file, or a cell that begins with '%%writefile my_worker.py')"
 
 
 def check_worker(worker: Callable) -> None:
-    """Raise ValueError for a worker that another process cannot import."""
+    """Raise ValueError for a worker that another process can't import."""
     if not inspect.isfunction(worker):
         raise ValueError(f"a worker must be a function, but this is {type(worker).__name__!r}: {worker!r}")
     if "<" in worker.__qualname__:
         raise ValueError(
-            f"{worker.__qualname__!r} is a lambda or is defined inside another function, so a new process cannot "
-            f"import it by name. Define it with 'def' at the top level of a module{OR_A_CELL}."
+            f"{worker.__qualname__!r} is a lambda or is defined inside another function, so a new process can't import "
+            f"it by name. Define it with 'def' at the top level of {A_MODULE}"
         )
-    if worker.__module__ == "__main__" and not _can_import_main():
+    _check_not_in_a_cell(worker)
+
+
+def _check_not_in_a_cell(value: Any) -> None:
+    """Raise ValueError for a function or class that's defined in a cell, or typed in at a prompt."""
+    if value.__module__ == "__main__" and not _can_import_main():
         raise ValueError(
-            f"{worker.__name__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
-            "and imports its worker by name, and it cannot import a cell. Two ways out: put the function into a module "
-            f"(a .py file), or begin its cell with '%%writefile my_worker.py' and then 'from my_worker import "
-            f"{worker.__name__}'."
+            f"{value.__qualname__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
+            f"and imports it by name, and it can't import a cell. Put it into {A_MODULE}, and import it from there"
         )
 
 
@@ -59,8 +58,9 @@ def dumps_named(value: Any, name: str) -> bytes:
         return dumps(value)
     except Exception as error:
         raise ValueError(
-            f"{name} is of type {type(value).__module__}.{type(value).__qualname__} and cannot be sent to another "
-            f"process: {error}. {ADVICE}"
+            f"{name} is of type {type(value).__module__}.{type(value).__qualname__} and can't be sent to another "
+            f"process: {error}. Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), "
+            "or whatever the rank needs to make it itself, such as the path of a file."
         ) from None
 
 
@@ -76,11 +76,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if inspect.isclass(value) or inspect.isfunction(value):
-            if value.__module__ == "__main__" and not _can_import_main():
-                raise pickle.PicklingError(
-                    f"{value.__qualname__!r} is defined in a notebook cell or an interactive session, and another "
-                    f"process cannot import it from there; put it into a module{OR_A_CELL}"
-                )
+            _check_not_in_a_cell(value)
         return NotImplemented
 
 

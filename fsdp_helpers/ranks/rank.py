@@ -18,10 +18,8 @@ from typing import Any
 from fsdp_helpers.gpus import hide_gpus
 from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
-from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
-from fsdp_helpers.ranks.stacks import written_on_request
+from fsdp_helpers.ranks.stacks import write_on_request
 
-STREAMS = ("stdout", "stderr")
 Send = Callable[[str, Any], None]  # send("answer", an Answer), or send("note", something to tell the parent meanwhile)
 
 
@@ -34,8 +32,6 @@ class Setup:
     device: str
     folder: str  # private to the group, whose ranks meet there
     environment: dict[str, str]  # the parent's at this moment; the server's may be out of date
-    payload: Any = None  # whatever else the body needs
-    timeout_s: float | None = None  # how long a rank waits for the others in a collective
 
     def stack_file(self, rank: int) -> Path:
         return Path(self.folder, f"stack-{rank}.txt")
@@ -57,9 +53,12 @@ def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> N
     server.is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     os.setsid()
-    adopt_orphans()
+    server.adopt_orphans()
     _end_with_parent(setup.folder)
-    write_into(outputs)
+    # What Python prints goes to the parent's pipes, line by line, and so does the output of C libraries and programs.
+    for name, number, output in zip(("stdout", "stderr"), (1, 2), (outputs[0], outputs[-1]), strict=True):
+        os.dup2(output.fileno(), number)
+        setattr(sys, name, open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False))
     # An edited file can have the same size and the same second of change as its cached module. So look for caches in
     # an empty folder.
     sys.pycache_prefix, sys.dont_write_bytecode = setup.folder, True
@@ -67,8 +66,12 @@ def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> N
     os.environ.update(setup.environment)
     if setup.device == "cpu":
         hide_gpus()  # before the worker's module is imported, which may look for GPUs
-    _set_rank_variables(rank, setup.world_size)
+    # The variables that torchrun sets, for libraries that read them; and traffic stays on this machine.
+    own, everyone = str(rank), str(setup.world_size)
+    os.environ.update(RANK=own, LOCAL_RANK=own, WORLD_SIZE=everyone, LOCAL_WORLD_SIZE=everyone)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     multiprocessing.set_start_method("fork", force=True)  # so that a DataLoader's workers know what a cell defines
+    write_on_request(setup.stack_file(rank))
 
     def send(kind: str, content: Any) -> None:
         try:
@@ -78,8 +81,7 @@ def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> N
 
     answer = None
     try:
-        with written_on_request(setup.stack_file(rank)):
-            answer = setup.body(rank, setup, send, link)
+        answer = setup.body(rank, setup, send, link)
     except BaseException as error:
         send("answer", Answer(None, failure=Failure(*describe_error(error))))
     _tidy_up()
@@ -93,18 +95,10 @@ def _tidy_up() -> None:
 
     gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     """
-    end_own_children()
+    server.end_own_children()
     threading._shutdown()  # as multiprocessing ends a process; first it tells thread pools, torch.compile's too, to end
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
-
-
-def write_into(outputs: Sequence[Connection]) -> None:
-    """Redirect output to the parent's pipes: Python's (line by line), C libraries', and that of subprocesses."""
-    for name, number, output in zip(STREAMS, (1, 2), (outputs[0], outputs[-1]), strict=True):
-        os.dup2(output.fileno(), number)
-        stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-        setattr(sys, name, stream)
 
 
 def flush() -> None:
@@ -121,15 +115,7 @@ def _end_with_parent(folder: str) -> None:
     def watch() -> None:
         multiprocessing.connection.wait([parent])
         shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it too
-        end_own_children()
+        server.end_own_children()
         os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
-
-
-def _set_rank_variables(rank: int, world_size: int) -> None:
-    """Set the variables that torchrun sets, for libraries that read them; keep traffic on this machine."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

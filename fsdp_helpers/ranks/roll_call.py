@@ -63,21 +63,20 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
     """Return the ranks that didn't sign within `wait_s` seconds; [0] if rank 0's store doesn't answer."""
     signed: set[int] = set()
-    caller = threading.Thread(  # in a thread, because a store in a stopped process never answers
-        target=_collect, args=(rank, world_size, signed, time.monotonic() + wait_s), daemon=True
-    )
+
+    def collect() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError):  # the store may end with the rank that holds it
+            store.set(f"roll-call/{rank}", "here")
+            while len(signed) < world_size and time.monotonic() < until_s:
+                signed.update(other for other in range(world_size) if store.check([f"roll-call/{other}"]))
+                time.sleep(POLL_S)
+
+    until_s = time.monotonic() + wait_s
+    caller = threading.Thread(target=collect, daemon=True)  # because a store in a stopped process never answers
     caller.start()
     caller.join(wait_s + 2 * POLL_S)
     return sorted(set(range(world_size)) - signed) if signed else [0]
-
-
-def _collect(rank: int, world_size: int, signed: set[int], until_s: float) -> None:
-    store = dist.distributed_c10d._get_default_store()
-    with suppress(RuntimeError):  # the store may end with the rank that holds it
-        store.set(f"roll-call/{rank}", "here")
-        while len(signed) < world_size and time.monotonic() < until_s:
-            signed |= {other for other in range(world_size) if store.check([f"roll-call/{other}"])}
-            time.sleep(POLL_S)
 
 
 def list_ranks(ranks: list[int]) -> str:
@@ -86,10 +85,11 @@ def list_ranks(ranks: list[int]) -> str:
 
 def _describe(silent: list[int], timeout_s: float | None) -> str:
     """Describe the silent ranks; `timeout_s` is None if the connection broke before anyone could wait that long."""
-    who = list_ranks(silent)
+    they_are, their = ("it's", "its") if len(silent) == 1 else ("they're", "their")
+    check = f"check {their} last output and {their} machine"
     if timeout_s is None:
-        return f"{who} did not answer any more: it's gone or cut off; check its last output and its machine"
+        return f"{list_ranks(silent)} stopped answering: {they_are} gone or cut off; {check}"
     return (
-        f"{who} did not answer within {timeout_s:g} s: it's stopped, stuck, gone or cut off; check its last output and "
-        "its machine. If a step can take longer, set a larger --timeout"
+        f"{list_ranks(silent)} didn't answer within {timeout_s:g} s: {they_are} stopped, stuck, gone or cut off; {check}. "
+        "If a step can take longer, set a larger --timeout"
     )

@@ -37,13 +37,11 @@ class LiveView:
         self._losses: dict[int, float] = {}  # rank 0's, by step
         self._started_s = self._lines_s = self._curve_s = 0.0
 
-    def start(self, what: str, why: str = "") -> None:
-        """Say what is starting, and `why` it may take long; the first report replaces this line."""
+    def start(self, what: str) -> None:
+        """Say what is starting; the first report replaces this line."""
         if not self._title:
             self._title = what
             self._lines.show(f"{what}: starting")
-        if why and not self._reports:
-            self._lines.show(f"{self._title}: starting ({why})")
 
     def running(self) -> None:
         """Do nothing, because the first report is about to arrive."""

@@ -1,4 +1,4 @@
-"""Observing a rank while it trains: time, memory and progress, without slowing it down."""
+"""Observe a rank while it trains: time, memory and progress, without slowing it down."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -18,10 +18,11 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset, evaluation_batches, load_data, rank_batches
 from fsdp_helpers.data.mnist import DataError
 from fsdp_helpers.data.text import read_text, text_dataset
+from fsdp_helpers.gpus import device_name
 from fsdp_helpers.models.llama import generate
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama
-from fsdp_helpers.ranks.group import device_name, gather_over_ranks, rank_device, sum_over_ranks
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.records import EpochRecord, RunRecord
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, settle_buckets, wait_for_buckets
 from fsdp_helpers.training.loop import Batches, evaluate, train_one_epoch

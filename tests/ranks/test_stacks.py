@@ -65,9 +65,9 @@ sys.path.insert(0, sys.path.pop())  # what the .pth file names comes first
 import torch.distributed as dist
 from fsdp_helpers.ranks import stacks
 
-with stacks.written_on_request(Path(sys.argv[2])):
-    print(dist.__file__, flush=True)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}-meeting", rank=0, world_size=2)
+stacks.write_on_request(Path(sys.argv[2]))
+print(dist.__file__, flush=True)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}-meeting", rank=0, world_size=2)
 """
 
 

@@ -399,7 +399,7 @@ def test_models_that_do_not_fit(tmp_path, capsys, home):
     message = refused(capsys, SCRIPT.match_files, model, home / "llama", lacking)
     assert "lack 1 tensors (model.norm.weight)" in message and "have 1 that the model lacks (odd)" in message
     odd = files | {"model.norm.weight": SCRIPT.FileTensor(file=1, dtype=torch.float32, shape=(31,))}
-    assert "(31,), and (32,)" in refused(capsys, SCRIPT.match_files, model, home / "llama", odd)
+    assert "(31,), but (32,)" in refused(capsys, SCRIPT.match_files, model, home / "llama", odd)
     assert "no such class" in refused(capsys, SCRIPT.find_units, model, "Layer")
     assert list(SCRIPT.find_units(model, "LlamaMLP")) == [f"model.layers.{index}.mlp" for index in range(3)]
 

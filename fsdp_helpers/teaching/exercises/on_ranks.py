@@ -79,7 +79,7 @@ CARDS = {  # in notebook 11, keyed by a regular expression that matches the erro
     "already managed by another FSDP group": "crash-tied-weights",
     r"Missing key.*\bmodule\.": "save-module-prefix",
     "PytorchStreamReader": "save-half-written",
-    "did not answer any more|Connection (closed|reset) by peer": "crash-connection-closed",
+    "stopped answering|Connection (closed|reset) by peer": "crash-connection-closed",
 }
 
 

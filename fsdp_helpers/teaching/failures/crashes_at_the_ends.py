@@ -199,7 +199,7 @@ CRASHES_AT_THE_ENDS = (
         broken=end_early,
         fixed=end_together,
         right=both_ranks,
-        says="rank 1 did not answer",
+        says="rank 1 stopped answering",
         group_timeout_s=60.0,  # never reached: rank 1 is gone, and rank 0 finds out five seconds later
         stall_s=30.0,
     ),

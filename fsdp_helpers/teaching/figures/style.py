@@ -65,7 +65,7 @@ STYLE = {
     **TEXT_STYLE,
     "axes.prop_cycle": cycler(color=SERIES_COLORS),
     "figure.dpi": 110,
-    "font.size": 9,
+    "font.size": 9,  # on a slide, 18 of its 720 pixels if the figure is 8 inches wide; so no text is smaller
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 10,

@@ -7,7 +7,7 @@ from itertools import combinations
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
 from fsdp_helpers.progress import count_ranks
 from fsdp_helpers.quantities import GB, format_bytes, in_mb
-from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
+from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RankRecord, StepTrace, largest_difference
 
 SAME = 1e-4  # nats; summing in fp32 in a different order makes a far smaller difference
 
@@ -82,7 +82,7 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
     return f"{' and '.join(names)}: {_percent(held)} of what {first} holds, {_percent(peak)} of its peak"
 
 
-def foot_of_the_ladder(rungs: Sequence[Rung]) -> str:
+def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
     """Say what the lowest peak is, and how it compares with the first rung's."""
     least = min(rungs, key=lambda rung: rung.peak_bytes)
     if least is rungs[0]:
@@ -129,4 +129,4 @@ def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
 
 
 def _percent(share: float, decimals: int = 0) -> str:
-    return f"{100 * share:.{decimals}f} %"
+    return f"{100 * share:.{decimals}f}%"

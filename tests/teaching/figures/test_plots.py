@@ -22,10 +22,10 @@ from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
+    LeverResult,
     MemoryCurve,
     Phase,
     RankRecord,
-    Rung,
     RunRecord,
     StepTrace,
 )
@@ -72,8 +72,8 @@ def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
     return ComparisonRow(model=model, strategy=strategy, api=api, world_size=2, step_s=0.01, final_loss=2.0, **sizes)
 
 
-def rung(name: str, peak_bytes: int) -> Rung:
-    return Rung(
+def rung(name: str, peak_bytes: int) -> LeverResult:
+    return LeverResult(
         name=name, strategy="ddp", predicted_bytes=39 * MB, peak_bytes=peak_bytes, held_bytes=9 * MB, step_s=0.01
     )
 
@@ -214,8 +214,8 @@ def test_a_title_states_what_was_found_or_there_is_none():
         ("plot_memory_curve", ["The peak comes in backward, 2.5 times what is held between steps\nOne step"]),
         # Each rank sends 2 MB for each of three collectives
         ("plot_collectives", ["In 3 collectives, each rank sends 6.00 MB\nOne step"]),
-        ("plot_held_and_peak", ["fsdp: 100 % of what ddp holds, 75 % of its peak"]),
-        ("plot_ladder", ["The lowest peak is 30.0 MB, 75 % of DDP's 40.0"]),
+        ("plot_held_and_peak", ["fsdp: 100% of what ddp holds, 75% of its peak"]),
+        ("plot_ladder", ["The lowest peak is 30.0 MB, 75% of DDP's 40.0"]),
         (
             "plot_comparison",
             [
@@ -225,7 +225,7 @@ def test_a_title_states_what_was_found_or_there_is_none():
         ),
         ("plot_copies", ["Copies of units: 1 to the device, 0 to the host"]),
         # 20 MB for two million parameters, and 20 of 25 MB
-        ("plot_peak_by_ranks", ["Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80 % of ddp's"]),
+        ("plot_peak_by_ranks", ["Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80% of ddp's"]),
     ],
 )
 def test_titles_are_computed_from_what_is_drawn(name, found):

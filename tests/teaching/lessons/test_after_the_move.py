@@ -109,9 +109,15 @@ def test_what_the_rows_say_is_so():
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="said of torch 2.15")
 def test_what_changed_is_there():
+    from torch.distributed.checkpoint.staging import StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    from torch.distributed.fsdp import share_comm_ctx
+
     assert torch.distributed.checkpoint.FsspecReader and torch.distributed.checkpoint.FsspecWriter
     for name in ("set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group", "reset_iter_state"):
         assert hasattr(FSDPModule, name) and any(f"`{name}`" in row[0] for row in table_of_14("changes"))
+    assert hasattr(FSDPModule, "set_symm_mem_for_comm") and share_comm_ctx  # 04's settings for GPUs
+    assert AsyncCheckpointerType.PROCESS and StagingOptions(use_pinned_memory=True)  # 06's for saving in the background
     assert "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
     for api, reduced in (("FSDP2", 20 * 4), ("FSDP1", 20 * 2)):  # in fp32, and in bf16
         found = launch(bytes_reduced, api, world_size=2, device="cpu", timeout_s=240, progress=False)

@@ -14,7 +14,6 @@ from fsdp_helpers.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.models import series as models
 from fsdp_helpers.models.vit import Attention, Block
 from fsdp_helpers.planning.walk.ledger import Peak, Term
-from fsdp_helpers.ranks import group
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
 from fsdp_helpers.teaching.lessons import saving_and_resuming
@@ -192,7 +191,7 @@ def machine(monkeypatch):
             monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
-        monkeypatch.setattr(group, "device_name", lambda device: f"a {device}")
+        monkeypatch.setattr(gpus, "device_name", lambda device: f"a {device}")
         return show.machine(device, num_ranks, **{"data": "Data: the digits."} | settings), shown[0]
 
     yield set_up
