@@ -10,7 +10,7 @@ from functools import cache
 from heapq import nlargest
 from itertools import pairwise
 
-from fsdp_helpers.teaching.failures.sights import CARDS, SIGHTS
+from fsdp_helpers.teaching.failures.texts import TEXTS
 
 MOST_CARDS = 3
 LEAST_SCORE = 0.5  # a card that scores lower doesn't match
@@ -55,7 +55,7 @@ def explain_text(text: str) -> str:
         return f"No card matches this message. {PAGE} has an index by what you see; `doctor` checks the machine."
     parts = []
     for match in matches[:MOST_CARDS]:
-        card = CARDS[match.name]
+        card = TEXTS[match.name]
         parts.append(
             f"{match.name}: {card.title}\n  seen as:  {match.phrase}\n  why:      {card.why}\n  tell:     {card.tell}"
         )
@@ -133,13 +133,13 @@ def rarity() -> dict[str, float]:
 @cache
 def phrases_of_cards() -> dict[str, tuple[str, ...]]:
     """Return the phrases by which each card can be found: its rows in the index, and its title."""
-    return {name: (*(sight.text for sight in SIGHTS[name]), card.title) for name, card in CARDS.items()}
+    return {name: (*(row.text for row in card.rows()), card.title) for name, card in TEXTS.items()}
 
 
 @cache
 def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the words in a card's index rows and title, and those in its explanation."""
-    card = CARDS[name]
+    card = TEXTS[name]
     seen = frozenset().union(*(words_of(phrase) for phrase in phrases_of_cards()[name]))
     return seen, words_of(" ".join([card.why, card.tell, card.fix]))
 

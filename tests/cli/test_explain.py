@@ -12,7 +12,6 @@ from runs import main_in_process
 
 from fsdp_helpers.cli import explain
 from fsdp_helpers.teaching.failures.gallery import GALLERY
-from fsdp_helpers.teaching.failures.sights import SIGHTS
 
 SYMPTOMS = tomllib.loads(Path(__file__).with_name("symptoms.toml").read_text("utf-8"))["said"]
 ALL = [pytest.param(said, id=f"{number}-{said['thread']}") for number, said in enumerate(SYMPTOMS)]
@@ -32,8 +31,8 @@ def test_a_piece_of_it_is_on_the_page(said):
     pieces = {" ".join(words[at : at + size]) for size in range(2, 7) for at in range(len(words) - size + 1)}
     pieces |= {word for word in words if len(word) >= 9}
     rows = {
-        name: "\n".join([GALLERY[name].title, *(sight.text for sight in sights)]).lower()
-        for name, sights in SIGHTS.items()
+        name: "\n".join([failure.title, *(row.text for row in failure.rows())]).lower()
+        for name, failure in GALLERY.items()
     }
     places = [{name for name, row in rows.items() if piece in row} for piece in pieces]
     found = any(names & set(said["right"]) and len(names) <= 3 for names in places)

@@ -221,6 +221,22 @@ def step_alone() -> Numbers:
 BRANCHES = (
     Failure(
         name="wrong-unused-parameters",
+        title="Ranks use different heads, and their gradients are mixed up",
+        why=(
+            "FSDP2 reduces the gradients that a unit has, one after another in one buffer. Rank 0 has one for head 0 "
+            "and rank 1 has one for head 1; both go into the same place in the buffer, and are added up. In DDP, "
+            "`find_unused_parameters=True` handles this. No error is raised."
+        ),
+        tell="The gradient of one head contains the other's. Compare with one process, or with DDP.",
+        fix=(
+            "`model.set_reduce_scatter_unused_params(True)` (PyTorch 2.13 or later): parameters without a gradient "
+            "send zeros."
+        ),
+        numbers=("gradients of two heads or experts are mixed up: 11 and 11 instead of 1 and 10",),
+        behavior=(
+            "ranks use different heads; find_unused_parameters has no counterpart",
+            "FSDP2 and heads, experts or modalities that only some ranks use: there's no find_unused_parameters",
+        ),
         broken=reduce_what_was_used,
         fixed=reduce_zeros_too,
         right=gradients_alone,
@@ -228,6 +244,46 @@ BRANCHES = (
     ),
     Failure(
         name="crash-unused-parameters",
+        title="Expected to have finished reduction in the prior iteration before starting a new one",
+        why=(
+            "DDP waits for the gradient of every parameter. A head, a branch or a modality that this step doesn't "
+            "use, or an output that isn't in the loss, gives none, and the next forward finds the reduction "
+            "unfinished."
+        ),
+        tell=(
+            "`[n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]` after one backward "
+            "without DDP; `TORCH_DISTRIBUTED_DEBUG=DETAIL` names them too."
+        ),
+        fix=(
+            "`DistributedDataParallel(model, find_unused_parameters=True)`; better: freeze or remove what is never "
+            "used, or add `0.0 * output.sum()` to the loss. The same parameters in each step: `static_graph=True`. "
+            "Under FSDP2, see [wrong-unused-parameters](#wrong-unused-parameters)."
+        ),
+        messages=(
+            "Expected to have finished reduction in the prior iteration before starting a new one",
+            "your module has parameters that were not used in producing loss",
+        ),
+        behavior=(
+            "some parameters get no gradient in some steps, under DDP",
+            "a branch, a head, a modality or an expert isn't used in some steps or on some ranks under DDP",
+            "parameters that receive no gradient: a frozen or unused layer, an output that isn't in the loss",
+            "the model has conditional parts; DDP fails in the second iteration",
+            "find_unused_parameters, static_graph",
+            "DDP fails in the second iteration or step",
+        ),
+        quotes={
+            "DDP, torch's reducer.cpp": (
+                "Parameter indices which did not receive grad for rank",
+                "passing the keyword argument `find_unused_parameters=True`",
+                "making sure all `forward` function outputs participate in calculating loss",
+                "Parameters which did not receive grad for rank",
+                "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters",
+                "Since `find_unused_parameters=True` is enabled",
+                "this is not compatible with static_graph set to True",
+                "your training graph has changed in this iteration",
+                "unused parameter detection",
+            ),
+        },
         broken=leave_a_head_out,
         fixed=find_the_unused_head,
         right=one_head_alone,
@@ -235,12 +291,81 @@ BRANCHES = (
     ),
     Failure(
         name="wrong-unused-units",
+        title="Each rank runs a different unit: experts, heads, LayerDrop",
+        why=(
+            "A unit all-gathers when it's called. Rank 0 calls one unit and rank 1 a different one, and their "
+            "all-gathers are matched: each gets halves of two layers. With different shapes, gloo aborts and NCCL "
+            "hangs. A vision tower that a batch without an image skips, or an expert without a token, is such a unit."
+        ),
+        tell="Trace the forward of each rank: the units, or their number, differ.",
+        fix=(
+            "Call every unit on every rank, in the same order, on a dummy input and with a weight of 0 where its "
+            "output isn't wanted, `loss + 0.0 * tower(blank).sum()`; or keep the layers that only some ranks use in "
+            "the root unit, with `set_reduce_scatter_unused_params(True)`."
+        ),
+        numbers=("a shared body's gradient is wrong where ranks run different experts",),
+        behavior=(
+            "LayerDrop, experts or skipped layers: training hangs with NCCL, aborts with gloo, or learns nonsense",
+            (
+                "some batches have no image, audio or video: that rank skips the vision tower or encoder, and FSDP "
+                "freezes"
+            ),
+            (
+                "text-only batches, mixed modalities or a multimodal data set hang under FSDP or ZeRO-3; a dummy "
+                "input helps"
+            ),
+            "a mixture of experts hangs or freezes: an expert without tokens on one rank isn't called",
+            "conditional computation: an if in the forward calls a module on some ranks only; sometimes it freezes",
+            "stochastic depth, early exit or layer skipping with FSDP",
+        ),
+        quotes={
+            "torch, FSDP1": ("Only some but not all ranks have a `None` `FlatParameter` gradient",),
+        },
         broken=run_one_head_per_rank,
         fixed=run_both_heads,
         right=gradients_alone,
     ),
     Failure(
         name="crash-checkpoint-branch",
+        title="A different number of tensors was saved during the original forward and recomputation",
+        why=(
+            "Activation checkpointing runs the forward again in backward and expects the same operations. A branch on "
+            "a counter, a cache, a random number drawn outside torch, or a `use_cache=True` takes a different path "
+            "the second time."
+        ),
+        tell="`torch.utils.checkpoint.set_checkpoint_debug_enabled(True)` prints both lists of operations.",
+        fix="Decide outside, and pass the decision in: `checkpoint(block, x, is_odd, use_reentrant=False)`.",
+        messages=(
+            (
+                "torch.utils.checkpoint: A different number of tensors was saved during the original forward and "
+                "recomputation"
+            ),
+        ),
+        behavior=(
+            "CheckpointError in backward with activation checkpointing",
+            "FSDP and activation checkpointing, or gradient checkpointing, leading to an error in backward",
+            "MoE routing, dropout, a random or data-dependent path differs in the recomputation",
+            "gradient checkpointing with use_cache, torch.compile, autocast or FlashAttention fails in backward",
+            "activation checkpointing outside FSDP, in the wrong order; checkpoint_wrapper",
+        ),
+        quotes={
+            "torch/utils/checkpoint.py": (
+                "Recomputed values for the following tensors have different metadata",
+                "tensor at position",
+                "Number of tensors saved during forward",
+                "trying to save more tensors during recomputation than during the original forward pass",
+            ),
+            "torch, checkpoint": (
+                "torch.utils.checkpoint.CheckpointError",
+                "recomputed metadata",
+                "Unpack is being triggered for a tensor that was already unpacked once",
+                "Tensor cached during selective activation checkpoint has been mutated",
+            ),
+            "torch, autograd": (
+                "Trying to backward through the graph a second time",
+                "a second time (or directly access saved tensors after they have already been freed)",
+            ),
+        },
         broken=branch_inside,
         fixed=branch_outside,
         right=first_branch_alone,
@@ -248,6 +373,29 @@ BRANCHES = (
     ),
     Failure(
         name="memory-after-oom",
+        title="Out of memory once, and every later step takes more memory and trains wrongly",
+        why=(
+            "An exception in the middle of backward leaves the units unsharded. If you catch it and take the next "
+            "batch, they stay that way: each rank holds full parameters and full gradients, and reduces nothing. No "
+            "error is raised."
+        ),
+        tell=(
+            "Memory between two steps is higher than before the failure; `type(next(model.parameters()))` isn't "
+            "DTensor."
+        ),
+        fix=(
+            "After catching the exception, call `model.reset_iter_state()` on the root, on every rank, then "
+            "`zero_grad()`."
+        ),
+        numbers=("memory is several GB higher after one step ran out of memory; later steps have no reduce-scatter",),
+        behavior=(
+            "out of memory once, then in every step",
+            (
+                "catching the out of memory error and going on with the next batch; after that memory is higher, or "
+                "everything fails"
+            ),
+            "auto_find_batch_size or try/except around a step with FSDP",
+        ),
         broken=step_after_the_failure,
         fixed=reset_after_the_failure,
         right=step_alone,

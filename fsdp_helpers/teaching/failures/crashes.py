@@ -188,6 +188,48 @@ def encoder_alone() -> Numbers:
 CRASHES = (
     Failure(
         name="crash-skipped-step",
+        title="One rank skips a batch, and a process is aborted",
+        why=(
+            "Rank 1 skips a step whose loss is NaN. Its next all-gather is matched with rank 0's gradient reduction, "
+            "and gloo receives more bytes than it expects, so it aborts the process from C++. NCCL would hang "
+            "instead, or mix up the data."
+        ),
+        tell=(
+            "*Received data size doesn't match expected size*, the last line on standard error: two ranks are in "
+            "different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` says which."
+        ),
+        fix="Decide together: reduce the flag over all ranks, and skip everywhere or nowhere.",
+        messages=(
+            "Received data size doesn't match expected size",
+            "Signal 6 (SIGABRT) received by PID",
+        ),
+        behavior=(
+            "one rank skips a batch, for example after nan, and a process aborts",
+            (
+                "some ranks skip backward, the optimizer's step or a batch (nan loss, empty batch, out of memory) and "
+                "continue"
+            ),
+            "a rank catches an exception and goes on with the next batch",
+            "ranks are off by one collective; shapes of an all-reduce don't match between ranks",
+        ),
+        quotes={
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL": (
+                "Detected mismatch between collectives on ranks",
+                "Collectives differ in the following aspects",
+                "is running collective: CollectiveFingerPrint",
+            ),
+            "gloo, pair.cc": ("op.preamble.length <= op.nbytes",),
+            "gloo": (
+                "Invalid bytes received",
+                "what():  [enforce fail at",
+                "gloo::EnforceNotMet",
+            ),
+            "NCCL": ("Message truncated : received",),
+            "torch, DETAIL": (
+                "CollectiveFingerPrint",
+                "Tensor Tensor shapes",
+            ),
+        },
         broken=skip_bad_loss,
         fixed=skip_bad_loss_together,
         right=two_steps,
@@ -195,6 +237,62 @@ CRASHES = (
     ),
     Failure(
         name="crash-mixed-tensor-dtensor",
+        title="got mixed torch.Tensor and DTensor",
+        why=(
+            "The unit's hooks unshard its parameters when the unit itself is called. Calling `model.forward` or a "
+            "layer inside the unit bypasses them and finds shards, which are DTensors."
+        ),
+        tell="The traceback has no line of the unit's `__call__` above the failing layer.",
+        fix=(
+            "Call the unit. If you need an inner part by itself, make it a unit; for a method such as `generate`, use "
+            "`register_fsdp_forward_method(model, 'generate')`."
+        ),
+        messages=("got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor",),
+        behavior=(
+            "generate, a submodule, or a model that is only half parallel fails in its first layer",
+            "calling generate on a wrapped model results in an error; it works with summon_full_params",
+            "model.generate() under FSDP fails; calling a method of an FSDP model, or a layer inside it, directly",
+            "a forward, an encoder or embedding of the FSDP model is called directly, not through the root",
+            "a custom method such as encode, encode_image, sample or get_logits fails under FSDP; only forward works",
+            "weights are flat, 1-D or empty inside the forward; the layer sees a shard instead of the full weight",
+            "merging LoRA, tying or reading weights inside forward under FSDP",
+            (
+                "a plain tensor, a mask, an index, a position or a cache meets DTensor parameters, under tensor "
+                "parallelism or FSDP2"
+            ),
+        ),
+        quotes={
+            "FSDP1: an embedding whose unit isn't gathered; pytorch#100069": ("'weight' must be 2-D",),
+            "FSDP1, a convolution": ("weight should have at least three dimensions",),
+            "FSDP1, freed storage": (
+                "The tensor has a non-zero number of elements, but its data is not allocated yet",
+                "are out of bounds for storage of size 0",
+                "setStorage: sizes",
+                "mat2 must be a matrix, got 1-D tensor",
+                "2D tensors expected, but got",
+                "is invalid for input of size",
+                "which has 0 elements",
+                "a Tensor with 0 elements",
+                "weight should have at least",
+                "expected weight to be at least",
+                "tensor should have ND shape but has 1D shape",
+                "running_mean should contain",
+            ),
+            "torch, DTensor": (
+                "aten.embedding.default: got mixed torch.Tensor and DTensor",
+                "need to convert all torch.Tensor to DTensor before calling distributed operators",
+                "got mixed torch.Tensor and DTensor",
+            ),
+            "torch, freed storage": (
+                "storage has wrong byte size",
+                "size mismatch, got input",
+            ),
+            "torch": (
+                "self must be a matrix",
+                "mat1 and mat2 shapes cannot be multiplied",
+                "The tensor has a non-zero number of elements",
+            ),
+        },
         broken=call_part_of_a_unit,
         fixed=call_the_unit,
         right=features_alone,
@@ -202,6 +300,29 @@ CRASHES = (
     ),
     Failure(
         name="crash-tied-weights",
+        title="Parameter is shared with a parameter already managed by another FSDP group",
+        why=(
+            "The head of a language model often uses the embedding's weight. One tensor can't belong to two units. "
+            "FSDP1 fails later, with a shape that doesn't fit; FSDP2 of PyTorch 2.11 raises no error."
+        ),
+        tell="`model.head.weight is model.embedding.weight` is true before sharding.",
+        fix="Put both into one unit: `fully_shard([model.embedding, model.head])`, or leave both to the root.",
+        messages=("is shared with a parameter already managed by another FSDP group",),
+        behavior=(
+            "a language model with tied embeddings can't be sharded",
+            "tie_word_embeddings, a shared embedding, lm_head and embed_tokens, or a shared layer in two units",
+            "tied weights are no longer tied after FSDP; the head and the embedding train separately",
+            "a parameter is reused by two modules",
+        ),
+        quotes={
+            "FSDP1, the same model": ("size mismatch, got input",),
+            "torch, FSDP2": ("For shared/tied parameters, use",),
+            "accelerate": (
+                "This is likely due to tied embeddings",
+                "Parameters missing after FSDP2 wrapping",
+            ),
+            "torch": ("managed by another FSDP group",),
+        },
         broken=tied_in_two_units,
         fixed=tied_in_one_unit,
         right=tied_alone,
@@ -210,6 +331,21 @@ CRASHES = (
     ),
     Failure(
         name="crash-container",
+        title="fully_shard does not support containers that do not implement forward",
+        why=(
+            "A unit is unsharded when its forward is called. A `ModuleList` or a `ModuleDict` has no forward; the "
+            "model calls the modules in it."
+        ),
+        tell="The message names the container.",
+        fix=(
+            "Shard what's in the list, not the list: `for block in model.layers: fully_shard(block)` in place of "
+            "`fully_shard(model.layers)`."
+        ),
+        messages=("does not support containers that do not implement forward",),
+        behavior=("fully_shard of a ModuleList, ModuleDict or of model.layers fails",),
+        quotes={
+            "torch, FSDP1": ("FSDP will not all-gather parameters for containers that do not implement forward",),
+        },
         broken=shard_the_list,
         fixed=shard_the_blocks,
         right=blocks_alone,
@@ -217,6 +353,28 @@ CRASHES = (
     ),
     Failure(
         name="crash-frozen-flat",
+        title="Must flatten tensors with uniform requires_grad",
+        why=(
+            "FSDP1 flattens all parameters of a unit into one, which either needs gradients or doesn't. A frozen "
+            "layer and a trained one can't share a flat parameter."
+        ),
+        tell="The error comes while the model is wrapped, before the first step. FSDP2 has no such limit.",
+        fix="Pass `use_orig_params=True`, give frozen layers their own units, or move to FSDP2.",
+        messages=("Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",),
+        behavior=(
+            "FSDP1 fails while wrapping a model with frozen layers or LoRA",
+            "only some of the layers' weights frozen",
+            "PEFT, LoRA or a frozen encoder with FSDP: an error about requires_grad",
+            "freezing some layers fails with FSDP",
+            "a frozen backbone, vision tower or text encoder under FSDP1; requires_grad=False in part of a unit",
+            "use_orig_params must be True for LoRA, freezing or several parameter groups",
+        ),
+        quotes={
+            "torch, FSDP1, before 2.1": ("`FlatParameter` requires uniform `requires_grad`",),
+            "fairscale": (
+                "expects all parameters in the same parameter group of the module to have same requires_grad",
+            ),
+        },
         broken=freeze_in_a_flat_unit,
         fixed=freeze_with_original_parameters,
         right=outputs_alone,
@@ -224,6 +382,14 @@ CRASHES = (
     ),
     Failure(
         name="crash-encoder-fast-path",
+        title="Training works, evaluation fails inside nn.TransformerEncoderLayer",
+        why=(
+            "In evaluation, PyTorch's encoder layer takes a fast path, which reads the weights of its inner layers "
+            "instead of calling them. If those are FSDP1 units, their weights are empty or flat at that moment."
+        ),
+        tell="Only `eval()` with `no_grad` fails, and the traceback ends in the encoder layer, not in a Linear.",
+        fix="Make the whole encoder layer the unit.",
+        behavior=("training works, evaluation fails inside nn.TransformerEncoderLayer",),
         broken=units_inside_the_encoder_layer,
         fixed=the_encoder_layer_as_unit,
         right=encoder_alone,

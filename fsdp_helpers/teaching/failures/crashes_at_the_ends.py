@@ -182,6 +182,70 @@ def meet_where_the_store_is(rank: int, world_size: int) -> Numbers:
 CRASHES_AT_THE_ENDS = (
     Failure(
         name="crash-no-torchrun",
+        title="environment variable RANK expected, but not set",
+        why=(
+            "`init_process_group` takes rank, world size and address from variables that torchrun sets. If you start "
+            "it with `python train.py`, there are none, and a script that doesn't check trains alone: each process is "
+            "rank 0 of 1."
+        ),
+        tell=(
+            "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` is empty. A collective without `init_process_group` says "
+            "*Default process group has not been initialized*."
+        ),
+        fix=(
+            "`torchrun --standalone --nproc-per-node 8 train.py`; under Slurm, one torchrun per node, as in "
+            "[10](10_many_machines.ipynb)."
+        ),
+        messages=("environment variable RANK expected, but not set",),
+        behavior=(
+            "each process says that it is rank 0 of 1; the world size is 1",
+            "SyncBatchNorm, DDP or FSDP on a single GPU, without a process group",
+            "only one GPU is used although there are several",
+            "the script runs without torchrun, or torchrun's variables are missing under Slurm",
+            "the world size is 1, so FSDP switches to NO_SHARD",
+            "python train.py instead of torchrun or accelerate launch; no RANK, LOCAL_RANK, WORLD_SIZE or MASTER_ADDR",
+            "the processes don't know about each other: every one prints rank 0, world size 1, and trains alone",
+            "a single process or a single GPU: FSDP, DDP, SyncBatchNorm or all_reduce is called without a group",
+            "FSDP does not shard with one GPU; the sharding strategy changes to NO_SHARD",
+            "a CPU or a single-GPU run of a distributed script fails; how to run without distributed",
+        ),
+        quotes={
+            "torch/distributed/distributed_c10d.py": ("Default process group has not been initialized",),
+            "torch, rendezvous": (
+                "Error initializing torch.distributed using env:// rendezvous",
+                "environment variable WORLD_SIZE expected, but not set",
+                "environment variable MASTER_ADDR expected, but not set",
+                "environment variable MASTER_PORT expected, but not set",
+            ),
+            "Python, os.environ": (
+                "KeyError: 'LOCAL_RANK'",
+                "KeyError: 'RANK'",
+                "KeyError: 'WORLD_SIZE'",
+                "KeyError: 'MASTER_ADDR'",
+                "KeyError: 'SLURM_PROCID'",
+                "KeyError: 'LOCAL_WORLD_SIZE'",
+            ),
+            "transformers, accelerate": (
+                "Using fsdp only works in distributed training",
+                "Using FSDP is only possible in distributed training",
+            ),
+            "pytorch": (
+                "please make sure to call init_process_group",
+                "Default process group is not initialized",
+            ),
+            "torch, FSDP1": (
+                "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is 1",
+            ),
+            "torch": (
+                "LOCAL_RANK is not in the environment",
+                "DeviceMesh process groups not initialized",
+                "can only be used when parameters are flatten and sharded",
+                "offload_to_cpu=True and NO_SHARD is not supported yet",
+                "Invalid process group specified",
+            ),
+            "transformers": ("local_rank == -1",),
+            "torchrun": ("error: the following arguments are required: training_script",),
+        },
         broken=start_with_python,
         fixed=start_with_torchrun,
         right=answer,
@@ -189,6 +253,32 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-main-guard",
+        title="An attempt has been made to start a new process before its bootstrapping phase has finished",
+        why=(
+            "A spawned process imports the script that started it. Lines at its top level run again there, including "
+            "`mp.spawn` or a `DataLoader` with workers."
+        ),
+        tell="The traceback shows the script's own lines twice, below `multiprocessing/spawn.py`.",
+        fix='`if __name__ == "__main__":` in front of everything that starts processes.',
+        messages=(
+            (
+                "An attempt has been made to start a new process before the current process has finished its "
+                "bootstrapping phase"
+            ),
+        ),
+        behavior=(
+            "the script runs again in each spawned process",
+            (
+                "mp.spawn or a DataLoader starts the whole script again; recursion: processes keep starting more "
+                "processes; Windows"
+            ),
+        ),
+        quotes={
+            "Python, multiprocessing": (
+                "freeze_support()",
+                "if __name__ == '__main__':",
+            ),
+        },
         broken=spawn_without_a_guard,
         fixed=spawn_from_a_module,
         right=answer,
@@ -196,6 +286,68 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-connection-closed",
+        title="A healthy rank is the one that fails",
+        why=(
+            "Rank 1 had fewer batches, finished and exited. Rank 0 then finds its connection closed, and its "
+            "traceback points at an innocent all-reduce."
+        ),
+        tell=(
+            "The message is about a connection, not about your code. Look at the *other* ranks: which one ended "
+            "first, and with what exit status? `launch` calls the roll and names the missing rank."
+        ),
+        fix="Agree on the number of steps before the loop; here all ranks take the smallest.",
+        messages=(
+            "Connection closed by peer",
+            "This is typically caused by a remote worker",
+            "Connection reset by peer",
+        ),
+        behavior=(
+            "a healthy rank fails, with a message about a connection",
+            "one node or pod was preempted, rebooted or killed, and the rest fail with a network error",
+            "a connection error in the middle of training, after some hours; the real error is on a different rank",
+            "rank 0 ends or crashes first, and all other ranks complain about the store",
+        ),
+        quotes={
+            "torch's TCPStore": (
+                "recvValue failed on SocketImpl",
+                "Broken pipe",
+                "failed to recv, got 0 bytes",
+                "Connection was likely closed. Did the remote server shutdown or crash?",
+                "sendBytes failed on SocketImpl",
+                'Failed to check the "should dump" flag on TCPStore',
+                "torch.distributed.DistBackendError",
+                "Stop_waiting response is expected",
+                "Interrupted system call",
+                "Connection closed by remote peer",
+                "ECONNRESET",
+            ),
+            "torch's NCCLUtils.cpp": (
+                (
+                    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+                    "prematurely"
+                ),
+            ),
+            "NCCL": (
+                "socketProgressOpt: Call to recv from",
+                "failed : Connection reset by peer",
+                "socketProgress: Connection closed by remote peer",
+                "remote process exited or there was a network error",
+                "NCCL error: remote process exited",
+            ),
+            "torch, ProcessGroupNCCL.cpp": (
+                "This may indicate a possible application crash on rank 0 or a network set up issue",
+            ),
+            "Python": (
+                "ConnectionResetError: [Errno 104] Connection reset by peer",
+                "BrokenPipeError: [Errno 32] Broken pipe",
+                "ConnectionRefusedError: [Errno 111] Connection refused",
+            ),
+            "torch, NCCL": (
+                "NCCL communicator was aborted",
+                "Failed to get timeout rank ID from TCPStore",
+                "ncclRemoteError",
+            ),
+        },
         broken=end_early,
         fixed=end_together,
         right=both_ranks,
@@ -205,6 +357,47 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-port-in-use",
+        title="The server socket has failed to listen: address already in use",
+        why=(
+            "A fixed port such as 29500 belongs to whoever takes it first: someone else's run, or an orphan of your "
+            "own."
+        ),
+        tell="The error names the port. `ss -ltnp | grep PORT` shows who has it; `doctor` lists leftovers.",
+        fix="Let the system choose: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
+        messages=(
+            "The server socket has failed to listen on any local network address",
+            "EADDRINUSE",
+            "address already in use",
+        ),
+        behavior=(
+            "a second job on the same machine doesn't start",
+            "two tasks on a single node at the same time, each with its own GPUs: the default master port is taken",
+            "port already in use; two training runs on one server; port 29500",
+            "the port is still taken after a crash, by a leftover process",
+            "two experiments, jobs or users on one node with the same master_port; the second one fails",
+            "can't start again right after a crash or Ctrl-C: the address is still in use",
+            "running several training jobs at the same time on different GPUs of one server",
+            (
+                "several torchrun jobs on one node share the default endpoint; when the first ends, the others die "
+                "with Broken pipe"
+            ),
+        ),
+        quotes={
+            "torch's socket.cpp": (
+                "errno: 98 - Address already in use",
+                "EADDRINUSE, message: address already in use",
+                "The server socket has failed to bind to",
+                "port: 29500, useIpv6",
+                "EADDRINUSE (address already in use)",
+                "code: -98, name: EADDRINUSE",
+            ),
+            "accelerate": (
+                "Tried to launch distributed communication on port",
+                "but another process is utilizing it",
+            ),
+            "Python": ("OSError: [Errno 98] Address already in use",),
+            "torchrun, a second job at the same endpoint": ("has failed to shutdown the rendezvous",),
+        },
         broken=meet_at_a_fixed_port,
         fixed=meet_at_a_free_port,
         right=one_store,
@@ -212,12 +405,132 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-no-traceback",
+        title="ChildFailedError, and no traceback",
+        why=(
+            "torchrun's report has a rank's exit code, but its traceback only if the rank wrote one for torchrun. "
+            "Your own error is higher up in the output, in the lines of the rank that failed first, or in its log "
+            "file."
+        ),
+        tell=(
+            "The report says `error_file: <N/A>`. Search the output upward for the first `Traceback`; look at the "
+            "rank under *Root Cause (first observed failure)*, and at its exit code: 1 is an exception, -6 an abort, "
+            "-9 a kill, often for memory, -11 a crash in C++, -15 is torchrun's own SIGTERM after a different rank "
+            "failed."
+        ),
+        fix=(
+            "Put `@record` (`torch.distributed.elastic.multiprocessing.errors`) above `main()`; `torchrun --log-dir "
+            "logs --tee 3` keeps what each rank prints."
+        ),
+        messages=(
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
+            "error_file: <N/A>",
+            "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html",
+        ),
+        behavior=(
+            "torchrun reports an exit code, but no traceback",
+            "torch.distributed fails with exit code 1 and gives no reason",
+            "ChildFailedError without a reason; where is the real error; only the torchrun summary is shown",
+            "the log has only a list of ranks with exitcode 1 and traceback N/A; the first error is hidden",
+            "it fails at once and says nothing useful; main.py FAILED, train.py FAILED",
+        ),
+        quotes={
+            "torchrun": (
+                "closing signal SIGTERM",
+                "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: 1) local_rank: 0",
+                "failed (exitcode: 1) local_rank: 0 (pid: 4242) of binary",
+                "Root Cause (first observed failure)",
+                "Sending process 4242 closing signal SIGTERM",
+                "Signal 15 (SIGTERM) received by PID",
+                "returned non-zero exit status 1",
+                "exitcode  : -15",
+                "exitcode  : 1 (pid",
+                "no error file defined for parent",
+                "<NO_OTHER_FAILURES>",
+                "Signal 15 (SIGTERM)",
+                "raise ChildFailedError",
+                "failed (exitcode: -15)",
+            ),
+            "torch/multiprocessing/spawn.py": (
+                "terminated with the following error",
+                "ProcessExitedException",
+                "terminated with signal",
+            ),
+            "torch.distributed.launch": ("subprocess.CalledProcessError: Command",),
+            "accelerate": ("raise subprocess.CalledProcessError",),
+        },
         broken=run_without_record,
         fixed=run_with_record,
         right=the_line_that_failed,
     ),
     Failure(
         name="hang-dead-address",
+        title="The client socket has timed out while trying to connect",
+        why=(
+            "A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. The variables are left over from a "
+            "different job, rank 0 hasn't started or has failed, or the name resolves to a machine that doesn't "
+            "answer. If it's `localhost` on every node, each waits for itself."
+        ),
+        tell=(
+            "The message has the address and the port: is a rank 0 there? `python -m fsdp_helpers doctor` finds stale "
+            "variables."
+        ),
+        fix=(
+            "`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`, and `torchrun --standalone` on one machine; on several, "
+            "one `--rdzv-endpoint=HOST:PORT` for all."
+        ),
+        messages=("The client socket has timed out after 2000ms while trying to connect to",),
+        behavior=(
+            "hangs at the start, before the first line of any rank",
+            "stuck in init_process_group: some ranks never join",
+            "waiting for clients; fewer of them joined than the world size",
+            "torchrun, init_process_group or the TCPStore times out while connecting to the master node",
+            "the master address is wrong, or the master node has not started",
+            "stuck at init_process_group, or hangs right at initializing distributed; NODE_RANK is set",
+            "unable to connect to the master; connection timed out",
+            "multi-node Slurm jobs hang at startup: each node waits for the others at localhost or 127.0.0.1",
+            "the master host name can't be resolved: scontrol, hostname or DNS fails inside the container",
+            "workers wait for the master; the master pod is not ready, or its service name doesn't resolve",
+            "hangs with no output after torchrun or accelerate launch on two machines; main_process_ip, machine_rank",
+            "init_process_group never returns; nothing is printed; the program waits forever at the beginning",
+            "stale MASTER_ADDR, MASTER_PORT or WORLD_SIZE from an earlier job or a scheduler",
+        ),
+        quotes={
+            "torch's socket.cpp": (
+                "The hostname of the client socket cannot be retrieved",
+                "The client socket has failed to connect to",
+                "The client socket has timed out after 60s while trying to connect to",
+                "The IPv6 network addresses of",
+                "cannot be retrieved (gai error: -2 - Name or service not known)",
+                "Temporary failure in name resolution",
+                "failed to connect/validate to host",
+            ),
+            "torch/distributed/elastic/rendezvous/api.py": ("RendezvousTimeoutError",),
+            "torch's TCPStore": (
+                "The server socket on",
+                "is not yet listening",
+                "DistNetworkError",
+                "DistStoreError",
+                "failed to connect to TCPStore",
+                "Timed out after 61 seconds waiting for clients",
+            ),
+            "torch/distributed/elastic": (
+                "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
+                (
+                    "RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for "
+                    "details"
+                ),
+                "The hostname of the rendezvous endpoint",
+                "endpoint is absent in RendezvousParameters",
+                "rank is absent in RendezvousParameters",
+                "Port is absent in endpoint",
+            ),
+            "accelerate": ("but `MASTER_ADDR` env was not set",),
+            "torch, socket.cpp": (
+                "gai error: -3",
+                "gai error: -2",
+                "Name or service not known",
+            ),
+        },
         broken=meet_where_no_one_is,
         fixed=meet_where_the_store_is,
         right=one_store,
@@ -226,6 +539,43 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-notebook-function",
+        title="Can't get attribute 'worker' on module '__main__'",
+        why=(
+            "A spawned process imports the module of its function. A function from a notebook cell belongs to "
+            "`__main__`, which in the new process is a different program."
+        ),
+        tell="The error comes from the child, from `multiprocessing.spawn`, before any of your lines runs.",
+        fix="Put the function into a module; `%%writefile` in a cell is enough.",
+        messages=("Can't get attribute 'worker' on <module '__main__'",),
+        behavior=(
+            "a function from a notebook can't be spawned",
+            (
+                "multi-GPU training from a Jupyter notebook fails in spawn; a lambda, a lock or an open file can't be "
+                "pickled"
+            ),
+            "num_workers above 0 fails with a pickle error on Windows or macOS",
+            "notebook_launcher or mp.spawn in Jupyter, Colab or Kaggle fails to find or pickle the function",
+            (
+                "a lambda, a local function, a generator or a lock in the data set or collate_fn can't be pickled "
+                "with spawn"
+            ),
+        ),
+        quotes={
+            "Python, pickle": (
+                "Can't pickle local object",
+                "cannot pickle",
+                "AttributeError: Can't pickle local object",
+                "EOFError: Ran out of input",
+                "can't pickle",
+                "PicklingError",
+                "TypeError: cannot pickle",
+                "_pickle.PicklingError: Can't pickle",
+                "cannot pickle 'generator' object",
+                "cannot pickle '_thread.lock' object",
+                "Can't get local object",
+            ),
+            "accelerate, Lightning": ("is not compatible with an interactive environment",),
+        },
         broken=spawn_from_a_cell,
         fixed=spawn_from_a_module,
         right=answer,

@@ -1,10 +1,8 @@
 """One entry of the gallery: what breaks, what it looks like, why, and the fix. Doesn't import torch."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
-from fsdp_helpers.teaching.failures.sights import CARDS
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 SYMPTOMS = {
     "hang": "it hangs",
@@ -19,16 +17,37 @@ Numbers = Mapping[str, float]
 RankFunction = Callable[[int, int], Numbers]
 
 
+MESSAGE, NUMBER, BEHAVIOR = "message", "number", "behavior"  # the kinds of rows in the index
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the index: what you see, and the source of a message that wasn't seen here."""
+
+    kind: str
+    text: str
+    source: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """A failure. Its name begins with the symptom and is its anchor on the page.
 
     `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers in one process,
-    without ranks. All three are None for a failure that isn't run here. A broken run ends in an error that matches
-    `says`, or gives wrong numbers. A fixed run gives the right ones, up to a relative `tolerance`.
+    without ranks. All three are None for a failure that isn't run here; it has a `source` instead. A broken run ends in
+    an error that matches `says`, or gives wrong numbers. A fixed run gives the right ones, up to a relative `tolerance`.
     """
 
     name: str
+    title: str
+    why: str
+    tell: str
+    fix: str
+    messages: Sequence[str] = ()  # pieces of what a CPU rank shows under torchrun or `launch`
+    numbers: Sequence[str] = ()
+    behavior: Sequence[str] = ()
+    quotes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of a GPU or a different version, by source
+    source: str = ""
     broken: RankFunction | None = None
     fixed: RankFunction | None = None
     right: Callable[[], Numbers] | None = None
@@ -42,36 +61,21 @@ class Failure:
     def __post_init__(self) -> None:
         if self.symptom not in SYMPTOMS:
             raise ValueError(f"{self.name!r} has to begin with one of the symptoms {', '.join(SYMPTOMS)}")
-        if self.name not in CARDS:
-            raise ValueError(f"{self.name!r} has no text in sights.toml, which has {', '.join(CARDS)}")
 
     @property
     def symptom(self) -> str:
         return self.name.partition("-")[0]
 
     @property
-    def title(self) -> str:
-        return CARDS[self.name].title
-
-    @property
-    def why(self) -> str:
-        return CARDS[self.name].why
-
-    @property
-    def tell(self) -> str:
-        return CARDS[self.name].tell
-
-    @property
-    def fix(self) -> str:
-        return CARDS[self.name].fix
-
-    @property
-    def source(self) -> str:
-        return CARDS[self.name].source
-
-    @property
     def is_run(self) -> bool:
         return self.broken is not None
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the failure's rows of the index: those seen here, then quoted messages."""
+        for kind, texts in ((MESSAGE, self.messages), (NUMBER, self.numbers), (BEHAVIOR, self.behavior)):
+            yield from (Row(kind, text) for text in texts)
+        for source, texts in self.quotes.items():
+            yield from (Row(MESSAGE, text, source) for text in texts)
 
 
 def link_to(name: str) -> str:

@@ -25,8 +25,8 @@ from fsdp_helpers.teaching.failures.memory import MEMORY
 from fsdp_helpers.teaching.failures.outside import OUTSIDE
 from fsdp_helpers.teaching.failures.precision import PRECISION
 from fsdp_helpers.teaching.failures.saving import SAVING
-from fsdp_helpers.teaching.failures.sights import table
 from fsdp_helpers.teaching.failures.slow import SLOW
+from fsdp_helpers.teaching.failures.texts import documented
 from fsdp_helpers.teaching.failures.wrong import WRONG
 from fsdp_helpers.teaching.failures.wrong_data import WRONG_DATA
 from fsdp_helpers.teaching.failures.wrong_start import WRONG_START
@@ -48,9 +48,8 @@ RUN = (
     *SLOW,
     *SAVING,
 )
-DOCUMENTED = tuple(Failure(name=name) for name in table("documented.toml"))
 GALLERY = {
-    failure.name: failure for symptom in SYMPTOMS for failure in (*RUN, *DOCUMENTED) if failure.symptom == symptom
+    failure.name: failure for symptom in SYMPTOMS for failure in (*RUN, *documented()) if failure.symptom == symptom
 }
 
 

@@ -182,6 +182,55 @@ def rank_1_is_missing() -> Numbers:
 HANGS = (
     Failure(
         name="hang-uneven-batches",
+        title="The evaluation of a sharded model never ends",
+        why=(
+            "There are five images on two ranks, so rank 0 has one more batch. Each forward all-gathers every unit, "
+            "so rank 0 waits in an all-gather while rank 1 is already in the all-reduce of the results. Under DDP, or "
+            "with one unit that stays unsharded, the same loop works, because its forward has no collective."
+        ),
+        tell="One rank waits inside the model, the other after the loop. Count the batches of each rank.",
+        fix=(
+            "Give every rank the same number of batches, even if some are empty. An empty batch runs the all-gathers, "
+            "too."
+        ),
+        messages=(
+            "Timed out waiting 1800000ms for send operation to complete",
+            "Timed out waiting 1800000ms for recv operation to complete",
+        ),
+        behavior=(
+            "hangs with FSDP at the end of evaluation, or at the end of an epoch; works fine with DDP",
+            "generate hangs when ranks generate texts of different lengths; synced_gpus",
+            "one rank stops early, breaks out of the loop, or has an empty batch, and the others wait",
+            "an uneven number of batches for each GPU",
+            "the program hangs with all GPUs",
+            "stuck at 0% of a new epoch, or after a few epochs",
+            "one rank has more samples or batches than the others: training hangs at the end of an epoch",
+            "training freezes or gets stuck after the first epoch, before or after validation, with no error",
+            "uneven inputs; the last batch; IterableDataset or streaming data hangs at the end",
+            "stuck at 99% of the epoch, all GPUs at 100% except one at 0%",
+            "hangs at loss.backward() with several nodes or GPUs",
+            "DDP hangs with uneven batches, a different number of batches on each rank",
+            "training hangs after one epoch, at the end of the first epoch, or at the last batch",
+            "stuck at the beginning of a new epoch; randomly stops between epochs",
+            "early stopping, StopIteration, break or a skipped batch on one rank only; the other ranks hang",
+            "data sets or shards of a different length on each rank; len(dataloader) differs between ranks",
+            "drop_last=False; the last incomplete batch; join() for uneven inputs",
+            (
+                "training hangs in the middle or near the end of an epoch; a filtered, bucketed, packed or "
+                "variable-length data set"
+            ),
+            (
+                "validation never ends or gets stuck on several GPUs, fine on a single one; the validation set is not "
+                "divisible by the number of GPUs"
+            ),
+            "always stops at the same step or iteration; with more GPUs it stops earlier",
+        ),
+        quotes={
+            "Lightning, CosyVoice, fairseq": (
+                "Detected uneven workload distribution",
+                "uneven number of batches",
+            ),
+        },
         broken=evaluate_own_images,
         fixed=evaluate_even_batches,
         right=evaluate_alone,
@@ -189,6 +238,55 @@ HANGS = (
     ),
     Failure(
         name="hang-gather-on-rank-0",
+        title="Training stops as soon as rank 0 logs or saves",
+        why=(
+            "`full_tensor()`, `get_model_state_dict` and `summon_full_params` are collectives: every rank has to "
+            "contribute its shard. Inside `if rank == 0`, only one does."
+        ),
+        tell=(
+            "Rank 0 waits in `full_tensor()`, the others in whatever comes next. Search for collectives below `if "
+            "rank`."
+        ),
+        fix="All-gather on every rank; print or write on one.",
+        messages=("Timed out waiting 1800000ms for",),
+        behavior=(
+            "freezes when rank 0 logs, gathers or saves the full state dict",
+            "hangs in a save, after the final training step",
+            (
+                "validation, evaluation or logging on rank 0 only (is_main_process) while the others wait in a "
+                "barrier: hangs indefinitely"
+            ),
+            "save_state, save_model or state_dict inside if rank == 0 hangs",
+            "hangs on or after saving an intermediate checkpoint",
+            "hangs at evaluation: only the main process evaluates, or loads cached features",
+            "the training freezes in accelerator.save_state()",
+            (
+                "hangs when the checkpoint is saved in the middle of training; save_checkpoint, save_pretrained or "
+                "model.state_dict() never returns"
+            ),
+            "deadlock after validation or early stopping: only one rank logs, computes a metric or stops",
+            "torch.distributed.barrier() hangs",
+            "gets stuck after saving a checkpoint, or at the last step",
+            "hangs when saving checkpoint, when saving the model, or after validation",
+            "stuck during evaluation, during validation, or when computing metrics on rank 0 only",
+            (
+                "if rank == 0, is_main_process or local_rank == 0 around an evaluation, a save or a log; the other "
+                "processes hang or time out"
+            ),
+            (
+                "only rank 0 validates with the DDP model; BatchNorm buffers are broadcast in its forward; "
+                "broadcast_buffers=False helps"
+            ),
+            "the hang goes away if every rank saves, evaluates or logs",
+            "trainer.save_model, save_pretrained, state_dict() or get_state_dict on rank 0 only",
+            "a callback, a metric or self.log with rank_zero_only hangs; sync_dist",
+            "print(loss), .item() or .full_tensor() of a DTensor inside if rank == 0",
+            "training hangs after evaluation; the validation loop runs on one GPU while the others wait",
+            (
+                "FSDP hangs at the beginning of the second epoch, after rank 0 alone has evaluated or saved; with DDP "
+                "everything is fine"
+            ),
+        ),
         broken=gather_on_rank_0,
         fixed=gather_on_every_rank,
         right=norm_alone,
@@ -196,6 +294,38 @@ HANGS = (
     ),
     Failure(
         name="hang-local-decision",
+        title="Each rank decides for itself when to stop or to save",
+        why=(
+            "Early stopping, *save if it's the best so far*, a limit of time or a signal: the ranks look at different "
+            "numbers, such as the loss of their own validation images. `dist.reduce` gives the sum to rank 0 alone. "
+            "One rank leaves the loop, or enters the save, and the others wait for it."
+        ),
+        tell=(
+            "It hangs only now and then, after good epochs, and never if every epoch saves. Print the decision on "
+            "each rank."
+        ),
+        fix="`dist.all_reduce(loss)` (not `reduce`) before the decision, or rank 0 decides and `dist.broadcast`s it.",
+        behavior=(
+            (
+                "early stopping hangs: the stop condition is met on one rank and not on the others; those that go on "
+                "wait forever"
+            ),
+            (
+                "only saves if the validation loss is a new low or the best so far, and then hangs; if every epoch "
+                "saves, no hang"
+            ),
+            "one rank leaves the loop because of a time limit, a signal, a preemption or a maximum number of steps",
+            "ranks disagree: a different validation loss, metric, patience or random decision on each rank",
+            (
+                "hangs at the end of some epoch after several good epochs, with ModelCheckpoint, EarlyStopping or a "
+                "conditional save"
+            ),
+            (
+                "hangs only if one rank has no sample, box or non-empty image: metric.compute(), update or a log "
+                "behind an if; a collective behind a local condition"
+            ),
+            "validation hangs in an all-gather on a rank whose part of the data is empty",
+        ),
         broken=stop_on_own_loss,
         fixed=stop_on_mean_loss,
         right=stop_by_hand,
@@ -203,6 +333,36 @@ HANGS = (
     ),
     Failure(
         name="hang-order",
+        title="Two ranks wait in two different collectives",
+        why=(
+            "Collectives are matched by their order, not by their names. A loop over a set or over a dictionary that "
+            "each rank filled itself may run in a different order on each rank."
+        ),
+        tell=(
+            "All ranks wait, each in a different collective. `compare_collectives` names the first place where their "
+            "traces diverge."
+        ),
+        fix="Use the same order on every rank: sort the names.",
+        messages=(
+            "Timed out waiting 1800000ms for recv operation to complete",
+            "Timed out waiting 1800000ms for send operation to complete",
+        ),
+        behavior=(
+            "each rank waits in a different collective",
+            "collectives in a different order on each rank; a dictionary, a set or os.listdir in a different order",
+            (
+                "two threads or two process groups: overlapping collectives deadlock; a save in a background thread "
+                "and training at the same time"
+            ),
+            "an all-reduce on one rank is matched with a broadcast or all-gather on a different one",
+        ),
+        quotes={
+            "torch, FSDP1, _exec_order_utils.py": (
+                "is all-gathering parameters for",
+                "Forward order differs from that of the first iteration",
+            ),
+            "torch, ProcessGroupNCCL.cpp": ("the order of collectives is not same for all ranks",),
+        },
         broken=log_in_own_order,
         fixed=log_in_sorted_order,
         right=logged_by_hand,
@@ -210,6 +370,18 @@ HANGS = (
     ),
     Failure(
         name="hang-new-group",
+        title="Making a smaller process group hangs",
+        why=(
+            "`new_group` is itself a collective of all ranks, including those that won't belong to it. Here rank 1 "
+            "never calls it."
+        ),
+        tell="A rank waits inside `new_group`, before any tensor has moved.",
+        fix="Call `new_group` on every rank, in the same order; `init_device_mesh` does that for you.",
+        behavior=(
+            "hangs at the start, in new_group or in a smaller process group",
+            "new_group, split_group or a sub-group hangs; only the members of the group call it",
+            "creating a process group on some ranks only",
+        ),
         broken=make_group_on_rank_0,
         fixed=make_group_on_every_rank,
         right=two_ranks,
@@ -217,6 +389,66 @@ HANGS = (
     ),
     Failure(
         name="hang-default-timeout",
+        title="After half an hour, a timeout that doesn't say who is missing",
+        why=(
+            "A collective gives up after 30 minutes unless you say otherwise, and its message has milliseconds, but "
+            "no rank number. Here the limit is two seconds."
+        ),
+        tell=(
+            "`dist.monitored_barrier` on a gloo group names the first rank that is missing. `launch` and `--timeout` "
+            "call the roll and name all of them."
+        ),
+        fix=(
+            "Pass `timeout=` to `init_process_group`, more than your longest step and longest checkpoint take. To "
+            "find the culprit, put a monitored barrier before the collective. Each group has a limit of its own: "
+            "`new_group` takes `timeout=` too, and `dist.set_timeout(limit, mesh.get_group())` reaches the groups of "
+            "a mesh."
+        ),
+        messages=("Timed out waiting 1800000ms for recv operation to complete",),
+        behavior=(
+            "hangs for half an hour (1800000ms), then a timeout that names no rank",
+            (
+                "always fails after 30 minutes, while rank 0 tokenizes, downloads or prepares a large data set and "
+                "the others wait in a barrier"
+            ),
+            "a timeout while rank 0 preprocesses, tokenizes, downloads, compiles or saves for a long time",
+            "ddp_timeout, or InitProcessGroupKwargs(timeout=...), has no effect or is too short",
+            "the other processes wait for rank 0 until timeout",
+            (
+                "the timeout that I passed is ignored: a group created by FSDP, HYBRID_SHARD, DeepSpeed or new_group "
+                "has its own default timeout"
+            ),
+            (
+                "the NCCL timeout can't be changed; it still times out after 10 or 30 minutes; how to increase the "
+                "timeout"
+            ),
+            (
+                "timeout while a large data set is tokenized, mapped, cached or loaded on the main process; "
+                "main_process_first"
+            ),
+            "a timeout during a long evaluation, generation, checkpoint upload or merge on one rank",
+            "barrier timeout; wait_for_everyone times out",
+            "crashes exactly 10 minutes, 30 minutes or 1800 seconds after the start of evaluation or preprocessing",
+        ),
+        quotes={
+            "torch's TCPStore": (
+                "wait timeout after 1800000ms",
+                "wait timeout after 600000ms, keys",
+                "Socket Timeout",
+                "timed out after 300000ms",
+                "store->get('0') got error",
+                "Timed out waiting for key",
+                "timed out waiting for all",
+            ),
+            "torch, ProcessGroupNCCL.cpp": (
+                "is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store",
+            ),
+            "torch, ProcessGroupGloo.cpp": (
+                "failed to pass monitoredBarrier in",
+                "timed out in monitoredBarrier after",
+            ),
+            "torch, NCCL": ("Timeout(ms)=1800000",),
+        },
         broken=wait_without_a_name,
         fixed=wait_with_a_name,
         right=rank_1_is_missing,

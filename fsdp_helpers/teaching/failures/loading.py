@@ -222,6 +222,52 @@ def write_full_tensors(rank: int, world_size: int) -> Numbers:
 LOADING = (
     Failure(
         name="save-one-ranks-shards",
+        title="The saved file is too small, and doesn't load: size mismatch",
+        why=(
+            "A sharded model's tensors are this rank's shards. A file that rank 0 writes from them has only its shard "
+            "of each tensor; FSDP1's flat ones and ZeRO-3's are empty unless unsharded (`torch.Size([0])`)."
+        ),
+        tell=(
+            "The file has 1/N of the model's bytes, or a few hundred kB. The message says *copying a param with "
+            "shape*, and the first dimension is a part of the right one, or 0."
+        ),
+        fix=(
+            "`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on every "
+            "rank, then write on rank 0; or save shards with `dcp.save` and consolidate."
+        ),
+        messages=(
+            "size mismatch for",
+            "copying a param with shape",
+            "from checkpoint, the shape in current model is",
+        ),
+        numbers=("the saved file has 1/N of the size of the model, or a few hundred kB",),
+        behavior=(
+            "tensors in the saved file are empty (torch.Size([0])), flat, or have only a part of their rows",
+            "the saved checkpoint is larger, or smaller, than the base model's",
+            (
+                "the saved model is incomplete, or only has a part of the parameters; the adapter or model file is "
+                "nearly empty"
+            ),
+            "resuming on a different number of GPUs fails with a size mismatch",
+            "the state dict is empty, or only contains a part of the weights, after FSDP training",
+            (
+                "the checkpoint is much smaller than expected; each rank saves its own part; only rank 0's shard is "
+                "in the file"
+            ),
+            (
+                "adapter_model.safetensors or pytorch_model.bin is only a few kB; LoRA weights are empty after FSDP "
+                "or ZeRO-3"
+            ),
+            "saved weights have shape 0, 1-D or a fraction of the rows; loading reports a size mismatch",
+            "a model saved under FSDP can't be loaded by from_pretrained",
+        ),
+        quotes={
+            "torch, nn.Module": (
+                "torch.Size([0]) from checkpoint",
+                "shape torch.Size([0])",
+            ),
+            "transformers": ("ignore_mismatched_sizes=True",),
+        },
         broken=write_own_shards,
         fixed=write_full_tensors,
         right=trained_outputs,
@@ -229,24 +275,177 @@ LOADING = (
     ),
     Failure(
         name="memory-every-rank-loads",
+        title="The host runs out of memory while the model is loaded",
+        why=(
+            "Each rank reads the full model before it keeps its shard, so eight ranks on a machine need host memory "
+            "for eight models. Linux kills a process for it, without a message of its own."
+        ),
+        tell=(
+            "torchrun reports exit code -9, and `dmesg` names a process that ran out of memory. It happens before the "
+            "first step."
+        ),
+        fix=(
+            "Read on rank 0 and `set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, "
+            "broadcast_from_rank0=True))`, with the model on the meta device elsewhere; or load shards with "
+            "`dcp.load`."
+        ),
+        numbers=("host memory is the number of ranks times the size of the model",),
+        behavior=(
+            "killed, without a message, while loading checkpoint shards or the model",
+            "all processes load the full checkpoint; CPU memory usage goes up to the number of GPUs times the model",
+            (
+                "CPU RAM explodes or runs out while a large model is loaded on several GPUs; every process loads the "
+                "whole model; SIGKILL"
+            ),
+            "all GPUs load the total model weights when initializing the model",
+            "the process is killed, RAM OOM, while loading the model",
+            "SIGKILL, -9 or out of host memory before the first step; loading LLaMA 65B or 70B on 8 GPUs",
+            (
+                "loading the model takes very long on each rank; every process reads the checkpoint from disk or the "
+                "network"
+            ),
+            "the pod or container is OOMKilled or evicted while loading, exit code 137",
+            "from_pretrained on all ranks; low_cpu_mem_usage; cpu_ram_efficient_loading",
+            "CPU RAM usage multiplied by the number of processes",
+        ),
+        quotes={
+            "torchrun": (
+                "failed (exitcode: -9) local_rank: 0 (pid: 4242) of binary",
+                "Signal 9 (SIGKILL) received by PID",
+                "failed (exitcode: -9)",
+                "Signal 9 (SIGKILL)",
+                "exitcode  : -9",
+                "died with <Signals.SIGKILL: 9>",
+            ),
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+            "Kubernetes, Docker, the kernel": (
+                "OOMKilled",
+                "exit code 137",
+                "Out of memory: Killed process",
+                "Exit Code: 137",
+                "OutOfMemoryError: Task was killed",
+                "oom-killer",
+            ),
+            "torchrun, Docker, Slurm": ("exit code -9",),
+        },
         broken=read_on_every_rank,
         fixed=read_on_rank_0,
         right=one_copy,
     ),
     Failure(
         name="save-not-loaded",
+        title="Loading succeeds, and the model is untrained",
+        why=(
+            "With `strict=False`, names that don't match are skipped. `torch.compile` puts `_orig_mod.` in front of "
+            "every name, and DDP `module.`; then all of them are skipped, and no error is raised."
+        ),
+        tell=(
+            "Print what loading returns: every key is missing, and every key is unexpected. The first loss is that of "
+            "a new model."
+        ),
+        fix=(
+            "`strict=True` (the default), and `name.removeprefix('_orig_mod.')` or a save with "
+            "`get_model_state_dict(model)`."
+        ),
+        numbers=(
+            "the first loss is that of an untrained model",
+            (
+                "the loss does not decrease from ln(vocabulary), 10 to 12 in a language model: the pretrained weights "
+                "were never loaded"
+            ),
+        ),
+        behavior=(
+            "load_state_dict(strict=False) succeeds without loading anything: names begin with module. or _orig_mod.",
+            "a fine-tuned model produces garbage after it was loaded",
+            (
+                "a loaded checkpoint gives random accuracy or garbage; after resuming, the loss is that of an "
+                "untrained model"
+            ),
+            "missing_keys and unexpected_keys are not empty",
+            "the loaded model gives different results from the saved one; wrong weights after loading",
+            "switched to FSDP2: the loss is not decreasing, and grad_norm = 0 for all training steps",
+            (
+                "after loading, accuracy is random, the output is garbage, or the loss starts from scratch: no key "
+                "matched"
+            ),
+            "load_state_dict doesn't complain, but nothing changes; strict=False",
+            "resuming starts from an untrained model; the checkpoint was ignored",
+        ),
+        quotes={
+            "transformers": (
+                "were not initialized from the model checkpoint",
+                "Some weights of the model checkpoint",
+            ),
+            "torch": (
+                "_IncompatibleKeys(missing_keys=",
+                "Did not find param with FQN",
+            ),
+        },
         broken=load_what_fits,
         fixed=load_under_the_right_names,
         right=trained_outputs,
     ),
     Failure(
         name="save-not-set",
+        title="dcp.load read the checkpoint, and the model did not change",
+        why=(
+            "`dcp.load` fills the dictionary that it gets. A sharded state dict shares its memory with the model; a "
+            "full one, or one on the CPU, is a copy, and loading doesn't change the model."
+        ),
+        tell="A parameter's norm is the same before and after loading.",
+        fix=(
+            "`set_model_state_dict(model, state, ...)` after `dcp.load(state, ...)`, and `set_optimizer_state_dict` "
+            "too."
+        ),
+        behavior=(
+            "dcp.load succeeds, but the model is unchanged",
+            (
+                "dcp.load without set_state_dict: weights stay random or at their initial values; the loaded state "
+                "dict is correct, the model isn't"
+            ),
+        ),
         broken=fill_a_copy,
         fixed=hand_the_copy_over,
         right=trained_outputs,
     ),
     Failure(
         name="crash-meta-tensor",
+        title="Cannot copy out of meta tensor; no data!",
+        why=(
+            "A model built on the meta device has shapes but no values, so there is nothing to move. Used as it is, "
+            "it fails with *is not on the expected device meta*, and a sharded one with *should be materialized from "
+            "meta device*."
+        ),
+        tell="`[name for name, p in model.named_parameters() if p.is_meta]` isn't empty.",
+        fix="`model.to_empty(device=...)` after `fully_shard`, then load or initialize: parameters, and buffers too.",
+        messages=("Cannot copy out of meta tensor; no data!",),
+        behavior=(
+            "a model that was built on the meta device can't be moved or used",
+            "low_cpu_mem_usage, init_empty_weights or cpu_ram_efficient_loading ends in an error about meta tensors",
+            "a parameter, buffer, rotary table or tied head is still on the meta device",
+            "to_empty, materialize, init_empty_weights or reset_parameters is missing on some ranks",
+            "missing keys in the checkpoint leave parameters on the meta device",
+        ),
+        quotes={
+            "torch/_meta_registrations.py and its kin": ("is not on the expected device meta",),
+            "torch/distributed/fsdp/_fully_shard": (
+                "FSDP parameters should be materialized from meta device before training",
+            ),
+            "torch, meta": (
+                "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()",
+                "Tensor on device cpu is not on the expected device meta",
+                "Tensor on device meta is not on the expected device cuda:0",
+                "Tensor.item() cannot be called on meta tensors",
+                "c10d::broadcast_: attempted to run this operator with Meta tensors",
+                "Cannot copy out of meta tensor",
+                "Unable to call `reset_parameters()` for module on meta device",
+            ),
+            "accelerate, transformers": (
+                "is on the meta device, we need a `value` to put in on",
+                "You can't move a model that has some modules offloaded to cpu or disk",
+            ),
+            "accelerate": ("some parameters are on the meta device",),
+        },
         broken=move_from_meta,
         fixed=allocate_then_load,
         right=trained_outputs,
@@ -254,12 +453,50 @@ LOADING = (
     ),
     Failure(
         name="wrong-schedule-per-rank",
+        title="Each rank steps with a different learning rate",
+        why=(
+            "A schedule starts from the optimizer's `initial_lr`. `broadcast_from_rank0` delivers it only to rank 0; "
+            "the other ranks use the current learning rate instead. No error is raised."
+        ),
+        tell="Log the learning rate of every rank, not only rank 0's.",
+        fix=(
+            "Optimizer, schedule, load, in this order: `schedule = LambdaLR(optimizer, ...)` before "
+            "`set_optimizer_state_dict`."
+        ),
+        numbers=("each rank has a different learning rate after a resume or a move to FSDP",),
+        behavior=("learning rates differ between ranks; ReduceLROnPlateau with a local metric",),
         broken=schedule_after_the_load,
         fixed=schedule_before_the_load,
         right=a_third,
     ),
     Failure(
         name="crash-scalar-parameter",
+        title="fully_shard doesn't support scalar parameters",
+        why=(
+            "A parameter with no dimension, such as a logit scale or a layer scale, has no rows to divide. A "
+            "parameter that isn't contiguous is refused as well."
+        ),
+        tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` names it.",
+        fix=(
+            "Give it one dimension: `nn.Parameter(torch.ones(1))`; a checkpoint needs `tensor.reshape(1)` once. Or "
+            "`parameter.data = parameter.data.contiguous()`."
+        ),
+        messages=("fully_shard doesn't support scalar parameters",),
+        behavior=(
+            "a logit scale or a layer scale breaks a move to FSDP2",
+            "a 0-dim parameter, a temperature or a logit_scale under FSDP",
+            "a parameter that isn't contiguous, or a dimension that can't be divided among the ranks",
+        ),
+        quotes={
+            "torch, FSDP1 and FSDP2": (
+                "doesn't support scalar parameters",
+                "to a 1D tensor with numel equal to 1",
+            ),
+            "torch, FSDP2": (
+                "FSDP does not support non-contiguous parameters yet",
+                "FSDP does not support uneven sharding on dim",
+            ),
+        },
         broken=shard_a_number,
         fixed=shard_a_row_of_one,
         right=scaled_alone,

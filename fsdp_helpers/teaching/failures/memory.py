@@ -120,24 +120,115 @@ def half_of_the_state() -> Numbers:
 MEMORY = (
     Failure(
         name="memory-root-only",
+        title="fully_shard saves nothing at the peak",
+        why=(
+            "`fully_shard(model)` makes the full model one unit. It's all-gathered at the first layer, so during "
+            "forward and backward every rank holds all parameters."
+        ),
+        tell="One all-gather per forward. Count them with `CommDebugMode`, or with the trace of this series.",
+        fix="`for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`.",
+        numbers=(
+            "one all-gather per forward; the peak is that of the full model",
+            "memory per GPU doesn't change with the number of GPUs",
+        ),
+        behavior=(
+            "fully_shard saves no memory",
+            "FSDP uses as much memory as DDP; no memory reduction with more GPUs; out of memory although sharded",
+            "FSDP takes more memory than expected, or has the same memory usage as without it",
+            "full_shard does not work: each GPU holds the total model weights",
+            "no memory saving with FSDP; each GPU uses as much as with DDP; memory doesn't shrink with more GPUs",
+            "the whole model is gathered at once; the transformer blocks aren't wrapped",
+            "reshard_after_forward=False, SHARD_GRAD_OP or ZeRO-2 keeps all parameters",
+            "why does FSDP use the same memory on 2, 4 and 8 GPUs",
+        ),
+        quotes={
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+        },
         broken=shard_the_root_alone,
         fixed=shard_each_layer,
         right=one_layer,
     ),
     Failure(
         name="memory-default-threshold",
+        title="auto_wrap_policy is set, and there is one unit",
+        why=(
+            "FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million parameters. "
+            "In a smaller model it makes none, without a warning."
+        ),
+        tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
+        fix=(
+            "Pass a `min_num_params` that suits your model or, better, name the class of your blocks with "
+            "`ModuleWrapPolicy`."
+        ),
+        numbers=("one FullyShardedDataParallel in the printed model",),
+        behavior=(
+            "auto_wrap_policy or size_based_auto_wrap_policy saves no memory",
+            "FSDP doesn't reduce memory with the default auto-wrap policy",
+            "min_num_params, size_based_auto_wrap_policy: only one unit, nothing is wrapped",
+        ),
         broken=wrap_by_default_size,
         fixed=wrap_by_own_size,
         right=two_layers_and_root,
     ),
     Failure(
         name="memory-accumulation",
+        title="Accumulating gradients takes more memory than a large batch",
+        why=(
+            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until "
+            "the last micro-batch, every rank keeps full gradients instead of shards."
+        ),
+        tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
+        fix=(
+            "Reduce after each micro-batch: no `model.set_requires_gradient_sync(False)`. Hold the reduction back "
+            "only if full gradients fit."
+        ),
+        numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
+        behavior=(
+            "out of memory with gradient accumulation, no_sync or set_requires_gradient_sync(False)",
+            "memory grows with gradient_accumulation_steps under FSDP",
+            "gradient accumulation needs more memory with FSDP than without",
+        ),
+        quotes={
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+        },
         broken=hold_back_reduction,
         fixed=reduce_each_micro_batch,
         right=half_of_the_gradients,
     ),
     Failure(
         name="memory-full-state-dict",
+        title="Training fits, saving does not",
+        why=(
+            "`full_state_dict=True` without `cpu_offload=True` gives every rank the full model at once, and it stays "
+            "on the GPU."
+        ),
+        tell="All ranks run out of memory in the line that saves.",
+        fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
+        behavior=(
+            "out of memory when the model is saved: after the last epoch, in a checkpoint, in the full state dict",
+            "out of memory after training has finished, in save_model",
+            (
+                "out of memory when trying to save, or while saving the model, though memory is sufficient during "
+                "training"
+            ),
+            "OOM issues with accelerator.save_state() or trainer.save_model()",
+            "OOM or a timeout while saving an FSDP model, FULL_STATE_DICT, save_state or save_model",
+            "host memory (CPU RAM) runs out on rank 0 when the checkpoint is gathered",
+            "OOM when saving, or after finishing training, when the trained model is written",
+            (
+                "saving takes very long, or training stalls at each checkpoint; the full state dict is gathered to "
+                "one rank"
+            ),
+            "OOM, killed or exit code -9 at the end of training, during the save",
+            "CPU memory grows at each checkpoint; state_dict with offload_to_cpu on every rank",
+            "GPU memory jumps or stays higher after saving a checkpoint",
+            "OOM in save_pretrained or save_model after LoRA or full training that went well; save the adapters alone",
+        ),
+        quotes={
+            "torch/distributed/fsdp/_state_dict_utils.py": ("Failed to clone() tensor with name",),
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+            "pytorch": ("1EB memory",),
+        },
         broken=full_state_everywhere,
         fixed=sharded_state,
         right=half_of_the_state,

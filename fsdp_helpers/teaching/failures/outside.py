@@ -121,12 +121,88 @@ def one_number() -> Numbers:
 OUTSIDE = (
     Failure(
         name="wrong-unwrapped-module",
+        title="Each rank trains a model of its own",
+        why=(
+            "DDP reduces gradients in hooks that the wrapper's forward prepares. `model.module(batch)`, or an earlier "
+            "`model = model.module`, bypasses the wrapper: no gradient is sent, and no error is raised."
+        ),
+        tell="If you delay one rank, the others don't wait for it. After a step, the ranks' parameters differ.",
+        fix=(
+            "Call the wrapper in training: `loss = model(batch)`. `model.module` is for saving, and for an evaluation "
+            "on one rank."
+        ),
+        numbers=(
+            "parameters and gradients differ from rank to rank under DDP",
+            "the ranks' checksums, norms or weights are different after a few steps under DDP",
+        ),
+        behavior=(
+            "gradients are not synchronized: each GPU or node trains independently, no communication in a step",
+            (
+                "each GPU trains on its own; losses and weights diverge across ranks; model.module is called instead "
+                "of the model"
+            ),
+            "gradients are not synchronized across different ranks; weights are different on each rank",
+            "the gradient reduction doesn't work: autograd.grad, or a parameter used outside forward",
+            "DistributedDataParallel does not get the same grad",
+            (
+                "model.module, a submodule, a loss method or self.model instead of the wrapper: each GPU ends up with "
+                "its own weights"
+            ),
+            "training separately in each process; n independent models; model weights on each GPU are different",
+            "a custom forward, training_step or compute_loss bypasses DDP",
+            "gradients of different ranks are not averaged or all-reduced; the model on rank 0 and rank 1 diverges",
+        ),
+        quotes={
+            "torch, nn.Module: a method of yours, called on the wrapper": (
+                "'DistributedDataParallel' object has no attribute",
+            ),
+            "torch, nn.Module": (
+                "'FullyShardedDataParallel' object has no attribute",
+                "'DataParallel' object has no attribute",
+                "object has no attribute 'module'",
+            ),
+        },
         broken=train_the_module,
         fixed=train_the_wrapper,
         right=norm_alone,
     ),
     Failure(
         name="crash-ready-twice",
+        title="Expected to mark a variable ready only once",
+        why=(
+            "DDP counts each parameter's gradient once per backward. Reentrant activation checkpointing starts a "
+            "second backward inside the first, which DDP's search for unused parameters didn't see; a module that's "
+            "used twice has the same effect."
+        ),
+        tell=(
+            "It happens with `use_reentrant=True`, the old default of transformers' gradient checkpointing, but not "
+            "without checkpointing. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names the parameter."
+        ),
+        fix=(
+            "`checkpoint(layer, x, use_reentrant=False)`; in transformers "
+            "`gradient_checkpointing_kwargs={'use_reentrant': False}`."
+        ),
+        messages=("Expected to mark a variable ready only once",),
+        behavior=(
+            "gradient checkpointing crashes under DDP; use_reentrant",
+            "gradient checkpointing and DDP, with find_unused_parameters=True, fail in backward",
+            (
+                "under DDP, a module or shared layer is used twice in one forward, a weight is reused, or two losses "
+                "have two backwards"
+            ),
+            "LoRA with gradient_checkpointing under DDP",
+        ),
+        quotes={
+            "torch, reducer.cpp": (
+                "has been marked as ready twice",
+                "Use of a module parameter outside the `forward` function",
+                "Reused parameters in multiple reentrant backward passes",
+                "_set_static_graph() as a workaround",
+                "multiple autograd engine hooks have fired",
+                "Multiple autograd engine  hooks",
+            ),
+            "torch": ("the use_reentrant parameter should be passed explicitly",),
+        },
         broken=recompute_reentrantly,
         fixed=recompute_without_reentry,
         right=norm_alone,
@@ -134,6 +210,32 @@ OUTSIDE = (
     ),
     Failure(
         name="crash-no-sharding-strategy",
+        title="Sharding propagation failed: an operation that DTensor doesn't know",
+        why=(
+            "An operation on a sharded parameter or gradient has to say how it works on shards. Rare ones don't, for "
+            "example in logged statistics, a custom optimizer, or an initialization."
+        ),
+        tell="The message names the operation, which begins with `aten.`. The same line works before `fully_shard`.",
+        fix=(
+            "If the operation is elementwise, apply it to the shard, `parameter.to_local()`. Otherwise, use "
+            "`parameter.full_tensor()` on every rank."
+        ),
+        messages=("Sharding propagation failed for",),
+        behavior=(
+            "an optimizer or a log of statistics fails on DTensor parameters",
+            (
+                "an operator isn't supported by DTensor; NotImplementedError in the optimizer's step, in init or in a "
+                "custom kernel"
+            ),
+            "a fused or custom optimizer (8-bit Adam, Adafactor, Shampoo) fails on DTensors",
+        ),
+        quotes={
+            "torch/distributed/tensor/_sharding_prop.py": ("does not have a sharding strategy registered",),
+            "torch, DTensor": (
+                "'DTensor' object has no attribute",
+                "does not have a sharding strategy",
+            ),
+        },
         broken=count_values_of_shards,
         fixed=count_values_of_the_full_tensor,
         right=values_alone,
@@ -141,6 +243,54 @@ OUTSIDE = (
     ),
     Failure(
         name="crash-dtype-mismatch",
+        title="mat1 and mat2 must have the same dtype",
+        why=(
+            "Weights are in bf16 and an input is in fp32, or the reverse. `MixedPrecisionPolicy` casts the inputs of "
+            "a unit's forward; it doesn't cast where the model was converted by hand, or where a layer gets its input "
+            "from outside the unit's forward."
+        ),
+        tell=(
+            "Print `x.dtype` and `layer.weight.dtype` in the line that fails. An adapter, a norm in fp32 or a value "
+            "head is often the culprit."
+        ),
+        fix=(
+            "Keep the model in fp32 and compute in bf16: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`; for a "
+            "single odd layer `layer(x.to(layer.weight.dtype))`."
+        ),
+        messages=("mat1 and mat2 must have the same dtype, but got Float and BFloat16",),
+        behavior=(
+            "LoRA, QLoRA or a value head fails in its first linear layer under FSDP with bf16",
+            "a dtype error in mixed precision: float, half and bfloat16 meet in a layer",
+            "an input, a norm, an embedding or a timestep is in float32 while the weights are in bfloat16 or half",
+            (
+                "FSDP with fp16 or bf16: a layer outside the forward, a frozen part or a custom buffer has a "
+                "different dtype"
+            ),
+            "autocast and mixed_precision together; buffers in a different precision",
+        ),
+        quotes={
+            "torch, a convolution": ("Input type (float) and bias type (c10::BFloat16) should be the same",),
+            "torch, attention": ("Expected query, key, and value to have the same dtype",),
+            "torch": (
+                "expected scalar type Half but found Float",
+                "expected scalar type BFloat16 but found Float",
+                "expected scalar type Float but found BFloat16",
+                "expected m1 and m2 to have the same dtype",
+                "mat1 and mat2 must have the same dtype",
+                "Input type (c10::BFloat16) and bias type (float) should be the same",
+                "FlashAttention only support fp16 and bf16 data type",
+                "self and mat2 must have the same dtype",
+                "must have the same dtype",
+                "expected mat1 and mat2 to have the same dtype",
+                "Index put requires the source and destination dtypes match",
+                "Input type (torch.cuda.FloatTensor) and weight type",
+                "Input type (torch.cuda.HalfTensor) and weight type",
+                "Input type (float) and bias type",
+                "Input type (c10::Half) and bias type",
+                "for scaled_dot_product_attention to have the same dtype",
+                "not implemented for 'Half'",
+            ),
+        },
         broken=feed_fp32_into_bf16,
         fixed=let_the_policy_cast,
         right=two_per_image,
@@ -148,6 +298,32 @@ OUTSIDE = (
     ),
     Failure(
         name="memory-graph-kept",
+        title="Memory grows with every batch of an evaluation",
+        why=(
+            "Without `torch.no_grad()`, a forward keeps its activations for a backward. Adding the loss itself to a "
+            "total keeps every batch's graph, with all its tensors, until the total is gone."
+        ),
+        tell="`total.grad_fn` isn't None; memory grows by the same amount per batch, and it runs out in evaluation.",
+        fix="`with torch.no_grad():` around an evaluation, and `total += loss.detach()` in training.",
+        numbers=(
+            "memory grows by the same amount with every batch",
+            "GPU memory rises step by step and never falls",
+        ),
+        behavior=(
+            "out of memory in evaluation or validation, while training fits; a memory leak from step to step",
+            (
+                "GPU memory increases every iteration until out of memory after many steps; a memory leak; losses or "
+                "outputs are kept in a list"
+            ),
+            "memory leak in multi-GPU training: out of memory after many iterations",
+            "memory usage keeps growing during training; each iteration is slower and takes more GPU memory",
+            "the loss, outputs or hidden states are accumulated, logged or appended without detach() or item()",
+            "validation without no_grad, with torch.no_grad missing, runs out of memory",
+            "gathered predictions stay on the GPU during evaluation; eval_accumulation_steps",
+        ),
+        quotes={
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+        },
         broken=add_up_losses,
         fixed=add_up_losses_without_graphs,
         right=one_number,

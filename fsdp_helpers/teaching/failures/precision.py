@@ -96,12 +96,82 @@ def two_outputs_per_image() -> Numbers:
 PRECISION = (
     Failure(
         name="wrong-bf16-masters",
+        title="A model loaded in bf16 hardly learns",
+        why=(
+            "bf16 keeps 8 significant bits, so an update below about 1/256 of a weight is rounded away. With a "
+            "learning rate of 1e-5, that's nearly every update. `fully_shard` keeps weights, gradients and Adam's "
+            "state in the dtype in which the model was loaded. No error is raised."
+        ),
+        tell=(
+            "`next(model.parameters()).dtype` is bf16 where the optimizer sees it. Count the weights that a step "
+            "changes."
+        ),
+        fix=(
+            "Load in fp32, and compute in bf16: `fully_shard(model, "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`."
+        ),
+        numbers=("a few percent of the weights change in a step",),
+        behavior=(
+            "bad convergence with bf16: a model loaded with torch_dtype=torch.bfloat16 learns worse, or not at all",
+            "loss plateaus or fine-tuning is worse in pure bf16; parameters and optimizer state are bf16",
+            "bfloat16 training: the loss plateaus higher than in fp32; AdamW on bf16 parameters inherits their dtype",
+            (
+                "pure bf16 or half training doesn't converge as well as fp32; the update is rounded away; no master "
+                "weights"
+            ),
+            "the loss is stuck or noisy in bf16, fine in fp32 or with autocast",
+            "model.to(torch.bfloat16) or .half() before the optimizer",
+        ),
         broken=train_a_model_loaded_in_bf16,
         fixed=train_a_model_loaded_in_fp32,
         right=all_of_them,
     ),
     Failure(
         name="wrong-fp16-nan",
+        title="The loss becomes nan in mixed precision",
+        why=(
+            "fp16 ends at 65,504: larger activations, losses and gradients become inf, and inf - inf is nan. Small "
+            "gradients become 0. A `GradScaler` is for the small ones, and skips steps in which a gradient "
+            "overflowed; it must skip on all ranks together. `torch.autocast` on top of a `MixedPrecisionPolicy` "
+            "casts twice."
+        ),
+        tell=(
+            "Check `torch.isfinite` of the loss and of each layer's output, and find the first that's false. In bf16, "
+            "the same step is finite."
+        ),
+        fix=(
+            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`: bf16 has fp32's range. If it must be fp16, use "
+            "`torch.amp.GradScaler`, which finds an inf in any rank's shard, and no `autocast`. *Attempting to "
+            "unscale FP16 gradients*: the trained parameters are fp16 themselves; load them in fp32."
+        ),
+        numbers=("the loss is nan or inf after a few steps with fp16, GradScaler or autocast",),
+        behavior=(
+            "NaN loss with mixed precision, amp or fp16; the loss becomes nan after some epochs or steps",
+            "the loss explodes or spikes with fp16; grad_norm is nan or inf",
+            "loss is 0.0 and grad_norm is nan",
+            "a non-finite gradient norm; error_if_nonfinite",
+            "nan after switching to fp16 or amp; overflow; the scale drops to zero; found_inf",
+            "loss scale keeps decreasing; all steps are skipped; gradient overflow",
+            "grad norm nan or inf with ShardedGradScaler, GradScaler or FSDP",
+            "the model works in bf16 or fp32, but gives nan in fp16",
+        ),
+        quotes={
+            "torch/amp/grad_scaler.py": (
+                "Attempting to unscale FP16 gradients.",
+                "unscale_() has already been called on this optimizer since the last update",
+                "unscale_() is being called after step()",
+                "step() has already been called since the last update()",
+            ),
+            "DeepSpeed, fairseq": (
+                "Current loss scale already at minimum - cannot decrease scale",
+                "Minimum loss scale reached",
+            ),
+            "apex, DeepSpeed": (
+                "Gradient overflow. Skipping step, loss scaler",
+                "OVERFLOW! Rank 0 Skipping step",
+            ),
+            "torch": ("is non-finite, so it cannot be clipped",),
+        },
         broken=compute_in_fp16,
         fixed=compute_in_bf16,
         right=norm_in_fp32,
@@ -109,6 +179,42 @@ PRECISION = (
     ),
     Failure(
         name="crash-uniform-dtype",
+        title="FSDP expects uniform original parameter dtype",
+        why=(
+            "A unit's trained parameters are all-gathered and reduced in one buffer, so they need the same dtype. "
+            "Adapters in fp32 on a trained base in bf16 have two. FSDP1 says *Must flatten tensors with uniform "
+            "dtype*, for frozen parameters too."
+        ),
+        tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
+        fix=(
+            "`model.float()` before `fully_shard`, and `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` to compute "
+            "in bf16; or make the adapters separate units. QLoRA: `bnb_4bit_quant_storage=torch.bfloat16`."
+        ),
+        messages=("FSDP expects uniform original parameter dtype but got",),
+        behavior=(
+            "LoRA or QLoRA adapters in fp32 on a base in bf16 can't be sharded",
+            "QLoRA, 4-bit or 8-bit weights (bitsandbytes) under FSDP: parameters of several dtypes",
+            "bnb_4bit_quant_storage must have the dtype of the other weights for FSDP",
+            "norms, embeddings, the router or quantization scales in float32 while the rest is in bfloat16",
+            "mixed dtypes in one FSDP unit; cast the model to one dtype before wrapping",
+        ),
+        quotes={
+            "torch/distributed/fsdp/_flat_param.py": (
+                "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32",
+                "Cannot flatten integer dtype tensors",
+                "Must flatten tensors with uniform dtype but got",
+            ),
+            "torch, FSDP1, before 2.1": (
+                "Integer parameters are unsupported",
+                "Must flatten tensors with uniform dtype but got torch.float16 and torch.float32",
+                "`FlatParameter` requires uniform dtype",
+            ),
+            "torch, FSDP2": (
+                "FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}",
+                "FSDP expects uniform reduce dtype but got",
+            ),
+            "bitsandbytes": ("Only Tensors of floating point and complex dtype can require gradients",),
+        },
         broken=shard_two_formats,
         fixed=shard_one_format,
         right=two_outputs_per_image,

@@ -278,6 +278,45 @@ def none_twice() -> Numbers:
 SAVING = (
     Failure(
         name="save-plain-optimizer-state",
+        title="After resuming, the loss jumps up",
+        why=(
+            "`dcp.load` fills the tensors that you give it. A new Adam has none, so `optimizer.state_dict()` offers "
+            "nothing to fill, and the moments stay in the file. No error is raised."
+        ),
+        tell="`optimizer.state` is empty before the first step after loading.",
+        fix="`get_state_dict` and `set_state_dict`: they create the moments first, and name them by parameter.",
+        numbers=("the loss jumps up after a resume, and needs many steps to come back",),
+        behavior=(
+            "each resume seems to restart from scratch; the optimizer's state is not restored",
+            "loss spikes after resuming from a checkpoint under FSDP; optimizer.state_dict() of an FSDP model",
+            "the optimizer's state doesn't match the parameters' shapes or names after resuming",
+            "the loss is higher after resuming training than before",
+            "resuming the optimizer under FSDP: parameter ids, rekey, mismatch in the parameter's shape",
+            "optimizer states saved per rank don't load with a different number of GPUs or nodes",
+            "changing the world size when resuming: optimizer shards have different sizes",
+            "loading the optimizer under FSDP fails or is ignored; exp_avg has the wrong shape; optim_state_dict",
+            "the loss spikes, jumps or gets worse right after resuming",
+        ),
+        quotes={
+            "torch/optim/optimizer.py": (
+                "that doesn't match the size of optimizer's group",
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
+                "loaded state dict has a different number of parameter groups",
+            ),
+            "torch": (
+                "must match the size of tensor b",
+                "must match the existing size",
+                "at non-singleton dimension 0",
+            ),
+            "torch, FSDP1, _optim_utils.py": (
+                "is not in the optimizer state",
+                "Differing optimizer state names for the unflattened parameters",
+                "Tensor optimizer state does not have same shape as its parameter",
+                "must have positive-dimension tensor state",
+                "must have scalar state with the same value and dtype",
+                "All unflattened parameters comprising a single flat parameter",
+            ),
+        },
         broken=resume_from_plain_state,
         fixed=resume_from_named_state,
         right=undisturbed,
@@ -285,6 +324,47 @@ SAVING = (
     ),
     Failure(
         name="save-missing-key",
+        title="Missing key in checkpoint state_dict",
+        why=(
+            "`dcp.load` needs every entry of the dictionary that it fills. The checkpoint has the entry under a "
+            "different name (by number, with a prefix, nested differently), or doesn't have it: Adam has no moments "
+            "for a parameter that has had no gradient yet, such as a late head, and a new optimizer asks for them."
+        ),
+        tell=(
+            "`sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)` lists the names in the "
+            "checkpoint."
+        ),
+        fix=(
+            "Save and load the same `get_state_dict(model, optimizer)`, and remove entries that the index doesn't "
+            "have from the dictionary."
+        ),
+        messages=("Missing key in checkpoint state_dict",),
+        behavior=(
+            "saving the optimizer succeeds, but loading it fails: step or exp_avg of a parameter is missing",
+            "KeyError in optimizer.state_dict(), set_optimizer_state_dict or optim_state_dict_to_load under FSDP",
+            (
+                "strict loading of a distributed checkpoint: a new layer, a buffer or a frozen parameter isn't in it; "
+                "allow_partial_load"
+            ),
+            "optimizer state is missing for parameters that were frozen or unused",
+            "names of the parameters changed between saving and loading; FQN",
+        ),
+        quotes={
+            "torch/distributed/checkpoint": (
+                "Missing key in checkpoint state_dict: optimizer.state",
+                "Could not find FQN",
+                "Missing optimizer state for parameter",
+                "Key(s) present in other ranks but not this one",
+                "Could not find checkpointable tensor shard",
+                "Failed to validate global plan",
+            ),
+            "Python, KeyError": (
+                "KeyError: 'exp_avg'",
+                "KeyError: 'step'",
+                "KeyError: 'state'",
+                "KeyError: 'param_groups'",
+            ),
+        },
         broken=ask_for_all_moments,
         fixed=ask_for_saved_moments,
         right=three_layers,
@@ -292,12 +372,67 @@ SAVING = (
     ),
     Failure(
         name="save-schedule-lost",
+        title="After resuming, the learning rate is that of the first step",
+        why=(
+            "The schedule has its own step counter. If it isn't saved, the next job warms up, or decays, from the "
+            "beginning."
+        ),
+        tell="Log the learning rate of every step; it jumps where the job was resumed.",
+        fix="Save `schedule.state_dict()` together with the optimizer's.",
+        numbers=("the learning rate starts over after a resume",),
+        behavior=(
+            "the learning rate is wrong after resuming; warmup starts again",
+            (
+                "the scheduler restarts, or the learning rate jumps, after resuming; last_epoch; lr_scheduler state "
+                "isn't saved"
+            ),
+        ),
         broken=forget_the_schedule,
         fixed=save_the_schedule,
         right=three_halvings,
     ),
     Failure(
         name="save-half-written",
+        title="PytorchStreamReader failed reading zip archive",
+        why="The job was killed while it wrote, over its only checkpoint.",
+        tell=(
+            "The file is smaller than the one before. A folder of `torch.distributed.checkpoint` lacks its `.metadata`."
+        ),
+        fix="Write to a new, temporary name, and rename the file when it's complete. Keep the last two.",
+        messages=("PytorchStreamReader failed reading zip archive",),
+        behavior=(
+            "a checkpoint can't be read after a killed job",
+            "the disk was full while the checkpoint was written",
+            "a corrupted, truncated or incomplete checkpoint after a crash, a preemption or a full disk",
+            "the latest checkpoint can't be loaded, but an older one can",
+            "a Git LFS pointer or an incomplete download instead of the weights",
+        ),
+        quotes={
+            "torch": (
+                "failed finding central directory",
+                "PytorchStreamWriter failed writing file",
+                "unexpected pos",
+                "[enforce fail at inline_container.cc",
+                "invalid header or archive is corrupted",
+                "unexpected EOF",
+                "file in archive is not in a subdirectory",
+                "Invalid magic number; corrupt file",
+            ),
+            "safetensors": (
+                "Error while deserializing header: HeaderTooLarge",
+                "Error while deserializing header: MetadataIncompleteBuffer",
+                "Error while deserializing header: InvalidHeaderDeserialization",
+                "Error while deserializing header: HeaderTooSmall",
+                "incomplete metadata, file not fully covered",
+                "SafetensorError",
+            ),
+            "Python": (
+                "OSError: [Errno 28] No space left on device",
+                "Disk quota exceeded",
+            ),
+            "Python, pickle": ("invalid load key",),
+            "transformers": ("Unable to load weights from pytorch checkpoint file",),
+        },
         broken=save_over_the_last,
         fixed=save_beside_and_rename,
         right=the_last_whole_one,
@@ -305,6 +440,37 @@ SAVING = (
     ),
     Failure(
         name="save-module-prefix",
+        title="Missing key(s) in state_dict",
+        why=(
+            "DDP is a module around yours, and its names begin with `module.`. `torch.compile` and activation "
+            "checkpointing add prefixes of their own."
+        ),
+        tell="The message lists the same names twice, once as missing and once, with a prefix, as unexpected.",
+        fix="Save `model.module.state_dict()`, or `get_model_state_dict(model)`, which knows all these wrappers.",
+        messages=(
+            "Missing key(s) in state_dict",
+            "Unexpected key(s) in state_dict",
+        ),
+        behavior=(
+            "a checkpoint's names begin with module., _orig_mod. or _fsdp_wrapped_module.",
+            "loading a DDP, FSDP or compiled checkpoint into a plain model fails: the keys don't match",
+            "loading fails; all keys have a module. prefix",
+            (
+                "all keys are missing and all are unexpected, with module., _orig_mod., model., _forward_module. or "
+                "base_model. in front"
+            ),
+            "a model trained with DataParallel or DDP is loaded on a single GPU; strip the prefix",
+            "a checkpoint of a model compiled with torch.compile can't be loaded",
+        ),
+        quotes={
+            "torch, nn.Module": (
+                "Error(s) in loading state_dict for",
+                'Missing key(s) in state_dict: "module.',
+                'Unexpected key(s) in state_dict: "_orig_mod.',
+                "_fsdp_wrapped_module.",
+                "_checkpoint_wrapped_module.",
+            ),
+        },
         broken=save_the_wrapper,
         fixed=save_the_module,
         right=the_model_that_was_saved,
@@ -312,12 +478,33 @@ SAVING = (
     ),
     Failure(
         name="save-batch-size-changed",
+        title="After resuming with a different batch size, images come twice",
+        why="The checkpoint has a number of steps, and steps times the new batch size isn't where the data stopped.",
+        tell="Check that steps done times batch size equals the number of images seen.",
+        fix="Save the number of images seen, not of steps; or refuse a different batch size.",
+        numbers=("images seen twice, or not at all, after a resume with a different batch size",),
+        behavior=(
+            (
+                "resuming with a different number of GPUs or batch size: the wrong number of samples is skipped; data "
+                "seen twice"
+            ),
+        ),
         broken=resume_at_the_step,
         fixed=resume_at_the_image,
         right=none_twice,
     ),
     Failure(
         name="save-average-lost",
+        title="The averaged weights score well, and the file holds different ones",
+        why=(
+            "The root unit stays unsharded after a forward, since a backward usually follows. After an evaluation, "
+            "none does, so a swap (EMA) changes the unsharded copy. The next forward uses that copy, and saving "
+            "reshards and drops it."
+        ),
+        tell="Before the swap, `type(next(model.parameters()))` is a plain parameter, not a DTensor.",
+        fix="Call `model.reshard()` after every evaluation, then swap with `set_model_state_dict`.",
+        numbers=("averaged weights (EMA) score well, but the saved file scores differently",),
+        behavior=("EMA weights under FSDP are wrong, equal to the model's, or lost in the checkpoint",),
         broken=swap_after_an_evaluation,
         fixed=reshard_before_the_swap,
         right=average_alone,

@@ -151,24 +151,90 @@ def one_download() -> Numbers:
 SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
+        title="Accumulation over four micro-batches makes the network four times as busy",
+        why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
+        tell="Count the all-gathers of one step: they grow with the number of micro-batches.",
+        fix=(
+            "Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
+            "`model.set_reshard_after_backward(is_last)` for each micro-batch."
+        ),
+        numbers=(
+            "the number of all-gathers grows with the number of micro-batches; the network is four times as busy",
+        ),
+        behavior=(
+            "gradient accumulation is no faster: each micro-batch communicates",
+            "gradient accumulation under FSDP isn't faster; all-gather in each micro-step; no_sync",
+        ),
         broken=gather_for_every_micro_batch,
         fixed=keep_parameters_between,
         right=one_gather_per_unit,
     ),
     Failure(
         name="slow-head-per-chunk",
+        title="A chunked loss all-gathers the head again for each chunk",
+        why=(
+            "The logits of a chunk are computed by calling the head. If the head is a unit, each call all-gathers it, "
+            "and so does each recomputation in backward."
+        ),
+        tell="Count the all-gathers of one step with 1 chunk and with 4: they grow with the chunks.",
+        fix=(
+            "Leave the head to the root, `fully_shard(model)` without `fully_shard(model.head)`: the root stays "
+            "unsharded from forward to backward."
+        ),
+        numbers=("the number of all-gathers grows with the number of chunks in a chunked loss",),
         broken=head_as_a_unit,
         fixed=head_in_the_root,
         right=body_twice_and_root_once,
     ),
     Failure(
         name="slow-many-units",
+        title="Each step has hundreds of small collectives",
+        why=(
+            "If every linear layer is a unit, each all-gathers separately. A collective costs its latency however "
+            "small it is, and the peak hardly falls any further."
+        ),
+        tell="Count the collectives of one step; compare the largest unit with the mean.",
+        fix="One unit per block: `for block in model.blocks: fully_shard(block)`.",
+        numbers=("hundreds of small collectives in a step",),
+        behavior=(
+            "FSDP is slower than DDP or than a single GPU",
+            "FSDP is much slower than DDP; wrapping each layer is slow",
+            "FSDP training is very slow",
+            "FSDP takes several times as long per step as DDP on the same GPUs; small model, too many wrapped modules",
+            "GPU utilization is low with FSDP; many tiny all-gather kernels in the profiler trace",
+            "throughput drops after switching from DDP to FSDP",
+        ),
         broken=shard_every_layer,
         fixed=shard_every_block,
         right=two_gathers_per_block,
     ),
     Failure(
         name="slow-every-rank-downloads",
+        title="The start takes long, and now and then the data are damaged",
+        why=(
+            "Every rank prepares the same folder at the same time: N downloads, and files that one rank reads while a "
+            "different one still writes them."
+        ),
+        tell="The download appears in the log once per rank.",
+        fix="`if rank == 0: download()`, then `dist.barrier()` on all ranks; on several machines, rank 0 of each.",
+        numbers=("a download shows up in the log once per rank",),
+        behavior=(
+            "the start takes long; a data file is damaged now and then",
+            "every rank tokenizes or preprocesses the same data set",
+            "all processes download the data set, tokenizer or model at the same time; 429 Too Many Requests",
+            "a race: files are missing, locked, or half written because every rank creates, extracts or caches them",
+            "the map or tokenization runs once for each GPU",
+            "os.makedirs or a cache file fails on some ranks",
+        ),
+        quotes={
+            "Python, zipfile and datasets": (
+                "BadZipFile",
+                "File is not a zip file",
+                "Dataset not found or corrupted",
+            ),
+            "Python": ("FileExistsError: [Errno 17] File exists",),
+            "huggingface_hub": ("429 Client Error: Too Many Requests",),
+        },
         broken=download_on_every_rank,
         fixed=download_on_one_rank,
         right=one_download,

@@ -175,36 +175,150 @@ def orthogonalized_alone() -> Numbers:
 WRONG = (
     Failure(
         name="wrong-same-data",
+        title="Eight ranks learn no faster than one",
+        why=(
+            "Without a sampler, or without its rank, each process reads the same images. The mean of equal gradients "
+            "is the gradient of one rank's batch."
+        ),
+        tell="The gradient and the first step's loss don't change with the number of ranks.",
+        fix="Give every rank its own images: `DistributedSampler(dataset)`, or `images[rank::world_size]`.",
+        numbers=("eight ranks learn no faster than one; the first loss is equal on all ranks",),
+        behavior=(
+            "an IterableDataset without a split gives every rank the same samples",
+            "every GPU sees the same data; no DistributedSampler; one epoch has as many steps as on a single GPU",
+            "all GPUs have the same loss value in each step or epoch",
+            "no speedup in steps: the number of iterations per epoch doesn't decrease with more GPUs",
+            (
+                "duplicate data: all ranks process the same batches; the sampler is missing or has the wrong rank or "
+                "num_replicas"
+            ),
+            "a streaming, WebDataset or IterableDataset isn't split by rank and by worker; split_dataset_by_node",
+            "training with N GPUs takes N times as many steps; each rank goes over the full data set",
+        ),
         broken=train_on_the_same_images,
         fixed=train_on_own_images,
         right=gradient_of_all_images,
     ),
     Failure(
         name="wrong-summed-loss",
+        title="A recipe for one GPU learns too slowly on eight",
+        why=(
+            "DDP and FSDP average gradients over the ranks. If the loss is a sum, the result is the gradient of the "
+            "full batch divided by the number of ranks."
+        ),
+        tell="The gradient norm is exactly N times smaller than in one process.",
+        fix="Use a mean over the batch; if the loss must be a sum, `(loss * world_size).backward()`.",
+        numbers=(
+            "a gradient norm N times smaller than in one process; the recipe learns too slowly",
+            "the effective batch size grows with the number of GPUs; the learning rate no longer fits",
+        ),
+        behavior=(
+            "the gradient or learning rate has to be scaled by the world size; a loss with sum reduction",
+            "wrong gradients with DistributedDataParallel: averaged instead of summed across ranks",
+            "DDP does not get the same gradients as a single process",
+            "gradients are averaged, so the effective learning rate is N times smaller; loss with reduction=sum",
+            "should I scale the learning rate with the number of GPUs",
+        ),
         broken=sum_the_loss,
         fixed=sum_the_loss_and_scale,
         right=gradient_of_the_sum,
     ),
     Failure(
         name="wrong-mean-of-means",
+        title="The loss depends on how texts are shared among the ranks",
+        why=(
+            "Each rank takes the mean over its own tokens, and the mean of those means gives more weight to a token "
+            "on the rank with fewer of them. Here one rank has six tokens and the other two."
+        ),
+        tell="Compare the gradient of the first step with that of one process with all tokens.",
+        fix="`dist.all_reduce(num_tokens)`, then `(loss_sum * world_size / num_tokens).backward()`.",
+        numbers=(
+            "the loss or the gradient depends on how tokens are shared among the ranks",
+            "the logged loss or grad_norm is multiplied by gradient_accumulation_steps, or by the number of GPUs",
+        ),
+        behavior=(
+            "fine-tuning results depend on the number of GPUs",
+            (
+                "gradient accumulation gives a different loss from the full batch; the loss is averaged per "
+                "micro-batch or per device instead of per token"
+            ),
+            (
+                "padding, sequence length or number of tokens differs per rank; the loss isn't normalized by the "
+                "global number of tokens"
+            ),
+            (
+                "num_items_in_batch, average_tokens_across_devices; the loss is N times larger or smaller than on a "
+                "single GPU"
+            ),
+            "gradient accumulation isn't equivalent to a larger batch for language models",
+        ),
         broken=mean_of_means,
         fixed=mean_over_all_tokens,
         right=gradient_of_all_images,
     ),
     Failure(
         name="wrong-clip-local-norm",
+        title="Gradients are clipped by a different factor on each rank",
+        why=(
+            "The norm of this rank's shards isn't the norm of the gradient. Each rank then scales its shards by a "
+            "different factor, and the direction changes."
+        ),
+        tell="Take the norm again after clipping: it is above the limit.",
+        fix="`nn.utils.clip_grad_norm_` understands DTensors. With FSDP1 call `model.clip_grad_norm_`.",
+        numbers=("a norm above the limit after clipping; each rank clips by a different factor",),
+        behavior=(
+            "gradient clipping doesn't work, or has no effect, with FSDP",
+            "clip_grad_norm_ gives a different norm on each rank, or a non-finite gradient norm isn't noticed",
+            (
+                "clip_grad_norm_ on sharded parameters; a different total norm on each GPU; training is unstable with "
+                "FSDP and clipping"
+            ),
+            "clip_grad_value or max_grad_norm has no effect",
+        ),
+        quotes={
+            "pytorch-lightning": ("Gradient clipping with FSDP is not supported",),
+            "torch, FSDP1": ("`clip_grad_norm_()` should only be called on the root FSDP instance",),
+            "accelerate": ("do not support `clip_grad_value_`",),
+        },
         broken=clip_by_own_shard,
         fixed=clip_by_the_whole_norm,
         right=clipped,
     ),
     Failure(
         name="wrong-local-norm-logged",
+        title="The logged gradient norm shrinks with the number of ranks",
+        why=(
+            "A norm of local gradients covers only this rank's shards: about the full norm divided by the square root "
+            "of N."
+        ),
+        tell="Ranks log different norms.",
+        fix=(
+            "Take the norm of the DTensors, as `clip_grad_norm_` returns it, and call `full_tensor()` on it on every "
+            "rank."
+        ),
+        numbers=("a gradient norm off by √N: ranks log different norms, smaller with more GPUs or nodes",),
+        behavior=(
+            "the logged gradient norm is too small: a local, partial or sharded norm; off by a factor of √N",
+            "grad norm differs from DDP's, and changes with the number of GPUs",
+        ),
         broken=log_local_norm,
         fixed=log_full_norm,
         right=gradient_of_all_images,
     ),
     Failure(
         name="wrong-muon-local-rows",
+        title="Muon on shards: updates of the wrong size and direction",
+        why=(
+            "Muon orthogonalizes a full matrix. On this rank's rows alone, it gives a different update: by 30 to 69% "
+            "of its length in random matrices from 8 x 8 to 1,024 x 256 on 2 to 8 ranks. No error is raised. "
+            "`torch.optim.Muon` on DTensors is right, but pays for it: it all-gathers each matrix in every iteration "
+            "of its Newton-Schulz loop."
+        ),
+        tell="Compare one step's update of one matrix with that of one process.",
+        fix=(
+            "`torch.optim.Muon(matrices)` with the DTensors themselves, not with `to_local()`; all else goes to AdamW."
+        ),
+        numbers=("Muon's updates differ from those of one process by a third or more",),
         broken=orthogonalize_own_rows,
         fixed=orthogonalize_the_matrix,
         right=orthogonalized_alone,
@@ -212,6 +326,25 @@ WRONG = (
     ),
     Failure(
         name="wrong-bf16-reduction",
+        title="Convergence is a little worse than in one process",
+        why=(
+            "Through PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` alone also reduces gradients in "
+            "bf16, which keeps 8 significant bits; since 2.15 it reduces in fp32. FSDP1 still uses bf16. The more "
+            "ranks there are, the more is lost to rounding."
+        ),
+        tell="Compare the gradient's norm of one step with fp32's: here they differ in the fourth digit.",
+        fix=(
+            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. It doubles the bytes of "
+            "the reduction."
+        ),
+        numbers=("the gradient norm differs from fp32's in the third or fourth digit",),
+        behavior=(
+            (
+                "gradients are reduced in bf16; reduce_dtype; FSDP's loss is slightly different from DDP's, or "
+                "diverges late"
+            ),
+            "mixed precision with a large number of ranks: precision is lost in the reduce-scatter",
+        ),
         broken=reduce_in_bf16,
         fixed=reduce_in_fp32,
         right=gradient_of_all_images,

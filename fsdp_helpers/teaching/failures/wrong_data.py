@@ -168,36 +168,179 @@ def metrics_by_hand() -> Numbers:
 WRONG_DATA = (
     Failure(
         name="wrong-set-epoch",
+        title="Every epoch has the same order",
+        why="`DistributedSampler` shuffles by its seed and its epoch, and only you know which epoch it is.",
+        tell=(
+            "Print the first indices of two epochs: they're equal. A resumed run that begins at epoch 0 again has the "
+            "first epoch's."
+        ),
+        fix="`sampler.set_epoch(epoch)` at the start of every epoch; after a resume, the saved epoch.",
+        numbers=(
+            "the same order of samples in every epoch",
+            "the loss at step 201 of a resumed run isn't that of the uninterrupted run",
+        ),
+        behavior=(
+            "DistributedSampler does not shuffle: the same data order in each epoch",
+            "data isn't shuffled in distributed training; each epoch has the same order of batches",
+            "the shuffle is identical in every epoch; set_epoch is missing",
+            (
+                "after resuming in the middle of an epoch, the order of the data or the loss differs from the "
+                "uninterrupted run: the sampler's epoch starts at 0 again"
+            ),
+            "skip_first_batches, resume mid-epoch: different batches, samples are repeated or left out",
+        ),
         broken=forget_set_epoch,
         fixed=call_set_epoch,
         right=drawn_by_hand,
     ),
     Failure(
         name="wrong-sampler-padding",
+        title="The accuracy depends on the number of ranks",
+        why=(
+            "`DistributedSampler` pads: with five images on two ranks, it repeats one, so that both have three. In "
+            "training, that hardly matters. In an evaluation, one image counts twice."
+        ),
+        tell="Add up the images that the ranks evaluated, and compare with the length of the data set.",
+        fix="Split the images among ranks without padding, and divide the sum of hits by the number of images.",
+        numbers=(
+            "the accuracy depends on the number of ranks; more images are evaluated than there are in the data set",
+            "metrics in a distributed evaluation differ slightly from a single GPU's",
+            "the accuracy changes by a fraction of a percent with the number of GPUs, for the same weights",
+        ),
+        behavior=(
+            (
+                "single and multi-GPU evaluation differ; the validation accuracy is incorrect; DistributedSampler "
+                "pads the number of samples"
+            ),
+            (
+                "the number of predictions after gathering is larger than the data set; duplicated samples in "
+                "distributed evaluation"
+            ),
+            "test accuracy or IoU differs between one and several GPUs",
+            (
+                "the test set grows: 499 samples become 512, 500 or a multiple of the number of GPUs; samples are "
+                "repeated or copied"
+            ),
+            "the number of results, predictions or outputs is larger than the data set",
+            (
+                "validation or test metrics are slightly wrong, higher or lower, in DDP mode; duplicates to make it "
+                "evenly divisible"
+            ),
+            "results on several GPUs aren't in order, or contain duplicates",
+        ),
         broken=count_padded_images,
         fixed=count_each_image_once,
         right=five_images,
     ),
     Failure(
         name="wrong-local-metric",
+        title="Each rank reports a different accuracy",
+        why=(
+            "A sampler gives each rank a part of the images. The accuracy or loss that a rank computes is that of its "
+            "own part; divided by the length of the full data set, it's N times too small."
+        ),
+        tell="Print the metric and the number of images on each rank.",
+        fix=(
+            "`dist.all_reduce(torch.tensor([hits, num_images]))`, then divide; or `accelerator.gather_for_metrics`, "
+            "torchmetrics, `self.log(..., sync_dist=True)`."
+        ),
+        numbers=("each process returns a different accuracy, loss or validation result",),
+        behavior=(
+            "the validate function gives different values on each rank under DDP; which one is right",
+            (
+                "metrics aren't reduced or averaged over the GPUs; all_reduce of correct and total; the log shows "
+                "only rank 0's part"
+            ),
+            "accuracy shrinks with the number of GPUs: correct predictions of one rank divided by the full data set",
+        ),
         broken=report_own_accuracy,
         fixed=report_common_accuracy,
         right=accuracy_alone,
     ),
     Failure(
         name="wrong-no-labels",
+        title="nan from a batch in which every label is ignored",
+        why=(
+            "A mean over no labels is 0/0. One rank's micro-batch whose labels are all -100 (a prompt, padding, a "
+            "cut-off answer) has the loss nan. `cross_entropy` gives it a gradient of 0, so that the ranks' mean is "
+            "too small, here by half; a mask of your own, `(loss * mask).sum() / mask.sum()`, makes every rank's "
+            "gradients nan."
+        ),
+        tell="`(labels != -100).sum()` is 0 on one rank. It happens in bf16 and fp32 too, at random steps.",
+        fix=(
+            "`dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`; or "
+            "filter such samples out."
+        ),
+        numbers=(
+            "the loss is nan for some batches only: all labels are -100 or ignore_index",
+            (
+                "the loss is nan at random steps in bf16 or fp32, from a sample that is fully masked, truncated, "
+                "empty or padding"
+            ),
+        ),
+        behavior=(
+            "nn.CrossEntropyLoss returns nan when all the targets are ignored",
+            (
+                "SFT loss becomes nan: the prompt fills the sequence, so no answer token is left; "
+                "train_on_responses_only, max_length"
+            ),
+            "a division by zero: no valid token, no positive sample or no box on one rank; reduction='mean'",
+        ),
         broken=mean_of_no_labels,
         fixed=mean_of_all_labels,
         right=labels_alone,
     ),
     Failure(
         name="wrong-batchnorm",
+        title="Ranks disagree in evaluation",
+        why=(
+            "The running mean and variance of a BatchNorm are buffers: they aren't sharded, and nothing synchronizes "
+            "them. Each rank computes them from its own images, and a checkpoint keeps one rank's."
+        ),
+        tell="Compare `running_mean` and `running_var` across the ranks.",
+        fix=(
+            "Average over the ranks, variance included, before you evaluate or save: `dist.all_reduce(buffer); buffer "
+            "/= world_size`. The averaged variance leaves out the distance between the ranks' means: next to nothing "
+            "with shuffled data, but 1.05 instead of 1.96 if one of two ranks has values larger by 2. "
+            "`SyncBatchNorm`, on GPUs, includes it; GroupNorm has no statistics at all."
+        ),
+        numbers=("running_mean and running_var differ from rank to rank",),
+        behavior=(
+            "ranks disagree in evaluation; a checkpoint scores differently from the run",
+            "BatchNorm statistics differ between GPUs; worse accuracy with a small batch per GPU; SyncBatchNorm",
+            (
+                "validation accuracy is much worse, or differs from rank to rank, with BatchNorm and a small batch "
+                "per GPU"
+            ),
+            "the running statistics are those of rank 0 or of a single GPU; convert_sync_batchnorm",
+            "works in train mode, but is bad in eval mode, on several GPUs",
+        ),
+        quotes={
+            "torch/nn/modules/batchnorm.py": ("SyncBatchNorm expected input tensor to be on GPU",),
+            "torch/nn/functional.py": ("Expected more than 1 value per channel when training",),
+            "torch": (
+                "SyncBatchNorm is only supported within DistributedDataParallel",
+                "SyncBatchNorm layers only work with GPU modules",
+            ),
+        },
         broken=keep_own_statistics,
         fixed=average_statistics,
         right=statistics_alone,
     ),
     Failure(
         name="wrong-metric-order",
+        title="Logged numbers are impossible",
+        why=(
+            "Two all-reduces of the same shape, in a different order on one rank: they match, so nothing waits, and "
+            "the loss of one rank is added to the image count of the other."
+        ),
+        tell="Trace the collectives: their sizes agree, but their meanings don't. Log a constant whose sum you know.",
+        fix="Reduce in the same order on every rank, or reduce all metrics as one tensor.",
+        numbers=(
+            "logged numbers are impossible: one metric contains part of a different one",
+            "an accuracy above 1",
+        ),
+        behavior=("metrics are mixed up, larger than 100% or negative after an all-reduce",),
         broken=reduce_in_own_order,
         fixed=reduce_in_sorted_order,
         right=metrics_by_hand,

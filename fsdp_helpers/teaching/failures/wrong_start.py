@@ -134,24 +134,108 @@ def distance_alone() -> Numbers:
 WRONG_START = (
     Failure(
         name="wrong-different-seeds",
+        title="The first loss is worse than that of one process",
+        why=(
+            "DDP and FSDP1's `sync_module_states` broadcast rank 0's weights. `fully_shard` sends nothing: each rank "
+            "keeps the shard of its own initial model, so the full model is a patchwork. Copies under hybrid sharding "
+            "also start with different values."
+        ),
+        tell="Compare the norm of a full parameter with that in one process.",
+        fix=(
+            "Use the same seed on every rank until the model is built, or load rank 0's state with "
+            "`set_model_state_dict` and `broadcast_from_rank0`."
+        ),
+        numbers=(
+            "the first loss is worse than in one process",
+            "a higher loss that stagnates earlier: ranks start from different initial weights",
+        ),
+        behavior=(
+            "the model was built without a seed (manual_seed), and FSDP does not synchronize it across ranks",
+            "weights differ between ranks at the start; parameters are not synchronized",
+            (
+                "ranks draw different initial weights; no broadcast from rank 0; a seed of seed + rank before the "
+                "model is built"
+            ),
+            "the model is initialized differently on each GPU under fully_shard",
+        ),
         broken=start_from_different_seeds,
         fixed=start_from_one_seed,
         right=start_alone,
     ),
     Failure(
         name="wrong-meta-buffers",
+        title="A model from the meta device computes nonsense",
+        why=(
+            "`to_empty` gives every tensor uninitialized memory. Your initialization fills the parameters; a buffer "
+            "that is computed in `__init__`, such as rotary frequencies, keeps whatever was in that memory, and a "
+            "checkpoint without it doesn't help."
+        ),
+        tell="Compare `named_buffers()` with those of a model built on the CPU.",
+        fix="Keep the computation in a method, and call it after `to_empty`.",
+        numbers=(
+            "nan or nonsense from the first step, with a model from the meta device",
+            "the loss is about ln(vocabulary) and stays there",
+        ),
+        behavior=(
+            "a loaded model from the meta device generates nonsense: rotary positions",
+            "random accuracy, garbage output or nan after loading with param_init_fn, to_empty or sync_module_states",
+            "buffers such as inv_freq, freqs_cis, rotary embeddings or masks are uninitialized after to_empty",
+            "non-persistent buffers aren't in the checkpoint",
+            "meta device: loss is nan or huge from the first step",
+        ),
         broken=leave_buffers_empty,
         fixed=fill_buffers_too,
         right=angles_alone,
     ),
     Failure(
         name="wrong-optimizer-first",
+        title="The loss doesn't move",
+        why=(
+            "`fully_shard` replaces the model's parameters. An optimizer built earlier holds the old tensors, which "
+            "no longer receive gradients. No error is raised."
+        ),
+        tell="`optimizer.param_groups[0]['params'][0] is next(model.parameters())` is false.",
+        fix="Shard first, then build the optimizer.",
+        numbers=(
+            "the loss does not move, does not decrease; parameters are not updating",
+            "grad_norm is 0; gradients are None",
+            "grad_norm is 0.0 in every step",
+        ),
+        behavior=(
+            "FSDP2: weights are not updating after fully_shard",
+            "loss doesn't decrease, stays constant or stagnates under FSDP; the model doesn't learn",
+            "gradients are None or zero for most layers after sharding",
+            "the loss is not going down; the weights do not change after optimizer.step()",
+            "the optimizer was created before FSDP, fully_shard, prepare, .to(device) or a replaced layer",
+            (
+                "the loss stays flat, bounces around the initial value or is constant; the parameters are not being "
+                "updated"
+            ),
+            "grad is None for all parameters of the optimizer; weights identical before and after the step",
+        ),
+        quotes={
+            "torch/amp/grad_scaler.py": ("No inf checks were recorded for this optimizer",),
+            "torch, GradScaler": ("AssertionError: No inf checks were recorded",),
+            "accelerate": (
+                "the optimizer parameters are not on the same device",
+                "a model and optimizer must be passed together to",
+            ),
+        },
         broken=optimizer_before_sharding,
         fixed=optimizer_after_sharding,
         right=optimizer_alone,
     ),
     Failure(
         name="wrong-filled-dict",
+        title="The distance from the pretrained weights stays zero",
+        why=(
+            "`set_model_state_dict` writes into the dictionary that you give it. Afterward it holds DTensors, and "
+            "with `broadcast_from_rank0` they are the model's own parameters: they move with every step. No error is "
+            "raised."
+        ),
+        tell="`type(next(iter(weights.values())))` was a Tensor before the call and is a DTensor after it.",
+        fix="Pass a copy, `dict(weights)`, or read the file again. The copy is shallow and takes no memory.",
+        numbers=("the distance from the pretrained weights stays zero",),
         broken=hand_over_the_weights,
         fixed=hand_over_a_copy,
         right=distance_alone,

@@ -1,20 +1,17 @@
 """A card in the failure gallery: the broken code, its symptom, why, how to tell, the fix, and the proof."""
 
-import json
 import re
-from pathlib import Path
 
 from IPython.display import Markdown, display
 
 from fsdp_helpers.teaching.failures import gallery
-from fsdp_helpers.teaching.failures.entry import Failure, Numbers
+from fsdp_helpers.teaching.failures.entry import BEHAVIOR, MESSAGE, NUMBER, Failure, Numbers
 from fsdp_helpers.teaching.failures.gallery import Seen
-from fsdp_helpers.teaching.failures.sights import BEHAVIOR, MESSAGE, NUMBER, SIGHTS
 from fsdp_helpers.teaching.page import show
 
 KINDS = {MESSAGE: "By message", BEHAVIOR: "By behavior", NUMBER: "By number"}
 MOST_OF_ERROR = 600  # characters
-KEPT = Path("reference/failures.json")  # next to the notebooks
+TOLD_OF_RANKS = ("exitcode", "error_file", "traceback")  # in torchrun's report
 
 
 def index() -> Markdown:
@@ -24,7 +21,9 @@ def index() -> Markdown:
 
 def index_by(kind: str) -> str:
     """Return the table for one kind of symptom, in alphabetical order."""
-    rows = sorted((sight.text, name) for name, sights in SIGHTS.items() for sight in sights if sight.kind == kind)
+    rows = sorted(
+        (row.text, failure.name) for failure in gallery.GALLERY.values() for row in failure.rows() if row.kind == kind
+    )
     shown = [(as_code(text) if kind == MESSAGE else text, name) for text, name in rows]
     return "\n".join(
         ["| what you see | its card |", "| :-- | :-- |", *(f"| {text} | [{name}](#{name}) |" for text, name in shown)]
@@ -40,52 +39,54 @@ def card(name: str) -> bool:
     """Run a failure and its fix, and show the card; return whether both behaved as the card says."""
     failure = gallery.find(name)
     broken, fixed = gallery.run_broken(failure), gallery.run_fixed(failure)
-    draw(failure, broken, fixed)
+    display(show.source(failure.broken))
+    display(Markdown(f"**What you see**\n\n{text_block(as_text(broken))}\n\n{explanation(failure)}"))
+    display(show.difference(failure.broken, failure.fixed))
+    display(Markdown(f"**The proof**\n\n{proof(fixed, failure.right())}"))
     return gallery.comes_out_as_said(failure, broken) and gallery.is_fixed(failure, fixed)
 
 
-def kept_card(name: str) -> None:
-    """Show a card from the saved run of its test."""
-    failure = gallery.find(name)
-    record = json.loads(KEPT.read_text())[name]
-    display(Markdown("*From a saved run of this failure's test, not run in this notebook.*"))
-    draw(failure, seen_from(record["broken"]), seen_from(record["fixed"]))
+def saved_card(failure: Failure, seen: str, proven: str) -> str:
+    """Return the Markdown of a card with a saved run: what was seen then, and the proof."""
+    code, difference = show.source(failure.broken).code, show.difference(failure.broken, failure.fixed).code
+    return "\n\n".join(
+        [
+            f"### {failure.name}\n\n**{failure.title}.** *A saved run.*",
+            f"```python\n{code.rstrip()}\n```",
+            f"**What you see**\n\n{seen}",
+            explanation(failure),
+            f"```diff\n{difference}\n```",
+            f"**The proof**\n\n{proven}",
+        ]
+    )
 
 
-def seen_from(record: dict) -> Seen:
-    """Return a saved run's outcome as a `Seen`."""
-    return Seen(**record | {"numbers": tuple(record["numbers"])})
+def documented_card(failure: Failure) -> str:
+    """Return the Markdown of a card that isn't run here: its text, and the source it's from."""
+    heading = f"### {failure.name}\n\n**{failure.title}.** *From the documentation, not run here.*"
+    return f"{heading}\n\n{explanation(failure)}\n\n**Source.** {failure.source}."
 
 
-def draw(failure: Failure, broken: Seen, fixed: Seen) -> None:
-    """Show a card: its code, and the five parts of its text."""
-    display(show.source(failure.broken))
-    display(Markdown(f"{what_you_see(failure, broken)}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}"))
-    display(show.difference(failure.broken, failure.fixed))
-    display(Markdown(f"**The proof**\n\n{proof(fixed, failure.right())}"))
-
-
-def what_you_see(failure: Failure, broken: Seen) -> str:
-    """Return a broken run's output here and, if it ends in an error, its output under torchrun, from a saved run."""
-    here = f"**What you see**\n\n```text\n{as_text(broken)}\n```"
-    saved = plain_runs().get(failure.name)
-    return f"{here}\n\nUnder plain torchrun (a saved run):\n\n```text\n{plain_text(saved)}\n```" if saved else here
-
-
-def plain_runs() -> dict[str, dict]:
-    """Return the saved runs under plain torchrun, by name."""
-    return json.loads(KEPT.read_text()).get("torchrun", {})
+def live_card(failure: Failure, plainly: str) -> str:
+    """Return the Markdown above a card that the notebook runs, with the saved output under plain torchrun."""
+    return f"### {failure.name}\n\n**{failure.title}.**" + (f" {plainly}" if plainly else "")
 
 
 def plain_text(saved: dict) -> str:
-    """Format a saved run under torchrun: the errors, and the lines of the report that differ between failures."""
-    codes = [line.strip() for line in saved["report"] if "exitcode" in line]
-    return "\n".join([*saved["errors"], *saved["report"][:1], *dict.fromkeys(codes), f"exit status {saved['status']}"])
+    """Format a run under torchrun: the errors, and the lines of the report that differ between failures."""
+    told = [line.strip() for line in saved["report"] if line.lstrip().startswith(TOLD_OF_RANKS)]
+    lines = [*saved["errors"], *saved["report"][:1], *dict.fromkeys(told), f"exit status {saved['status']}"]
+    return "Under plain torchrun (a saved run):\n\n" + text_block("\n".join(lines))
 
 
-def reasons(failure: Failure) -> str:
-    """Return the two explanatory parts: why, and how to tell."""
-    return f"**Why.** {failure.why}\n\n**How to tell.** {failure.tell}"
+def text_block(text: str) -> str:
+    """Return a code block with an output."""
+    return f"```text\n{text}\n```"
+
+
+def explanation(failure: Failure) -> str:
+    """Return a card's explanation: why, how to tell, and the fix."""
+    return f"**Why.** {failure.why}\n\n**How to tell.** {failure.tell}\n\n**The fix.** {failure.fix}"
 
 
 def as_text(seen: Seen) -> str:
@@ -104,17 +105,11 @@ def in_words(numbers: Numbers) -> str:
 def proof(fixed: Seen, right: Numbers) -> str:
     """Return the table that compares the fixed run with the right numbers."""
     if not fixed.numbers:
-        return f"```text\n{as_text(fixed)}\n```"
+        return text_block(as_text(fixed))
     lines = ["| | " + " | ".join(right) + " |", "| :-- |" + " --: |" * len(right)]
     rows = [(f"fixed, rank {rank}", numbers) for rank, numbers in enumerate(fixed.numbers)] + [("right", right)]
     lines += [f"| {what} | " + " | ".join(f"{numbers[name]:.6g}" for name in right) + " |" for what, numbers in rows]
     return "\n".join(lines)
-
-
-def documented(failure: Failure) -> str:
-    """Return the Markdown of a card that isn't run here: its text, and the source it's from."""
-    origin = f"**{failure.title}.** *From the documentation, not run here.*"
-    return f"### {failure.name}\n\n{origin}\n\n{reasons(failure)}\n\n**The fix.** {failure.fix}\n\n**Source.** {failure.source}."
 
 
 def stacks_of_page(page: str) -> dict[str, str]:

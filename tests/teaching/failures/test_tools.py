@@ -2,21 +2,21 @@
 
 import importlib.util
 import io
-import json
 import os
 import shutil
 import sys
 from http.client import IncompleteRead, RemoteDisconnected
-from pathlib import Path
 
+import nbformat
 import pytest
+from leftovers import PROJECT
 
 from fsdp_helpers.ranks.errors import RankError, RankTimeout
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures import crashes_at_the_ends, tools
+from fsdp_helpers.teaching.failures.entry import CHAPTER
 from fsdp_helpers.teaching.page.cards import stacks_of_page
 
-KEPT = json.loads((Path(__file__).parents[3] / "notebooks/reference/failures.json").read_text())
 TWO_RANKS = {"world_size": 2, "device": "cpu", "progress": False}
 
 
@@ -92,9 +92,8 @@ def test_the_debug_servers_page_has_the_stacks_of_all_ranks():
     assert "urlopen" in stacks["rank 1"] or "socket.py" in stacks["rank 1"]
 
 
-def test_the_kept_runs_show_the_rank_that_waits():
-    assert any("all_reduce" in line for line in KEPT["py-spy"]) and "MainThread" in KEPT["py-spy"][0]
-    assert KEPT["debug server"]["rank 0"].startswith("all_reduce (") and list(KEPT["debug server"]) == [
-        "rank 0",
-        "rank 1",
-    ]
+def test_the_saved_outputs_show_the_rank_that_waits():
+    notebook = nbformat.read(PROJECT / "notebooks" / CHAPTER, as_version=4)
+    shown = {cell.id: cell.source.partition("```text\n")[2].splitlines() for cell in notebook.cells}
+    assert "MainThread" in shown["py-spy"][0] and any("all_reduce" in line for line in shown["py-spy"])
+    assert shown["debug-server"][0].startswith("rank 0: all_reduce (") and "rank 1: " in shown["debug-server"][1]

@@ -1,47 +1,72 @@
-"""Cards of the gallery: five parts, from a live or a kept run; and the notebook has one heading for each."""
+"""Cards of the gallery: five parts, from a live or a saved run; and the notebook has one for each."""
 
-import json
-from pathlib import Path
+import re
 
 import nbformat
 import pytest
 
-from fsdp_helpers.teaching.failures import gallery
+from fsdp_helpers.teaching.failures import gallery, plain
 from fsdp_helpers.teaching.failures.entry import SYMPTOMS
 from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
-from fsdp_helpers.teaching.page import cards
+from fsdp_helpers.teaching.page import cards, keep_cards
 
-NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
-KEPT = json.loads((NOTEBOOKS / "reference/failures.json").read_text())
-CELLS = nbformat.read(NOTEBOOKS / "11_when_it_breaks.ipynb", as_version=4).cells
-MARKDOWN = [cell.source for cell in CELLS if cell.cell_type == "markdown"]
-CODE = "\n".join(cell.source for cell in CELLS if cell.cell_type == "code")
-LIVE = [failure.name for failure in RUN if f' = cards.card("{failure.name}")' in CODE]
+NOTEBOOK = nbformat.read(keep_cards.NOTEBOOK, as_version=4)
+CELLS = {cell.id: cell for cell in NOTEBOOK.cells}
+LIVE = [failure.name for failure in RUN if keep_cards.is_live(NOTEBOOK, failure)]
 
 
-def test_every_failure_has_its_card_in_the_notebook():
+@pytest.mark.parametrize("name", GALLERY)
+def test_every_failure_has_its_card_in_the_notebook(name):
+    """As `python -m fsdp_helpers.teaching.page.keep_cards` writes it, which keeps the saved runs."""
+    card = CELLS[name].source
+    assert card == keep_cards.written(gallery.find(name), card, runs=False, live=name in LIVE)
+
+
+@pytest.mark.parametrize("failure", [failure for failure in RUN if failure.name not in LIVE], ids=lambda it: it.name)
+def test_a_saved_run_shows_what_its_test_asks_for(failure):
+    seen, proven = keep_cards.saved_run(CELLS[failure.name].source)
+    (_, *names), _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in proven.splitlines()]
+    fixed = [dict(zip(names, map(float, numbers), strict=True)) for _, *numbers in rows[:-1]]
+    assert len(fixed) == gallery.NUM_RANKS and gallery.is_fixed(failure, Seen(numbers=fixed))
+    ranks = re.findall(r"^rank \d+: (.*)$", seen, re.MULTILINE)
+    broken = [{name: float(re.search(rf"{re.escape(name)} ([^,]+)", rank)[1]) for name in names} for rank in ranks]
+    assert gallery.shows_symptom(failure, Seen(error=seen) if failure.says else Seen(numbers=broken))
+
+
+def test_a_live_card_has_torchruns_output_above_it():
     assert len(LIVE) >= 12
-    for failure in GALLERY.values():
-        (heading,) = [text for text in MARKDOWN if text.startswith(f"### {failure.name}\n")]
-        assert f"**{failure.title}.**" in heading
-        if not failure.is_run:
-            assert heading == cards.documented(failure)
-        elif failure.name not in LIVE:
-            assert f'cards.kept_card("{failure.name}")' in CODE and "*A saved run.*" in heading
+    for name in LIVE:
+        failure = gallery.find(name)
+        assert ("exit status 1" in CELLS[name].source) == bool(failure.says or name in plain.SCRIPTS), name
 
 
-@pytest.mark.parametrize("name", [failure.name for failure in RUN if failure.name not in LIVE])
-def test_a_kept_run_shows_what_its_test_asks_for(name):
-    failure, record = gallery.find(name), KEPT[name]
-    assert gallery.shows_symptom(failure, cards.seen_from(record["broken"]))
-    assert gallery.is_fixed(failure, cards.seen_from(record["fixed"]))
+def test_a_new_card_goes_to_the_end_of_its_section(monkeypatch, tmp_path):
+    path, failure = tmp_path / "notebook.ipynb", gallery.find("crash-container")
+    cells = [nbformat.v4.new_code_cell("cards.index()", id="index")]
+    cells += [nbformat.v4.new_markdown_cell(f"## {words}", id=f"section-{name}") for name, words in SYMPTOMS.items()]
+    cells[0].outputs = [nbformat.v4.new_output("display_data", {"text/markdown": "old"})]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    monkeypatch.setattr(gallery, "GALLERY", {failure.name: failure})
+    runs = [Seen(error="containers that do not implement forward"), Seen(numbers=(failure.right(),) * 2)]
+    monkeypatch.setattr(gallery, "run", lambda *worker: runs.pop(0))
+    monkeypatch.setattr(plain, "run_plainly", lambda name: {"status": 1, "errors": ["it failed"], "report": []})
+    for _ in range(2):  # the second time, nothing runs
+        keep_cards.main([], path)
+    written = nbformat.read(path, as_version=4).cells
+    ids = [cell.id for cell in written]
+    assert ids.index("crash-container") == ids.index("section-memory") - 1 and len(ids) == len(cells) + 1
+    assert "[crash-container](#crash-container)" in written[0].outputs[0].data["text/markdown"]
+    parts = ["*A saved run.*", "def shard_the_list", "implement forward\n```", "it failed\nexit status 1", "**Why.**"]
+    parts += ["**How to tell.**", "**The fix.**", "\n+for block in model.blocks:", "**The proof**", "| right |"]
+    card = written[ids.index("crash-container")].source
+    assert sorted(parts, key=card.index) == parts
 
 
-def test_each_symptom_was_there_within_half_a_minute():
-    """As kept by `keep_cards` from one run of each on a busy machine; one starts torchrun twice. Nothing here measures."""
-    seconds = KEPT["seconds"]
-    assert seconds.keys() == {failure.name for failure in RUN}
-    assert max(seconds.values()) < 30
+def test_a_run_that_does_not_fit_its_card_is_not_saved(monkeypatch):
+    failure = gallery.find("crash-container")
+    monkeypatch.setattr(gallery, "run", lambda *worker: Seen(numbers=(failure.right(),) * 2))
+    with pytest.raises(ValueError, match="crash-container: after 0 s, its runs don't fit its card"):
+        keep_cards.new_run(failure)
 
 
 def test_the_index_leads_from_what_is_seen_to_every_card():
@@ -54,21 +79,7 @@ def test_the_index_leads_from_what_is_seen_to_every_card():
 
 def test_each_piece_is_on_the_page_that_a_reader_searches():
     """11 as it is kept, which is also the book's page: the index that its cell shows is that of the tables."""
-    (cell,) = [cell for cell in CELLS if cell.id == "index"]
-    assert cell.outputs[0].data["text/markdown"] == cards.index().data
-
-
-def test_what_torchrun_shows_stands_next_to_what_launch_shows(monkeypatch):
-    saved = {
-        "status": 1,
-        "errors": ["[rank0]: RuntimeError: gone"],
-        "report": ["Child", "  exitcode  : 1", "  exitcode  : 1"],
-    }
-    monkeypatch.setattr(cards, "plain_runs", lambda: {"hang-order": saved})
-    text = cards.what_you_see(gallery.find("hang-order"), Seen(error="rank 0 was waiting"))
-    assert "rank 0 was waiting\n```" in text and "Under plain torchrun (a saved run)" in text
-    assert "[rank0]: RuntimeError: gone\nChild\nexitcode  : 1\nexit status 1\n" in text
-    assert "torchrun" not in cards.what_you_see(gallery.find("hang-new-group"), Seen(error="rank 0 was waiting"))
+    assert CELLS["index"].outputs[0].data["text/markdown"] == cards.index().data
 
 
 def test_the_proof_shows_the_fixed_run_and_not_the_right_numbers():
@@ -88,22 +99,6 @@ def test_the_symptoms_in_words():
     assert all(failure.symptom == name.partition("-")[0] for name, failure in GALLERY.items())
 
 
-def test_a_card_has_the_texts_of_its_own_failure(shown):
-    cards.kept_card("slow-many-units")
-    failure, text = gallery.find("slow-many-units"), "\n".join(shown)
-    assert f"**Why.** {failure.why}" in text and f"**How to tell.** {failure.tell}" in text
-    assert f"**The fix.** {failure.fix}" in text
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    """What would be displayed, as text."""
-    parts = []
-    monkeypatch.setattr(cards, "KEPT", NOTEBOOKS / "reference/failures.json")
-    monkeypatch.setattr(cards, "display", lambda part: parts.append(getattr(part, "data", repr(part))))
-    return parts
-
-
 @pytest.mark.parametrize(
     "broken, fixed, verdict",
     [
@@ -112,7 +107,9 @@ def shown(monkeypatch):
         (Seen(numbers=({"images evaluated": 6},)), Seen(error="rank 0 of 2 failed"), False),
     ],
 )
-def test_a_card_has_five_parts_and_says_whether_it_holds(broken, fixed, verdict, shown, monkeypatch):
+def test_a_card_has_five_parts_and_says_whether_it_holds(broken, fixed, verdict, monkeypatch):
+    shown = []
+    monkeypatch.setattr(cards, "display", lambda part: shown.append(getattr(part, "data", repr(part))))
     monkeypatch.setattr(gallery, "run_broken", lambda failure: broken)
     monkeypatch.setattr(gallery, "run_fixed", lambda failure: fixed)
     assert cards.card("wrong-sampler-padding") is verdict
@@ -120,11 +117,6 @@ def test_a_card_has_five_parts_and_says_whether_it_holds(broken, fixed, verdict,
     for part in ("**What you see**", "**Why.**", "**How to tell.**", "**The fix.**", "**The proof**"):
         assert part in text
     assert "def count_padded_images" in text and "+mine = range(5)[rank::world_size]" in text
-
-
-def test_a_kept_card_says_so(shown):
-    cards.kept_card("crash-frozen-flat")
-    assert "saved run" in shown[0] and "uniform `requires_grad`" in "".join(shown)
 
 
 def test_words():

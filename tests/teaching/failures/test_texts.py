@@ -1,29 +1,24 @@
 """The index by what you see: every card is in it, and what it quotes is what real runs say."""
 
-import json
+import re
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 
 from fsdp_helpers.cli.explain import normalized
 from fsdp_helpers.teaching.failures import plain
+from fsdp_helpers.teaching.failures.entry import BEHAVIOR, MESSAGE, NUMBER
 from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN
-from fsdp_helpers.teaching.failures.sights import BEHAVIOR, MESSAGE, NUMBER, SIGHTS
+from fsdp_helpers.teaching.failures.texts import TEXT, TEXTS
+from fsdp_helpers.teaching.page import keep_cards
 
-KEPT = json.loads((Path(__file__).parents[3] / "notebooks/reference/failures.json").read_text())
-QUOTES = [(name, sight) for name, sights in SIGHTS.items() for sight in sights if sight.source]
-MESSAGES = [
-    (name, sight.text)
-    for name, sights in SIGHTS.items()
-    for sight in sights
-    if sight.kind == MESSAGE and not sight.source
-]
+CARDS = {cell.id: cell.source for cell in nbformat.read(keep_cards.NOTEBOOK, as_version=4).cells}
+ROWS = [(failure.name, row) for failure in GALLERY.values() for row in failure.rows()]
+QUOTES = [(name, row) for name, row in ROWS if row.source]
+MESSAGES = [(failure.name, text) for failure in GALLERY.values() for text in failure.messages]
 SITE = Path(torch.__file__).parent.parent
-
-
-def said_by(saved: dict) -> str:
-    return normalized("\n".join([*saved["errors"], *saved["report"]]))
 
 
 def one_side(text: str) -> str:
@@ -33,41 +28,49 @@ def one_side(text: str) -> str:
 
 
 def test_every_card_has_a_row():
-    assert SIGHTS.keys() == GALLERY.keys()
-    assert {sight.kind for sights in SIGHTS.values() for sight in sights} == {MESSAGE, NUMBER, BEHAVIOR}
-    texts = [sight.text for sights in SIGHTS.values() for sight in sights]
-    assert all("|" not in text and "\n" not in text for text in texts)
+    assert {name for name, _ in ROWS} == GALLERY.keys()
+    assert {row.kind for _, row in ROWS} == {MESSAGE, NUMBER, BEHAVIOR}
+    assert all("|" not in row.text and "\n" not in row.text for _, row in ROWS)
+
+
+def test_the_text_read_without_torch_is_that_of_the_gallery():
+    def text(failures):
+        return {name: [getattr(failure, part) for part in TEXT] for name, failure in failures.items()}
+
+    assert text(TEXTS) == text(GALLERY)
 
 
 @pytest.mark.parametrize("name, text", MESSAGES)
 def test_a_quoted_message_is_in_a_saved_run(name, text):
     """That torch still says so, test_failures asks the runs under `launch`; below, runs under torchrun."""
     assert name in {failure.name for failure in RUN}, "what a CPU can't show is a quote, with its source"
-    saved = KEPT["torchrun"].get(name, {"errors": [], "report": []})
-    here = KEPT.get(name, {"broken": {"error": ""}})["broken"]["error"]  # of a program that torchrun does not start
-    assert one_side(text) in one_side(said_by(saved)) or one_side(text) in one_side(here)
+    assert any(
+        one_side(text) in one_side(output) for output in re.findall(r"```text\n(.*?)```", CARDS[name], re.DOTALL)
+    )
 
 
-@pytest.mark.parametrize("name, sight", QUOTES)
-def test_what_was_not_seen_here_names_its_source(name, sight):
-    source = SITE / sight.source
-    if sight.source.startswith("torch/") and source.suffix == ".py":
-        assert sight.text.partition(" torch.bfloat16")[0] in " ".join(source.read_text().replace('"', "").split())
+@pytest.mark.parametrize("name, row", QUOTES)
+def test_what_was_not_seen_here_names_its_source(name, row):
+    source = SITE / row.source
+    if row.source.startswith("torch/") and source.suffix == ".py":
+        assert row.text.partition(" torch.bfloat16")[0] in " ".join(source.read_text().replace('"', "").split())
 
 
 FAST = ("crash-connection-closed",)
 UNDER_TORCHRUN = [
-    pytest.param(name, marks=[] if name in FAST else pytest.mark.long) for name in sorted(KEPT["torchrun"])
+    pytest.param(failure, marks=[] if failure.name in FAST else pytest.mark.long, id=failure.name)
+    for failure in RUN
+    if keep_cards.UNDER_TORCHRUN in CARDS[failure.name]
 ]
 
 
-@pytest.mark.parametrize("name", UNDER_TORCHRUN)
-def test_torchrun_still_says_so(name):
-    seen = plain.run_plainly(name)
-    assert seen["status"] == KEPT["torchrun"][name]["status"] == 1
-    for told, text in MESSAGES:
-        if told == name and one_side(text) in one_side(said_by(KEPT["torchrun"][name])):
-            assert one_side(text) in one_side(said_by(seen))
+@pytest.mark.parametrize("failure", UNDER_TORCHRUN)
+def test_torchrun_still_says_so(failure):
+    """The messages that the saved output has."""
+    saved = one_side(keep_cards.saved_output(CARDS[failure.name]).partition("\n```\n\n")[0])
+    said = one_side(keep_cards.plain_output(failure))
+    assert "exit code 1" in said and "exit code 1" in saved
+    assert all(one_side(text) in said for text in failure.messages if one_side(text) in saved)
 
 
 PRINTED = """
