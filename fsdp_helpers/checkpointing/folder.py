@@ -109,7 +109,7 @@ def _way_out(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within the block, hold the lock on `folder`; first, remove any unfinished files that a killed process left.
+    """Within the block, hold the lock on `folder`; first, remove unfinished files that a killed process left behind.
 
     Raises CheckpointError if another run holds the lock, or if the folder can't be written to.
     """

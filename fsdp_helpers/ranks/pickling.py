@@ -83,7 +83,6 @@ class _Pickler(pickle.Pickler):
 def _can_import_main() -> bool:
     """Return True if a new process can import this program's main module: a script, or that of `python -m module`."""
     main = sys.modules["__main__"]
-    name = getattr(main.__spec__, "name", None)
-    if name is not None:
-        return not name.endswith("__main__")
+    if main.__spec__ is not None:
+        return not main.__spec__.name.endswith("__main__")
     return os.path.exists(getattr(main, "__file__", None) or "")

@@ -19,9 +19,8 @@ from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.notebook import is_notebook
 from fsdp_helpers.progress import ProgressBar, send_reports_to
 from fsdp_helpers.ranks.errors import describe_error, shown_by_message
-from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group
+from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
-from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.torchrun import Place, read_place
 from fsdp_helpers.training.watch import run_title

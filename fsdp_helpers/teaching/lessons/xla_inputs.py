@@ -1,4 +1,4 @@
-"""The start that both environments share: batches and initial parameters, read from files, and the optimizer.
+"""The starting point that both environments share: batches and initial parameters, read from files, and the optimizer.
 
 The scripts in notebooks/xla import this too, so it needs only NumPy and whatever torch there is.
 """
