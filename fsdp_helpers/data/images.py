@@ -1,4 +1,4 @@
-"""MNIST if it's available, else the bundled digits, in one tensor from which each rank takes its batches."""
+"""MNIST if it's available, otherwise the bundled digits, in one tensor from which each rank takes its batches."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
 
 HOW_TO_GET_MNIST = (
     "To use MNIST, put its four .gz files into the folder {folder}/MNIST/raw, or connect to the network and run again. "
-    "After a failed download, the next attempt is an hour later; to try at once, delete "
+    "After a failed download, the next attempt is an hour later; to try again now, delete "
     f"{{folder}}/{FAILED_DOWNLOAD}."
 )
 
@@ -51,7 +51,7 @@ class Dataset:
 
 
 def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
-    """Return `data_dir` if given, else the path in FSDP_DATA_DIR, else data/ at the project's root."""
+    """Return `data_dir` if given, then the path in FSDP_DATA_DIR if set, otherwise data/ at the project's root."""
     chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
     return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
 
@@ -80,7 +80,7 @@ def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
 
 
 def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
-    """Return a sentence that says which data are used and, for the digits, how to get MNIST."""
+    """Return a sentence saying which data is used and, for the digits, how to get MNIST."""
     if source.startswith("text "):
         return f"Data: a {source} (the beginning of its SHA-256), as bytes."
     if source == "mnist":
@@ -109,7 +109,7 @@ def num_test_images(source: str | None = None) -> int:
 def load_data(
     data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
 ) -> Dataset:
-    """Load MNIST if the data folder has it, else the bundled digits; all images, or only the first N of each split.
+    """Load MNIST if the data folder has it, otherwise the bundled digits: all images, or the first N of each split.
 
     This only reads files, so any number of ranks can call it at the same time. It checks the files' sizes;
     `prepare_data` has already checked their contents.

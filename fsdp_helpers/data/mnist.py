@@ -83,7 +83,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def download_mnist(folder: Path) -> bool:
-    """Download MNIST to `folder`; return False if no mirror can be reached, or if the last hour's attempt failed.
+    """Download MNIST to `folder`; return False if no mirror can be reached, or an attempt failed in the last hour.
 
     The files are downloaded to a temporary folder inside `folder` and moved into place once all four are complete, so
     an interrupted download leaves no partial files in place. A .gz file that's already there isn't downloaded again.
@@ -98,7 +98,7 @@ def download_mnist(folder: Path) -> bool:
         for name in packed:
             shutil.copy(raw / name, private_raw)
         if not _fetched(private):
-            (folder / FAILED_DOWNLOAD).write_text("MNIST couldn't be downloaded. Delete this file to try at once.\n")
+            (folder / FAILED_DOWNLOAD).write_text("MNIST couldn't be downloaded. Delete this file to try again now.\n")
             return False
         raw.mkdir(parents=True, exist_ok=True)
         for name, (num_bytes, md5) in MNIST_FILES.items():

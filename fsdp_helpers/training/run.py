@@ -43,8 +43,8 @@ def train(
 ) -> RunRecord:
     """Run `config`, with `changes` to its fields, in new processes; return the record of rank 0.
 
-    `world_size` defaults to 1 for strategy "local" and 2 for the others. The data are prepared before any process
-    starts, and `on_data` is called with their source, "mnist" or "digits". With `watch`, a notebook shows a line per
+    `world_size` defaults to 1 for strategy "local" and 2 for the others. The data is prepared before any process
+    starts, and `on_data` is called with its source, "mnist" or "digits". With `watch`, a notebook shows a line per
     rank and the loss, step by step; otherwise, there's one line of progress.
 
     `timeout_s` limits the entire run, and `group_timeout_s` a single collective; see `launch`.
