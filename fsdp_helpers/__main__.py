@@ -18,13 +18,13 @@ from fsdp_helpers.training.torchrun import end_with_agent
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 CALL_FLAGS = (
-    Flag(setting="world_size", kind=int, meaning="number of ranks (default: 1 for local, else 2)"),
+    Flag(setting="world_size", kind=int, meaning="number of ranks (default: 1 for local, otherwise 2)"),
     Flag(
         setting="device",
         kind=str,
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        meaning="auto means cuda if there is a usable GPU for each rank, else cpu",
+        meaning="auto means cuda if there is a usable GPU for each rank, otherwise cpu",
     ),
     Flag(
         setting="timeout",
@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def train_flags() -> list[Flag]:
-    """Return all of `train`'s flags: those for the run's settings, and those that concern only this call."""
+    """Return all of `train`'s flags: those for the run's settings, and those that apply only to this call."""
     return [*flags(), *CALL_FLAGS]
 
 

@@ -117,7 +117,9 @@ class TrainConfig:
     clip_norm: float | None = setting(
         None, "scale gradients down if the norm of the model's full gradient exceeds X", changes_losses=True
     )
-    data_dir: str | None = setting(None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ in the project's root)")
+    data_dir: str | None = setting(
+        None, "folder with MNIST (default: FSDP_DATA_DIR if set, otherwise data/ in the project's root)"
+    )
     text: str | None = setting(
         None,
         "llama: train on the bytes of this text (default: the reference texts included with Python)",

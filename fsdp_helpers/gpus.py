@@ -74,7 +74,7 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
 
 
 def device_name(device: Any) -> str:
-    """Return the name of a torch.device: that of the GPU, or the number of cores."""
+    """Return a torch.device in words: the GPU's name, or the number of CPU cores."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"

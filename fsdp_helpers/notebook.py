@@ -8,7 +8,7 @@ _seen: dict[str, tuple[int, int]] = {}  # module name -> its file's modification
 
 
 def is_notebook() -> bool:
-    """Return True in a Jupyter kernel, whatever shows its output: JupyterLab, nbconvert, an editor."""
+    """Return True in a Jupyter kernel, no matter what shows its output: JupyterLab, nbconvert, an editor."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

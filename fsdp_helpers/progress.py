@@ -43,7 +43,7 @@ def send_reports_to(sink: Callable[[Report], None] | None) -> None:
 
 
 def wants_report(done: int, total: int) -> bool:
-    """Return True if a report would be drawn now (the first and last always are); ask before computing details."""
+    """Return True if a report would be drawn now (the first and last always are); ask before computing its details."""
     is_end = done in (0, total)
     return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
@@ -115,7 +115,7 @@ class ProgressBar:
         self._title, self._bar = "", None
 
     def start(self, what: str) -> None:
-        """Say at once that work is starting; the first report replaces this line."""
+        """Say immediately that work is starting; the first report replaces this line."""
         if self._bar is None and self._starting is None:
             self._starting = what
             self._draw(bar_format="{desc}", desc=f"{what}: starting")

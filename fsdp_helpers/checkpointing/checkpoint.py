@@ -71,7 +71,7 @@ def save(
         optimizer: its state is saved, along with its current settings, such as the learning rate.
         extra: anything else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is saved. It may contain numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
         settings: a dict that's written to `checkpoint.json` for people to read; `load` ignores it.
-        wait: if False, return a Future as soon as the state has been copied; a thread then writes the copy. The checkpoint isn't complete until `result()` has returned on some rank.
+        wait: if False, return a Future as soon as the state has been copied; a thread then writes the copy. The checkpoint isn't complete until `result()` has returned on at least one rank.
         group: a process group for that thread alone, required if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, the thread's collectives could get mixed up with the step's.
 
     Raises CheckpointError on every rank if any rank can't write; then `folder` isn't created. Raises ValueError if
@@ -218,13 +218,13 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     saved = plain["optimizer"]
     if saved is None:
         if not any(name.startswith("optimizer.") for name in stored):
-            raise CheckpointError(f"{path} was saved without an optimizer; load it without an optimizer")
+            raise CheckpointError(f"{path} was saved without an optimizer; load it without one")
         return  # saved by a version that didn't save the optimizer's settings
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
             f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters; the optimizer "
-            f"here has {len(here)} of {[*map(len, here)]}, or different ones; build it like the one that was saved"
+            f"here has {len(here)} of {[*map(len, here)]}, or different parameters; build it as it was for that run"
         )
     kinds = {kind for kept in state.optimizer.values() for kind in kept}
     for name in [*stored, *plain["values"]]:
@@ -255,7 +255,7 @@ def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any
 
 
 def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, Tensor]:
-    """Allocate in host memory those of the tensors `names` that are stored."""
+    """Return an uninitialized tensor in host memory for each of `names` that's stored."""
     entries = [stored[name] for name in names if name in stored]
     return {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
 

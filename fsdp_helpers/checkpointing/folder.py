@@ -2,7 +2,7 @@
 
 `DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. It's written under a
 temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the process
-was killed. The run that's writing holds a lock, which the system releases however the process ends.
+was killed. The run that's writing holds a lock, which the system releases no matter how the process ends.
 """
 
 import json
@@ -109,7 +109,7 @@ def _way_out(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within the block, hold the lock on `folder`; first, remove any unfinished files that a killed process left.
+    """Within the block, hold the lock on `folder`; first, remove unfinished files that a killed process left behind.
 
     Raises CheckpointError if another run holds the lock, or if the folder can't be written to.
     """

@@ -138,7 +138,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Return the full tensor of which `value` is a shard, in rank 0's host memory; other ranks free theirs at once."""
+    """Return the full tensor of which `value` is a shard, in rank 0's host memory; other ranks free it immediately."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

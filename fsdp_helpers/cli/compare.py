@@ -28,7 +28,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, metavar="N", default=64, help="images per step (default: 64)")
     parser.add_argument("--data-dir", metavar="DIR", help="folder with MNIST, as for train")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the table to FILE: .png, .svg or .pdf")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="save the table as a figure in FILE: .png, .svg or .pdf"
+    )
     parser.set_defaults(run=compare_command)
 
 

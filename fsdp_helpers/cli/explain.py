@@ -49,7 +49,7 @@ def read_message(words: Sequence[str]) -> str:
 
 
 def explain_text(text: str) -> str:
-    """Return the matching cards as text, best first, each with its fix; or a sentence that says there are none."""
+    """Return the matching cards as text, best first, each with its fix; or a sentence saying there are none."""
     matches = find_cards(text)
     if not matches:
         return f"No card matches this message. {PAGE} has an index by what you see; `doctor` checks the machine."
@@ -86,7 +86,7 @@ def find_cards(text: str) -> list[Match]:
 
 
 def best_of(phrases: Sequence[str], whole: str, lines: Sequence[frozenset[str]]) -> tuple[float, str]:
-    """Return a card's score and best phrase: above QUOTED if a phrase is in the text, else at most 1.5."""
+    """Return a card's score and best phrase: above QUOTED if a phrase is in the text, otherwise at most 1.5."""
     quoted = [phrase for phrase in phrases if is_quote(phrase) and normalized(phrase) in whole]
     if quoted:
         words = frozenset().union(*(words_of(phrase) for phrase in quoted))
@@ -111,7 +111,7 @@ def covered(described: frozenset[str], name: str) -> float:
 
 
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
-    """Return the weight of the shared words relative to both, from 0 to 1; just one out of several doesn't count."""
+    """Return how far two texts' words overlap, by weight, from 0 to 1; one shared word out of several doesn't count."""
     both = weight(one) * weight(other)
     is_chance = len(one & other) < min(2, len(one), len(other))
     return 0.0 if is_chance or not both else weight(one & other) / math.sqrt(both)

@@ -105,7 +105,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="the config.json of a Hugging Face model: a Llama, or most of its descendants",
+        help="the config.json of a Hugging Face model: a Llama, or most models derived from it",
     )
     kind.add_argument("--llama", action="store_true", help="a Llama-like model with the shape given below")
     kind.add_argument("--vit", action="store_true", help="a vision transformer with the shape given below")
@@ -383,7 +383,7 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
         f"{format_seconds(time.exposed_s)}, {update}."
     )
     if not time.optimizer_s:
-        yield "An update is bound by the time to read the state from memory; name a --device to include it."
+        yield "The optimizer's update is limited by memory bandwidth; name a --device to include it."
     if plan.step_s is None:
         yield (
             f"That's a lower limit: no unit's forward computes for {format_seconds(LAUNCH_BOUND_S)}, so the GPU waits "
@@ -404,7 +404,8 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
 def _reason(plan: Plan) -> str:
     """Return the reason for the range of a step's time."""
     if plan.cluster.device is None:
-        return f"with all communication hidden behind arithmetic; with none, and rates {TYPICAL_RANGE:.0%} below"
+        lower = f"rates {TYPICAL_RANGE:.0%} lower"
+        return f"the first with all communication hidden behind arithmetic; the second with none, and {lower}"
     device = named_device(plan.cluster.device)
     if device.measured:
         return f"published runs on {device.title} are up to {TYPICAL_RANGE:.0%} faster or slower"
@@ -443,7 +444,7 @@ def _cost_lines(options: argparse.Namespace, plan: Plan, saving: SavePlan | None
 
 
 def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
-    """Yield the fastest plan on the same cluster, or a sentence that says it's this one."""
+    """Yield the fastest plan on the same cluster, or a sentence saying it's this one."""
     if best is None or plan.step_s is None:
         return
     if best.settings == plan.settings:

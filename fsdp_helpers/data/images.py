@@ -1,4 +1,4 @@
-"""MNIST if it's available, else the bundled digits, in one tensor from which each rank takes its batches."""
+"""MNIST if it's available, otherwise the bundled digits, in one tensor from which each rank takes its batches."""
 
 import os
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Dataset:
 def load_data(
     data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
 ) -> Dataset:
-    """Load MNIST if the data folder has it, else the bundled digits; all images, or only the first N of each split.
+    """Load MNIST if the data folder has it, otherwise the bundled digits: all images, or the first N of each split.
 
     This only reads files, so any number of ranks can call it at the same time. It checks the files' sizes;
     `prepare_data` has already checked their contents.

@@ -28,7 +28,7 @@ NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
 
 HOW_TO_GET_MNIST = (
     "To use MNIST, put its four .gz files into the folder {folder}/MNIST/raw, or connect to the network and run again. "
-    "After a failed download, the next attempt is an hour later; to try at once, delete "
+    "After a failed download, the next attempt is an hour later; to try again now, delete "
     f"{{folder}}/{FAILED_DOWNLOAD}."
 )
 
@@ -38,7 +38,7 @@ class DataError(Exception):
 
 
 def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
-    """Return `data_dir` if given, else the path in FSDP_DATA_DIR, else data/ at the project's root."""
+    """Return `data_dir` if given, then the path in FSDP_DATA_DIR if set, otherwise data/ at the project's root."""
     chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
     return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
 
@@ -67,7 +67,7 @@ def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
 
 
 def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
-    """Return a sentence that says which data are used and, for the digits, how to get MNIST."""
+    """Return a sentence saying which data is used and, for the digits, how to get MNIST."""
     if source.startswith("text "):
         return f"Data: a {source} (the beginning of its SHA-256), as bytes."
     if source == "mnist":
@@ -146,7 +146,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def download_mnist(folder: Path) -> bool:
-    """Download MNIST to `folder`; return False if no mirror can be reached, or if the last hour's attempt failed.
+    """Download MNIST to `folder`; return False if no mirror can be reached, or an attempt failed in the last hour.
 
     The files are downloaded to a temporary folder inside `folder` and moved into place once all four are complete, so
     an interrupted download leaves no partial files in place. A .gz file that's already there isn't downloaded again.
@@ -161,7 +161,7 @@ def download_mnist(folder: Path) -> bool:
         for name in packed:
             shutil.copy(raw / name, private_raw)
         if not _fetched(private):
-            (folder / FAILED_DOWNLOAD).write_text("MNIST couldn't be downloaded. Delete this file to try at once.\n")
+            (folder / FAILED_DOWNLOAD).write_text("MNIST couldn't be downloaded. Delete this file to try again now.\n")
             return False
         raw.mkdir(parents=True, exist_ok=True)
         for name, (num_bytes, md5) in MNIST_FILES.items():

@@ -23,7 +23,7 @@ def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Return the bytes that a forward of `model` keeps for backward, counting each storage once and no parameters.
+    """Return the bytes that a forward of `model` keeps for backward, without parameters; each storage counts once.
 
     Call it in one process, on a model that isn't sharded. It doesn't train the model.
     """

@@ -173,7 +173,7 @@ def _settle() -> None:
 
 
 def _another_thread_runs() -> bool:
-    """Return True if another thread of this process is running or waiting for a core; on Linux only, else False."""
+    """Return True if another thread of this process is running or waiting for a core; always False except on Linux."""
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]

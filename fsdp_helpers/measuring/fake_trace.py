@@ -81,7 +81,7 @@ class FakeTrace(TorchDispatchMode):
         return result
 
     def know(self, model: nn.Module, batch: Any) -> None:
-        """Remember the tensors of the model and the batch, so that they don't count."""
+        """Remember the tensors of the model and the batch, so that they aren't counted."""
         for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch)]:
             if isinstance(tensor, Tensor):
                 self._known.add(tensor.untyped_storage())

@@ -210,7 +210,7 @@ def fake_step(
 
 @contextmanager
 def needs_no_values(name: str) -> Iterator[None]:
-    """Within the block, raise ValueError with an explanation if the model needs values, since there are only shapes.
+    """Within the block, raise ValueError with an explanation if the model, which has only shapes, needs values.
 
     For example, a router chooses a token's experts by the token's values, so how many tokens an expert gets can't be
     known from shapes.
@@ -251,7 +251,7 @@ def fused_kernels() -> Iterator[None]:
 
 
 class OneKernelNorm(torch.autograd.Function):
-    """RMSNorm with a fused kernel's memory: keeps its input and one statistic per token, and computes no values."""
+    """RMSNorm with a fused kernel's memory: it keeps its input and a statistic per token, and computes no values."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ class OneKernelNorm(torch.autograd.Function):
 def count_flops(
     model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return a forward's operations by module, not counting modules inside it, and attention's alone by module."""
+    """Return each module's operations in a forward, without its submodules', and those in its attention alone."""
     # Attention runs as plain products, since torch 2.11 doesn't count a fused kernel's operations on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:

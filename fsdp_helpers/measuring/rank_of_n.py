@@ -1,6 +1,6 @@
-"""Run one rank of N by itself: the strategy's real code on real tensors, with the other ranks imagined.
+"""Run one rank of N by itself: the strategy's real code on real tensors, with the other ranks faked.
 
-torch's fake process group completes every collective at once, with a tensor of the right size but wrong values. So
+torch's fake process group completes every collective immediately, with a tensor of the right size but wrong values. So
 losses are meaningless here, but this rank allocates as many bytes as a real rank of N, and would send as many.
 """
 
@@ -82,28 +82,28 @@ def fake_parts() -> tuple[dist.Store, object]:
 
 
 def can_imagine(strategy: str) -> bool:
-    """Return True if this version of torch can imagine the other ranks under `strategy`; for DDP, torch 2.11 can't."""
+    """Return True if this version of torch can fake the other ranks under `strategy`; for DDP, torch 2.11 can't."""
     # torch 2.11's fake group never completes a collective that DDP waits for
     return strategy != "ddp" or hasattr(fake_parts()[1], LIKE_THIS_ONE)
 
 
 def check_can_imagine(strategy: str) -> None:
-    """Raise RuntimeError if this version of torch can't imagine the other ranks under `strategy`."""
+    """Raise RuntimeError if this version of torch can't fake the other ranks under `strategy`."""
     if not can_imagine(strategy):
         raise RuntimeError(
-            f"torch {torch.__version__} can't imagine DDP's other ranks, only FSDP's; torch 2.15 can do both"
+            f"torch {torch.__version__} can't fake DDP's other ranks, only FSDP's; torch 2.15 can do both"
         )
 
 
 def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
-    """Measure one rank of a run of `config` on `world_size` ranks, on the CPU, with the other ranks imagined."""
+    """Measure one rank of a run of `config` on `world_size` ranks, on the CPU, with the other ranks faked."""
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
         return measure_this_rank(rank, world_size, config)
 
 
 def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
-    """Measure this rank of a run of `config` on the CPU, in a real group or an imagined one.
+    """Measure this rank of a run of `config` on the CPU, in a real group or a fake one.
 
     The images are random, and their number is what the rank would get. Raises ValueError if the run can't work on
     `world_size` ranks, or has several micro-batches, since a step here has only one.

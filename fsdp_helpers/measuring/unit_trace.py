@@ -1,4 +1,4 @@
-"""Trace a step of FSDP2 unit by unit: when each unit is unsharded, resharded and reduced, and its gradients computed.
+"""Trace a step of FSDP2 unit by unit: when each is unsharded, resharded and reduced, and when gradients are computed.
 
 All times are measured, on ranks of one machine, which share its clock. On a GPU, a gradient's time is when its last
 kernel was launched; collectives and phases end when the GPU is done.

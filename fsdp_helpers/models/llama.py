@@ -18,7 +18,7 @@ Loss = Callable[[Tensor, nn.Module, Tensor], Tensor]  # called with hidden state
 
 
 class Rotary(nn.Module):
-    """Rotary positions: rotate pairs of values by an angle that grows with position (Su et al. 2021, arXiv:2104.09864).
+    """Rotary position embedding: rotate pairs of values in proportion to their position (Su et al., arXiv:2104.09864).
 
     The frequencies are a buffer that no file contains (`persistent=False`). If the model was created on the meta
     device, call `fill_buffers`.

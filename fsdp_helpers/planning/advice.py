@@ -23,12 +23,12 @@ CHAPTER = "FSDP alone can't do that: notebook 15, 15_more_dimensions.ipynb"
 
 
 def verdict(plan: Plan, subject: Subject) -> str:
-    """Return a sentence that says how much memory a plan leaves free or, if it doesn't fit, what to change."""
+    """Return a sentence saying how much memory a plan leaves free or, if it doesn't fit, what to change."""
     return sentence(plan, [] if plan.fits else changes_until_it_fits(plan, subject))
 
 
 def sentence(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
-    """Return a sentence that says whether the plan fits and, if it doesn't, which changes make it fit."""
+    """Return a sentence saying whether the plan fits and, if it doesn't, which changes make it fit."""
     device = f"a device's {format_bytes(round(plan.cluster.device_memory_bytes))}"
     needs = (
         f"the peak of {format_bytes(plan.peak.bytes)} and the allowance of "

@@ -52,7 +52,7 @@ def save_plan(
 
 
 def device_hours(plan: Plan, items: float, goodput: float = 1.0) -> float:
-    """Return the device-hours to process `items`, if a share of the time, `goodput`, is spent training.
+    """Return the device-hours it takes to process `items`; `goodput` is the share of the time spent training.
 
     Raises ValueError if no rate is known, or if `goodput` isn't above 0 and at most 1.
     """

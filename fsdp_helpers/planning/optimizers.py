@@ -47,7 +47,7 @@ OPTIMIZERS = {
     "adam-loop": Optimizer(title="Adam, one parameter at a time", moments=2, in_flight="largest"),
     "sgd": Optimizer(title="SGD", moments=0),
     "sgd-momentum": Optimizer(title="SGD with momentum", moments=1),
-    "adam-8bit": Optimizer(title="Adam with moments in 8 bits", moments=2, in_8_bits=True),
+    "adam-8bit": Optimizer(title="Adam with 8-bit moments", moments=2, in_8_bits=True),
 }
 
 

@@ -345,7 +345,7 @@ def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> di
 
 
 def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
-    """Return the seconds of an update, which is memory-bound: it reads the full state, and writes all but gradients."""
+    """Return the seconds of an update, which is memory-bound: it reads all state, and writes all but the gradients."""
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes

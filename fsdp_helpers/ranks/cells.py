@@ -23,13 +23,13 @@ from torch import Tensor
 from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
 from fsdp_helpers.ranks.group import limit_waiting, process_group, rank_device
 from fsdp_helpers.ranks.launch import dumps
-from fsdp_helpers.ranks.output import without_addresses
-from fsdp_helpers.ranks.rank import Send, Setup, flush
+from fsdp_helpers.ranks.rank import Send, flush
 
 INTERRUPT = signal.SIGUSR2  # how the parent asks a rank to end its cell; SIGINT goes to a whole process group
 WIDTH = 110  # characters in a line, if a value is shown on several lines
 LONGER_S = 300.0  # for a collective, while another rank may still be compiling
 CELLS = "<cells>"  # the file of the module in which all cells run
+ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class LocalShard:
     shape: torch.Size
 
 
-def serve(timeout_s: float, rank: int, setup: Setup, send: Send, link: Connection) -> None:
+def serve(timeout_s: float, rank: int, world_size: int, group: dict, send: Send, link: Connection) -> None:
     """Join the group, then run cells until the parent ends this process."""
-    with process_group(rank, setup.world_size, **setup.group):
-        cells = Cells(rank, setup.world_size, timeout_s, send)
+    with process_group(rank, world_size, **group):
+        cells = Cells(rank, world_size, timeout_s, send)
         send("answer", Answer(0))
         while True:
             send("answer", cells.answer(*pickle.loads(link.recv_bytes())))
@@ -103,7 +103,10 @@ class Cells:
             for defined in self._classes() - known:
                 if "__firstlineno__" in vars(defined):
                     defined.__firstlineno__ += offset
-        return None if value is None or text.rstrip().endswith(";") else show_value(value)
+        if value is None or text.rstrip().endswith(";"):
+            return None
+        wrapped = type(value) in (dict, list, tuple, set)
+        return pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False) if wrapped else repr(value)
 
     def _limit_waiting(self, text: str) -> None:
         """Raise the timeout from the first cell that compiles, and for NCCL's first collective: ranks may differ."""
@@ -149,13 +152,6 @@ def _count_point_to_point() -> Counter[str]:
     return counts
 
 
-def show_value(value: object) -> str:
-    """Return a value as the text that a cell shows: containers are wrapped, and memory addresses are left out."""
-    if type(value) in (dict, list, tuple, set):
-        return without_addresses(pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False))
-    return without_addresses(repr(value))
-
-
 def portable(value: Any) -> Any:
     """Return `value` in a form that another process can read: tensors on the CPU, and the repr of anything unpicklable."""
     from torch.distributed.tensor import DTensor
@@ -173,6 +169,11 @@ def portable(value: Any) -> Any:
     except Exception:
         return without_addresses(repr(value))
     return value
+
+
+def without_addresses(text: str) -> str:
+    """Return a text without memory addresses, which differ from run to run."""
+    return ADDRESS.sub("", text)
 
 
 def _is_shown(file: str) -> bool:

@@ -83,3 +83,7 @@ def describe_error(
         parts += filter(None, [part.__cause__, part.__context__])
         part.stack[:] = [frame for frame in part.stack if is_shown(frame.filename)]
     return traceback.format_exception_only(error)[-1].strip(), "".join(trace.format()).rstrip()
+
+
+def list_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,8 +1,6 @@
 """Start one process per rank, show progress, return the results, and leave nothing behind.
 
-Workers are importable functions `worker(rank, world_size, *args)`. Their processes are forked from a server that has
-already loaded torch, so launches after the first take a fraction of a second. A worker is sent by name, its arguments
-pickled; an error names the value that can't be pickled.
+A worker is sent to its processes by name, and its arguments pickled; an error names the value that can't be pickled.
 """
 
 import inspect
@@ -19,13 +17,11 @@ from typing import Any
 
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits
-from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
+from fsdp_helpers.progress import ProgressBar, count_ranks, print_above_bar, send_reports_to
 from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout, shown_by_message
-from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group
-from fsdp_helpers.ranks.output import LaunchOutput
+from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group, silent_ranks_named
 from fsdp_helpers.ranks.processes import Processes
-from fsdp_helpers.ranks.rank import Send, Setup
-from fsdp_helpers.ranks.roll_call import silent_ranks_named
+from fsdp_helpers.ranks.rank import Send
 from fsdp_helpers.ranks.server import check_not_a_rank
 
 __all__ = ["RankError", "RankTimeout", "launch"]
@@ -47,13 +43,13 @@ def launch(
 ) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
-    Each worker runs in a process group: gloo on the CPU, nccl with one device per rank on CUDA. The ranks meet through
-    a file in a private folder, so they don't take up a port that another program might need. A worker's output is
-    printed here line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A
-    rank that waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None),
-    and its error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
+    `worker` is an importable function. It runs in a process group (gloo on the CPU, nccl with one device per rank on
+    CUDA) whose ranks meet through a file in a private folder, so they take up no port. What it prints is shown here
+    line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank that
+    waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
+    error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
     communication no longer overlaps with computation. `progress` may be a bar that's already on screen. `start_method`
-    is "forkserver" (also if it's None) or "spawn", which loads torch again in every rank.
+    is "forkserver" (also if it's None), whose server loads torch once, or "spawn", where every rank loads it.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
     zero ranks or more ranks than CUDA devices. Raises RankError when a rank fails; RankTimeout after `timeout_s`
@@ -93,16 +89,43 @@ def launch(
         output.finish()
 
 
-def run_worker(job: bytes, timeout_s: float | None, rank: int, setup: Setup, send: Send, link: Connection) -> Answer:
+def run_worker(
+    job: bytes, timeout_s: float | None, rank: int, world_size: int, group: dict, send: Send, link: Connection
+) -> Answer:
     """Act as one rank of a launch: join the group, and return the worker's result once it has run."""
     send_reports_to(lambda report: send("note", report))
     worker, args = read_job(job)
-    with process_group(rank, setup.world_size, **setup.group, timeout_s=timeout_s), silent_ranks_named(timeout_s):
+    with process_group(rank, world_size, **group, timeout_s=timeout_s), silent_ranks_named(timeout_s):
         send("answer", Answer(0))
         link.recv_bytes()  # all have joined
-        result = worker(rank, setup.world_size, *args)
+        result = worker(rank, world_size, *args)
     dumps_named(result, f"the result of {worker.__name__!r}")  # so that an error names it
     return Answer(1, result)
+
+
+class LaunchOutput:
+    """Prints the output of a launch's ranks, each line once it's complete, and which rank it's from if `names`."""
+
+    def __init__(self, names: bool) -> None:
+        self._names = names
+        self._unfinished: dict[tuple[int, int], bytes] = {}  # the beginning of a line, by rank and stream
+
+    def add(self, rank: int, stream: int, data: bytes) -> None:
+        """Receive output that a rank has printed, to stream 0 (standard output) or 1 (standard error)."""
+        *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
+        if rest:
+            self._unfinished[rank, stream] = rest
+        for line in lines:
+            self._print(rank, stream, line)
+
+    def _print(self, rank: int, stream: int, line: bytes) -> None:
+        name, text = f"[rank {rank}] " if self._names else "", line.decode("utf-8", "replace")
+        print_above_bar(name + text if text else name.rstrip(), (sys.stdout, sys.stderr)[stream])
+
+    def finish(self) -> None:
+        """Print the unfinished lines."""
+        for (rank, stream), line in self._unfinished.items():
+            self._print(rank, stream, line)
 
 
 # ---------------------------------------------------------------- sending the worker and its arguments
@@ -179,7 +202,6 @@ class _Pickler(pickle.Pickler):
 def _can_import_main() -> bool:
     """Return True if a new process can import this program's main module: a script, or that of `python -m module`."""
     main = sys.modules["__main__"]
-    name = getattr(main.__spec__, "name", None)
-    if name is not None:
-        return not name.endswith("__main__")
+    if main.__spec__ is not None:
+        return not main.__spec__.name.endswith("__main__")
     return os.path.exists(getattr(main, "__file__", None) or "")

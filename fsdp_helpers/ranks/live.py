@@ -6,31 +6,30 @@ import re
 import time
 import traceback
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fsdp_helpers.gpus import choose_device
-from fsdp_helpers.notebook import follow_edits
+from fsdp_helpers.notebook import InPlace, follow_edits, is_notebook
 from fsdp_helpers.ranks import stacks
-from fsdp_helpers.ranks.cells import INTERRUPT, serve
-from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, shown_by_message
-from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size
-from fsdp_helpers.ranks.output import CellOutput
+from fsdp_helpers.ranks.cells import INTERRUPT, serve, without_addresses
+from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, list_ranks, shown_by_message
+from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size, waited_in_vain
 from fsdp_helpers.ranks.processes import Processes
-from fsdp_helpers.ranks.roll_call import list_ranks, waited_in_vain
 from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 
 START_S = 300.0  # for all ranks to load what they need and to join
 BACK_S = 2.0  # after a failure or Stop, for the other ranks to come back; otherwise the group is restarted
+DRAW_S = 0.1  # between two updates of a cell's output
 KEPT = "The ranks keep their variables."
 GONE = "The ranks were restarted, and their variables are gone."
 
 
-class Ranks:
+class Ranks(AbstractContextManager):
     """Processes in one group that stay alive between cells.
 
     Each rank runs the same code in a module of its own, which has `rank`, `world_size` and `device`, and keeps
@@ -65,9 +64,6 @@ class Ranks:
     def __repr__(self) -> str:
         state = "closed" if self._processes is None else f"on {self.device}"
         return f"Ranks({self.world_size}, {state})"
-
-    def __enter__(self) -> "Ranks":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -228,6 +224,51 @@ def open_ranks() -> list[Ranks]:
 def close_all() -> None:
     for ranks in open_ranks():
         ranks.close()
+
+
+# ---------------------------------------------------------------- the output of a cell
+
+
+class CellOutput:
+    """Shows the output of one cell: in a notebook, line by line while it runs; elsewhere, once it has ended."""
+
+    def __init__(self) -> None:
+        self._printed: dict[int, bytes] = defaultdict(bytes)
+        self._page = InPlace() if is_notebook() else None
+        self._drawn_s = 0.0
+
+    def add(self, rank: int, stream: int, data: bytes) -> None:
+        """Receive output that a rank has printed."""
+        self._printed[rank] += data
+        if self._page is not None and time.monotonic() - self._drawn_s > DRAW_S:
+            self._drawn_s = time.monotonic()
+            self._page.show(self._text({}))
+
+    def finish(self, values: Mapping[int, str | None]) -> None:
+        """Show the final output: everything the ranks printed, then the `values` of the cell's last line."""
+        if text := self._text(values):
+            if self._page is not None:
+                self._page.show(text)
+            else:
+                print(text, flush=True)
+
+    def _text(self, values: Mapping[int, str | None]) -> str:
+        ranks = sorted(self._printed.keys() | values.keys())
+        printed = {rank: self._printed[rank].decode("utf-8", "replace").rstrip("\n") for rank in ranks}
+        shown = {rank: values.get(rank) or "" for rank in ranks}
+        return "\n".join(filter(None, [merge(printed), merge(shown)]))
+
+
+def merge(texts: Mapping[int, str]) -> str:
+    """Merge the ranks' texts: into one copy if they agree, else one after another, each with its rank's name."""
+    texts = {rank: without_addresses(text) for rank, text in texts.items()}
+    if len(set(texts.values())) <= 1:
+        return next(iter(texts.values()), "")
+    parts = []
+    for text in filter(None, dict.fromkeys(texts.values())):
+        name = f"{list_ranks([rank for rank in texts if texts[rank] == text])}: "
+        parts.append(name + text.replace("\n", "\n" + " " * len(name)))
+    return "\n".join(parts)
 
 
 # ---------------------------------------------------------------- the magic

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Pipe, wait
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.multiprocessing import start_processes
 
 from fsdp_helpers.ranks import server, stacks
 from fsdp_helpers.ranks.errors import Answer, Failure, RankError, RankTimeout
-from fsdp_helpers.ranks.rank import Setup, run_rank
-from fsdp_helpers.ranks.roll_call import waited_in_vain
+from fsdp_helpers.ranks.group import waited_in_vain
+from fsdp_helpers.ranks.rank import run_rank
 
 GRACE_S = 0.5  # after a failure, to wait for the one that caused it, and for the other ranks' last output
 TERM_S = 3.0  # after SIGTERM: a rank has this long before SIGKILL
@@ -30,12 +30,12 @@ LOOK_S = 0.5  # between two checks that the ranks move; a check takes millisecon
 WAITING_SHARE = 0.03  # of a core; a rank that uses less is only waiting
 
 
-class Processes:
+class Processes(AbstractContextManager):
     """One process per rank, each with a link for messages and with pipes for its output.
 
-    `body(rank, setup, send, link)` runs in each of them. Its output is passed to on_output(rank, stream, data), its
-    notes to on_note(note, rank), and its answers to the last message are collected. With two `streams`, standard output
-    and standard error are kept apart; with one, they stay in order. A `with` block ends the processes when it ends.
+    Each runs `body`; see `run_rank`. Its output is passed to on_output(rank, stream, data), its notes to on_note(note,
+    rank), and its answers to the last message are collected. With two `streams`, standard output and standard error are
+    kept apart; with one, they stay in order. A `with` block ends the processes when it ends.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Processes:
         self._processes: list = []
         prefix = server.FOLDER.format(os.getpid())
         self.folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)  # where the group meets
-        self._setup = setup = Setup(body, world_size, device, self.folder.name, dict(os.environ))
         pipes = [[Pipe(), *(Pipe(duplex=False) for _ in range(streams))] for _ in range(world_size)]
         ours, theirs = ([[pipe[side] for pipe in own] for own in pipes] for side in (0, 1))
         self._links = [link for link, *_ in ours]
         self._outputs = {end: (rank, i) for rank, (_, *ends) in enumerate(ours) for i, end in enumerate(ends)}
         try:
             with server.interrupts_wait(), server.ready_to_start(start_method):
-                started = start_processes(run_rank, (setup, theirs), world_size, join=False, start_method=start_method)
+                arguments = body, world_size, device, self.folder.name, dict(os.environ), theirs
+                started = start_processes(run_rank, arguments, world_size, join=False, start_method=start_method)
                 self._processes = started.processes
         except BaseException:
             self.end()
@@ -74,9 +74,6 @@ class Processes:
         finally:
             for end in sum(theirs, []):
                 end.close()  # the ranks have them now
-
-    def __enter__(self) -> "Processes":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end(grace_s=TERM_S)
@@ -185,8 +182,6 @@ class Processes:
                 else:
                     del self._outputs[output]
 
-    # ------------------------------------------------------------ ranks that wait for one another forever
-
     def _moved(self) -> None:
         """Restart the clock of `_have_hung`: a rank has sent something, or computed."""
         self._since_s, self._spent_s = time.monotonic(), {}
@@ -229,9 +224,8 @@ class Processes:
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the Python stack of each of these ranks; "" for one that can't answer."""
-        alive = [rank for rank in ranks if self._processes[rank].is_alive()]
-        found = stacks.ask({self.pids[rank]: self._setup.stack_file(rank) for rank in alive})
-        return {rank: found.get(self.pids[rank], "") for rank in ranks}
+        alive = {rank: self.pids[rank] for rank in ranks if self._processes[rank].is_alive()}
+        return dict.fromkeys(ranks, "") | stacks.ask(self.folder.name, alive)
 
     def end(self, *, grace_s: float = 0.0) -> None:
         """End all processes and everything they've started, holding back interrupts. You can call this more than once.
@@ -249,13 +243,8 @@ class Processes:
                 process.join()
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it has started, unless a server has adopted that
-            if self._processes:
-                server.end_orphans()
-                self._read_outputs()
-            for process in self._processes:
-                process.close()
-            for connection in (*self._links, *self._outputs):
-                connection.close()
+            server.end_orphans()
+            self._read_outputs()
             self._processes = []
             self.folder.cleanup()
 

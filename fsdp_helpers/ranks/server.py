@@ -1,10 +1,8 @@
 """The server that ranks are forked from: how it's started, and how it ends everything that a rank leaves behind.
 
-The server has already loaded torch, so a rank starts in a fraction of a second. Apart from this module, it loads only
-third-party ones, so an edit to your module takes effect at the next launch.
-
-When a process dies, its children live on under a new parent. On Linux, that's the nearest ancestor that has registered
-as a "subreaper", as each rank and the server do. They end the processes that they adopt.
+It has already loaded torch, so a rank starts in a fraction of a second. It loads none of your modules, so an edit takes
+effect at the next launch. When a process dies, its children live on under a new parent: on Linux, the nearest ancestor
+that has registered as a "subreaper". The server and each rank do so, and end the processes that they adopt.
 """
 
 import atexit
@@ -40,9 +38,8 @@ PRELOADED = [
     "fsdp_helpers.ranks.server",  # comes last, because it freezes everything loaded so far
 ]
 # glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
-# gloo's would otherwise get heaps of their own, of at most 64 MB each. There's no per-thread cache of small blocks
-# (tcache): an aligned allocation cuts a scrap off either end, and while a scrap is in such a cache, it isn't merged
-# with the gap that the freed buffer leaves, so the gap stays slightly too small for the same buffer.
+# gloo's would otherwise get heaps of their own, of at most 64 MB each. There's no per-thread cache of small blocks: a
+# scrap that's cut off an aligned buffer would stay there, and leave a gap slightly too small for the same buffer.
 MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 SERVER_OF = "FSDP_HELPERS_SERVER_OF"  # holds the id of the server's parent; set only in the server's environment
@@ -60,8 +57,7 @@ is_rank = False  # `run_rank` sets it
 def ready_to_start(start_method: str) -> Iterator[None]:
     """Within the block, ranks can be started: the server is running, and the environment has what they need.
 
-    The server and the ranks block interrupts for good. Jupyter interrupts a kernel's whole process group, which would
-    kill the server, or a spawned rank, while it's still loading torch.
+    The server and the ranks block interrupts for good, because Jupyter interrupts a kernel's whole process group.
     """
     variables = {"GLIBC_TUNABLES": ":".join(filter(None, [MALLOC_TUNABLES, os.environ.get("GLIBC_TUNABLES")]))}
     if start_method == "forkserver":
@@ -89,8 +85,8 @@ def ready_to_start(start_method: str) -> Iterator[None]:
 def _tidy_up_on_sigterm() -> None:
     """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
 
-    That's how Jupyter ends every kernel that has launched ranks. A kernel that's asked to shut down first waits for all
-    of its children, and one of them, multiprocessing's resource tracker, waits for the kernel.
+    That's how Jupyter ends every kernel that has launched ranks: asked to shut down, a kernel first waits for its
+    children, and one of them, multiprocessing's resource tracker, waits for the kernel.
     """
 
     def tidy_up_and_end(number: int, frame: object) -> None:
@@ -129,11 +125,7 @@ def end_orphans() -> None:
 
 
 def check_not_a_rank() -> None:
-    """Exit or raise if this process is a rank, because ranks must not launch ranks.
-
-    A rank imports its worker's module, and also the program's script, which calls `launch` again if it has no main
-    guard.
-    """
+    """Exit or raise if this process is a rank that imports the program's script, or its worker's module, and launches."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing itself checks this, too
         os._exit(NO_MAIN_GUARD)  # the parent is told by this exit status
     if is_rank:

@@ -10,30 +10,29 @@ from pathlib import Path
 
 from fsdp_helpers.ranks.errors import RUNS_CODE
 
+FILE = "stack-{}.txt"  # the rank goes in the braces
 ANSWER_S = 5.0  # at most, for all ranks to write; a stopped one never does
 POLL_S = 0.02
 LIBRARY = re.compile(r"^<frozen|/(python3[^/]*|(site|dist)-packages|torch)/")  # wherever they are installed
 PACKAGE = re.compile(r"/fsdp_helpers/")
 
 
-def write_on_request(file: Path) -> None:
-    """From now on, write the stack of this process's main thread to `file` when `ask` asks for it."""
-    faulthandler.register(signal.SIGUSR1, file=open(file, "a"), all_threads=False)
+def write_on_request(folder: str, rank: int) -> None:
+    """From now on, write the stack of this process's main thread to a file in `folder` when `ask` asks for it."""
+    faulthandler.register(signal.SIGUSR1, file=open(f"{folder}/{FILE.format(rank)}", "a"), all_threads=False)
 
 
-def ask(files: Mapping[int, Path]) -> dict[int, str]:
-    """Ask processes for their stacks, and return those of the ones that have called `write_on_request`, by process id.
-
-    The stack of a process that doesn't answer is "".
-    """
-    started = {pid: file for pid, file in files.items() if file.exists()}
-    for pid, file in started.items():
+def ask(folder: str, pids: Mapping[int, int]) -> dict[int, str]:
+    """Ask ranks, given with their process ids, for their stacks; return the stacks, "" for one that doesn't answer."""
+    files = {rank: Path(folder, FILE.format(rank)) for rank in pids}
+    files = {rank: file for rank, file in files.items() if file.exists()}  # any other rank would die of the signal
+    for rank, file in files.items():
         os.truncate(file, 0)  # removes what it wrote before
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pids[rank], signal.SIGUSR1)
     until_s = time.monotonic() + ANSWER_S
-    while not all(_is_complete(file.read_text()) for file in started.values()) and time.monotonic() < until_s:
+    while not all(_is_complete(file.read_text()) for file in files.values()) and time.monotonic() < until_s:
         time.sleep(POLL_S)
-    return {pid: file.read_text() for pid, file in started.items()}
+    return {rank: files[rank].read_text() if rank in files else "" for rank in pids}
 
 
 def _is_complete(stack: str) -> bool:

@@ -18,9 +18,8 @@ from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.notebook import is_notebook
 from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
 from fsdp_helpers.ranks.errors import describe_error, shown_by_message
-from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group
+from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
-from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.torchrun import Place, read_place
 from fsdp_helpers.training.worker import train_worker
@@ -42,8 +41,8 @@ def train(
 ) -> RunRecord:
     """Run `config`, with `changes` to its fields, in new processes; return the record of rank 0.
 
-    `world_size` defaults to 1 for strategy "local" and 2 for the others. The data are prepared before any process
-    starts, and `on_data` is called with their source, "mnist" or "digits". With `watch`, a notebook shows a line per
+    `world_size` defaults to 1 for strategy "local" and 2 for the others. The data is prepared before any process
+    starts, and `on_data` is called with its source, "mnist" or "digits". With `watch`, a notebook shows a line per
     rank and the loss, step by step; otherwise, there's one line of progress.
 
     `timeout_s` limits the entire run, and `group_timeout_s` a single collective; see `launch`.

@@ -215,7 +215,7 @@ def read_tokenizer(folder: Path, vocabulary: int):
 
 @dataclass(frozen=True)
 class Document:
-    """A document as a list of segments, each with a flag that says whether it's learned."""
+    """A document as a list of segments, each with a flag that says whether its tokens count in the loss."""
 
     kind: str  # text, prompt or messages
     segments: list[tuple[str, bool]]
@@ -247,9 +247,9 @@ def document_of(entry: dict, tokenizer) -> Document:
 
 
 def document_of_messages(messages: list[dict], tokenizer) -> Document:
-    """Split a rendered conversation where the assistant's turns begin and end, so that only those turns are learned.
+    """Split a rendered conversation where the assistant's turns begin and end, so that we train only on those turns.
 
-    Some templates rewrite earlier turns (to drop their reasoning). We don't learn those turns; we only count them.
+    Some templates rewrite earlier turns (to drop their reasoning). We don't train on those turns; we only count them.
     """
     if not tokenizer.chat_template:
         raise ValueError('"messages" need a chat template, but the tokenizer has none; use "prompt" and "completion"')
@@ -270,7 +270,7 @@ def document_of_messages(messages: list[dict], tokenizer) -> Document:
 
 
 def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
-    """Return a document's tokens, and for each one whether it's learned.
+    """Return a document's tokens, and for each one whether it counts in the loss.
 
     We encode each segment by itself, as at inference, where the prompt is encoded before there's an answer.
     """
@@ -321,7 +321,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
 
 
 def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[bool], list[int], Counter]:
-    """Return all documents' tokens, whether each token is learned, where each document ends, and counts to print."""
+    """Return all documents' tokens, whether each counts in the loss, where each document ends, and numbers to print."""
     tokens, learned, ends = [], [], [0]
     counts = Counter()
     for document in read_documents(arguments.data, tokenizer):
@@ -961,7 +961,7 @@ def train(
         mean, num_asked, num_due, num_writing = sums.tolist()
         if not math.isfinite(mean):
             refuse(
-                f"the loss of step {step + 1} is {mean}; the newest checkpoint is {newest_checkpoint(arguments.out)}", 1
+                f"the loss at step {step + 1} is {mean}; the newest checkpoint is {newest_checkpoint(arguments.out)}", 1
             )
         is_asked = num_asked > 0
         is_last = step + 1 == arguments.steps

@@ -24,7 +24,7 @@ LENGTH = 16  # tokens per sequence
 
 
 def build_model() -> nn.Sequential:
-    """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
+    """Return a model that maps (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
     torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
@@ -34,7 +34,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch of a step, which the ranks then split. Put your own data here."""
+    """Return a step's global batch, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -95,7 +95,7 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
 def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: LambdaLR) -> int:
     """Read the file on rank 0 and send each rank its shards. Return the number of steps already taken.
 
-    `schedule` has to exist already: it gives each rank's groups the `initial_lr` that loading then fills.
+    Create `schedule` first: it adds `initial_lr` to each rank's parameter groups, and loading sets its value.
     """
     weights = {}
     moments = {}

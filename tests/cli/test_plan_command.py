@@ -200,8 +200,9 @@ def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
     assert list(plan_lines(plan))[-5:] == [
         "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
         "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimizer not counted.",
-        "An update is bound by the time to read the state from memory; name a --device to include it.",
-        "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic; with none, and rates 25% below.",
+        "The optimizer's update is limited by memory bandwidth; name a --device to include it.",
+        "Between 3.00 s and 4.00 s: the first with all communication hidden behind arithmetic; the second with none, "
+        "and rates 25% lower.",
         "3 images/s over all ranks (3 to 4), 2 per rank, 2.96e+05 a day.",
     ]
 

@@ -83,7 +83,7 @@ def test_real_ranks_agree(run):
 
 def test_a_torch_that_cannot_imagine_the_others(monkeypatch):
     monkeypatch.setattr(rank_of_n, "LIKE_THIS_ONE", "no_such_option")
-    with pytest.raises(RuntimeError, match="can't imagine DDP's other ranks"):
+    with pytest.raises(RuntimeError, match="can't fake DDP's other ranks"):
         measure_rank_of_n(settings(4, strategy="ddp"), 4)
     assert not dist.is_initialized()
 

@@ -215,7 +215,7 @@ def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
     """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
     status, output = lose_a_machine(tmp_path, holds_store=True)
     assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
-    said = r"SilentRanks: rank \d (stopped answering|didn't answer within).*; check its last output and its machine"
+    said = r"SilentRanks: rank \d (stopped answering|didn't answer within).*; check the last output and the machine"
     assert re.search(said, output), output
 
 

@@ -23,7 +23,7 @@ INSTALL = "install again with `make lab`, or `pip install -r requirements.lock` 
 
 
 def python_is_new_enough() -> Outcome:
-    """Compare this interpreter with the oldest one we support."""
+    """Compare this interpreter's version with the oldest one we support."""
     version, oldest = platform.python_version(), ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info < OLDEST_PYTHON:
         return Outcome(False, f"{version} is older than {oldest}; make a new environment: `make lab PYTHON=python3.12`")
@@ -31,7 +31,7 @@ def python_is_new_enough() -> Outcome:
 
 
 def versions_fit() -> Outcome:
-    """Check that this package's, torch's and torchvision's requirements are installed, and that the latter two load."""
+    """Check that the requirements of this package, torch and torchvision are installed, and that the last two load."""
     problems = [problem for name in (OURS, *LOADED) for problem in unmet(name)]
     if problems:
         return Outcome(False, f"{'; '.join(problems)}; {INSTALL}")

@@ -74,7 +74,9 @@ def memory() -> Outcome:
 def product() -> Outcome:
     count()
     difference = float(ask("product")[0])
-    return Outcome(difference < 1e-2, f"a matrix product differs from the CPU's by {difference:.1e}, relative")
+    return Outcome(
+        difference < 1e-2, f"a matrix product differs from the CPU's by {difference:.1e} of its largest value"
+    )
 
 
 def links() -> Outcome:
@@ -93,7 +95,10 @@ def collectives() -> Outcome:
 
     found = launch(collectives_on_device, world_size=count(), device="cuda", timeout_s=LIMIT_S, progress=False)
     right = found == expected_of_collectives("cuda", count())
-    return Outcome(right, "all-reduce, all-gather and reduce-scatter are right" if right else f"wrong results: {found}")
+    return Outcome(
+        right,
+        "all-reduce, all-gather and reduce-scatter return the right values" if right else f"wrong results: {found}",
+    )
 
 
 @cache

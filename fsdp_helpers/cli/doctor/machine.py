@@ -77,14 +77,14 @@ def open_files() -> Outcome:
 
 
 def temporary_folder() -> Outcome:
-    """Check that temporary files can be written, and to the folder that TMPDIR, TEMP or TMP names."""
+    """Check that temporary files can be written, and that they go to the folder in TMPDIR, TEMP or TMP."""
     chosen = {name: os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)}
     for name, folder in chosen.items():
         problem = why_not_writable(Path(folder)) if Path(folder).is_dir() else "there's no such folder"
         if problem and usable_temporary_folder():
             return note(f"{name}={folder} can't be used ({problem}): Python uses {usable_temporary_folder()} instead")
     if not usable_temporary_folder():
-        return Outcome(False, "no folder for temporary files is writable; `export TMPDIR=` one that is")
+        return Outcome(False, "no folder for temporary files is writable; set TMPDIR to one that is")
     return Outcome(True, usable_temporary_folder())
 
 
@@ -97,7 +97,7 @@ def usable_temporary_folder() -> str:
 
 
 def data_can_be_used() -> Outcome:
-    """Check the checksums of MNIST's files or, if there are none, that they can be written. Nothing is downloaded."""
+    """Verify MNIST's checksums or, if there are no files, check that they can be written. Nothing is downloaded."""
     from fsdp_helpers.data.source import MNIST_FILES, DataError, find_data_dir, mnist_is_there, offline, packed_files
 
     if offline():
@@ -114,7 +114,7 @@ def data_can_be_used() -> Outcome:
         where = "is packed in" if is_packed else "isn't in"
         return Outcome(False, f"MNIST {where} {folder}, and that folder isn't writable ({problem}); {remedy}")
     if is_packed:
-        return Outcome(True, "MNIST is there, complete but packed: the first run unpacks it")
+        return Outcome(True, "MNIST is there, complete but still compressed: the first run unpacks it")
     return Outcome(True, "no MNIST yet: the first run downloads it or, without a network, uses the bundled digits")
 
 

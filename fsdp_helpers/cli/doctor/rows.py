@@ -12,7 +12,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check, in words. If there's a doubt, it's a note, and the check still passes."""
+    """The result of a check, in words. A check that passes but leaves a doubt is a note."""
 
     passed: bool
     measured: str

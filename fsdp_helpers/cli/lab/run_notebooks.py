@@ -17,7 +17,7 @@ CELL_S = 600  # for one cell, on a busy machine
 
 
 def chosen(names: list[str]) -> list[Path]:
-    """Return the notebooks whose names start with any of `names`, or all if it's empty. Each name has to match one."""
+    """Return the notebooks whose names start with any of `names` (default: all); each name must match at least one."""
     paths = sorted(FOLDER.glob("*.ipynb"))
     for name in names:
         if not any(path.name.startswith(name) for path in paths):

@@ -13,7 +13,7 @@ SENT = "shard to be gathered"
 
 
 class FullyShard:
-    """A rank with parameters sharded by rows: unsharded ones are copied out of a buffer, and gradients into another."""
+    """A rank with parameters sharded by rows: unsharded ones are copied out of one buffer, gradients into another."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
         # An empty unit does nothing, but an empty root still computes

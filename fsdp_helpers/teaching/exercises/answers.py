@@ -140,9 +140,9 @@ def error_line(error: BaseException) -> str:
 
 
 def in_short(value: Any) -> str:
-    """Describe a value for a message, in one line: its type and the start of its repr."""
+    """Describe a value for a message, in one line: the start of its repr, and its type."""
     text = " ".join(repr(value).split())
-    return f"a {type(value).__name__}, {text[:60]}{'...' if len(text) > 60 else ''}"
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} (type {type(value).__name__})"
 
 
 # ---------------------------------------------------------------- fresh cases

@@ -86,7 +86,7 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
     )
     expect(
         found.shard_values == expected_values,
-        f"{says}the shard has {found.shard_values:,} values; do all ranks' shards have the same size?",
+        f"{says}the shard has {found.shard_values:,} values; are all ranks' shards the same size?",
     )
     expect(
         found.built_bytes <= 4 * expected_values + SLACK_BYTES,

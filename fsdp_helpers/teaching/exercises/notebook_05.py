@@ -99,7 +99,7 @@ def check_plan(module: str = "my_plan") -> str:
 
 
 def _plan_cases() -> list[dict[str, int]]:
-    """Return cases for fresh models: all combinations of roomy and tight memories, including exact limits."""
+    """Return fresh models with device and host memory that's ample, too small, or exactly enough."""
     draw = DRAW.randint
     cases = []
     for _ in range(20):

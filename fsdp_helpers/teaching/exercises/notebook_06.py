@@ -60,12 +60,12 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
             f" {'much' if given > 12 * num_params else 'little'}; which"
             " of a parameter's values does the next step need?",
         )
-    return "Right: 12 P, whatever the number of ranks."
+    return "Right: 12 P, for any number of ranks."
 
 
 @exercise("06")
 def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]] | None) -> str:
-    """Notebook 06: which old ranks' files a new rank opens, for a tensor sharded along its first dimension."""
+    """Notebook 06: which of the old ranks' files a new rank opens, for a tensor sharded along its first dimension."""
     draw = DRAW.randint
     fresh = [(draw(1, 200), draw(1, 9), draw(1, 9)) for _ in range(4 * FRESH_CASES)]
     # the same number of ranks; rows for only three of four ranks; ranges that touch but don't overlap; padding

@@ -1,4 +1,4 @@
-"""Exercises for notebook 07: meet a peak, accumulate gradients over micro-batches, and compute their norm."""
+"""Exercises for notebook 07: stay below a peak, accumulate gradients over micro-batches, and compute their norm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +71,10 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
         "wrong-summed-loss",
     )
     given = step["given_norm"]
-    expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; it should be a number or a plain tensor")
+    expect(
+        isinstance(given, float),
+        f"{says}gradient_norm returns an object of type {given}; it should be a number or a plain tensor",
+    )
     expect(
         abs(given / step["norm"] - 1) < TOLERANCE,
         f"{says}gradient_norm says {given:.5f}, not the norm of the full gradient; whose shards does it cover?",
@@ -118,7 +121,7 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """Return a number, or a plain tensor that holds one, as a float; for anything else, even a DTensor, its type."""
+    """Return a number, or a plain tensor with one value, as a float; for all else, even a DTensor, its type's name."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 

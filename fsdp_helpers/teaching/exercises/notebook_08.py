@@ -1,4 +1,4 @@
-"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks for it, and start it sharded."""
+"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks for it, and load it sharded."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -76,7 +76,7 @@ def _fresh_shape() -> ViTShape:
 
 @exercise("08")
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
-    """Notebook 08: the fewest ranks that can start a model on meta, layer by layer; None if it never fits.
+    """Notebook 08: the fewest ranks that can initialize a model from meta, layer by layer; None if it never fits.
 
     `layers` lists the number of parameters in each layer, which is one tensor; a device has room for `device_bytes`.
     Shards aren't rounded up.
@@ -92,7 +92,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
         expect(given >= 1, f"{says}there has to be at least one rank")
         expect(_starts_on(given, layers, device_bytes), f"{says}with {given} rank(s), a device is too small")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
-        expect(not fewer, f"{says}fewer ranks can start it, too")
+        expect(not fewer, f"{says}fewer ranks are enough")
     return "Right: more ranks make shards smaller, but the largest layer has to fit unsharded."
 
 
@@ -127,7 +127,7 @@ def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class StartedByReader:
-    """The result, on one rank, of a reader's start."""
+    """The result, on one rank, of a reader's `start_sharded`."""
 
     whole: list[str]  # parameters that aren't sharded
     on_meta: list[str]
@@ -153,7 +153,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.extra_bytes <= START_EXTRA_BYTES,
-        f"{says}the start needs {format_bytes(found.extra_bytes)} on top of the sharded model, room for several "
+        f"{says}start_sharded needs {format_bytes(found.extra_bytes)} on top of the sharded model, room for several "
         "layers; is the full model in memory for a moment?",
     )
     expect(
@@ -175,13 +175,13 @@ def _expect_start(found: StartedByReader, says: str) -> None:
 
 
 def _expect_short_file_refused(module: str, world_size: int) -> None:
-    """Raise NotYet unless the reader's start fails, on any rank, when the weights lack one of a block's tensors."""
+    """Raise NotYet unless `start_sharded` fails, on any rank, when the weights lack one of a block's tensors."""
     try:
         launch_readers(start_from_short_file, module, world_size)
     except RankError:
         return
     raise NotYet(
-        f"your model starts even from weights without {LACKING}, with garbage in its place; only {TIED} may be missing"
+        f"start_sharded accepts weights without {LACKING}, and leaves garbage in its place; only {TIED} may be missing"
     )
 
 
@@ -218,7 +218,7 @@ class PretrainedTransformer(nn.Module):
 
 
 def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
-    """Let the reader's `start_sharded` start the model from rank 0's weights, check the result, and train it."""
+    """Let the reader's `start_sharded` load rank 0's weights, check the resulting model, and train it."""
     start_sharded = import_own(module, "start_sharded")
     torch.manual_seed(0)
     plain = PretrainedTransformer()
@@ -229,7 +229,7 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
     with trace_memory("cpu") as trace:
         model = start_sharded(PretrainedTransformer, weights, init_device_mesh("cpu", (world_size,)))
     if not isinstance(model, nn.Module):
-        raise TypeError(f"start_sharded returns a {type(model).__name__}; it should return the model")
+        raise TypeError(f"start_sharded returns an object of type {type(model).__name__}; it should return the model")
     curve = trace.whole().curve
     parameters = dict(model.named_parameters())
     found = {
@@ -252,7 +252,7 @@ def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
 
 
 def start_from_short_file(rank: int, world_size: int, module: str) -> None:
-    """Let the reader's `start_sharded` start from weights that lack one of a block's tensors; it should fail."""
+    """Give the reader's `start_sharded` weights that lack one of a block's tensors; it should fail."""
     start_sharded = import_own(module, "start_sharded")
     weights = file_of(PretrainedTransformer())
     del weights[LACKING]

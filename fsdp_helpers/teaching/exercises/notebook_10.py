@@ -1,6 +1,6 @@
 """Check a job script: read its directives, and run it with stand-ins for Slurm and torchrun.
 
-Any script that would do the right thing on a cluster passes, however it's written.
+Any script that would do the right thing on a cluster passes, no matter how it's written.
 """
 
 import io

@@ -134,7 +134,7 @@ def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def build_llama() -> Llama:
-    """Build a small Llama, the same on every rank, with weights large enough that tokens differ."""
+    """Build a small Llama, equal on every rank, with weights large enough to give tokens clearly different logits."""
     torch.manual_seed(0)
     model = Llama(SHAPE)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
     targets = numbers.roll(-1, dims=1).masked_fill(numbers < 30, IGNORED)
     right, given = plain(numbers, targets, capped_loss), model(numbers, targets, chunked_loss)
     if not isinstance(given, Tensor):
-        raise TypeError(f"chunked_loss returns a {type(given).__name__}; it should be a tensor")
+        raise TypeError(f"chunked_loss returns an object of type {type(given).__name__}; it should be a tensor")
     for loss in (right, given):
         loss.backward()
     mine, whole = whole_gradient(model), whole_gradient(plain)

@@ -54,7 +54,7 @@ class MovedByReader:
 
 @exercise("14")
 def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 14: `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` continues from DDP's file."""
+    """Notebook 14: `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` continues a DDP run."""
     read_module(module, "go_on")
     for world_size in ranks:
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
@@ -181,7 +181,7 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
     with trace_collectives() as seen:
         model = go_on(MovedModel, mesh, parts_of, loss_of, load_batch(-1), saved, LAST_STEP, str(written))
     if not isinstance(model, nn.Module):
-        raise TypeError(f"go_on returns a {type(model).__name__}; it should return the model")
+        raise TypeError(f"go_on returns an object of type {type(model).__name__}; it should return the model")
     dist.barrier()  # after this, the file is complete
     return MovedByReader(
         whole=[name for name, own in model.named_parameters() if not isinstance(own, DTensor)],

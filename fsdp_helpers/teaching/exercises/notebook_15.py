@@ -96,7 +96,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     before, up, down, behind = build_layers()
     own = split_mlp(up, down, dist.group.WORLD)
     if not isinstance(own, nn.Module):
-        raise TypeError(f"SplitMLP is a {type(own).__name__}; it should be an nn.Module")
+        raise TypeError(f"SplitMLP creates an object of type {type(own).__name__}; it should be an nn.Module")
     kept = sum(parameter.numel() for parameter in own.parameters())
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with trace_collectives() as forward:
@@ -123,7 +123,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
 
 @exercise("15")
 def check_labels(module: str = "my_labels") -> str:
-    """Notebook 15: `split(tokens, rank, world_size)` returns inputs, labels and places of a rank's head and tail."""
+    """Notebook 15: `split(tokens, rank, world_size)` returns the inputs, labels and places of a rank's two pieces."""
     split = read_module(module, "split")
     for world_size, pieces in [(2, 1), (3, 2), *((DRAW.randint(2, 6), DRAW.randint(1, 5)) for _ in range(FRESH_CASES))]:
         sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd, so a rank's part is never square
@@ -189,7 +189,10 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
     run = replace(run, sequences=SEQUENCES // run.data)
     _expect_fast(run)
     right = run.sent_bytes()
-    expect(isinstance(sent_gb, Mapping), "sent_gb is a dictionary: a number for each dimension with two ranks or more")
+    expect(
+        isinstance(sent_gb, Mapping),
+        "sent_gb should be a dictionary, with a number for each dimension that has two or more ranks",
+    )
     for name in NAMES:
         size = right.get(NAMES[name], 0)
         given = sent_gb.get(name, 0)
@@ -202,7 +205,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
 def _expect_possible(run: DimensionedRun) -> None:
     product = f"{run.data} x {run.tensor} x {run.context} x {run.pipeline}"
     expect(run.num_gpus == NUM_GPUS, f"{product} is {run.num_gpus:,} GPUs; there are {NUM_GPUS:,}")
-    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't share {KV_HEADS} key heads")
+    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't split {KV_HEADS} key heads")
     expect(
         run.data <= SEQUENCES and SEQUENCES % run.data == 0,
         f"{SEQUENCES} sequences can't be split evenly across {run.data} data ranks",

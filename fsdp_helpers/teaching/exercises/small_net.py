@@ -93,5 +93,5 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an Adam optimizer with an `eps` so large that its losses show the difference, too."""
+    """Return an Adam optimizer whose `eps` is large enough for its losses to show the difference, too."""
     return torch.optim.Adam(parameters, lr=0.1, eps=0.1)

@@ -4,7 +4,7 @@ Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters
 tensor's area is its bytes. The picture is for two ranks.
 
 Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
-which plays the step in slow motion, over and over. Without CSS, or for readers who turn motion off, the picture is a
+which plays the step in slow motion, in a loop. Without CSS, or for readers who turn motion off, the picture is a
 still.
 """
 
@@ -171,7 +171,7 @@ def in_words(step: UnitTrace) -> str:
             if below
             else ""
         )
-        + ". In backward, full gradients of the rank's own images appear, and a reduce-scatter leaves each rank its "
+        + ". In backward, full gradients from the rank's own images appear, and a reduce-scatter leaves each rank its "
         f"half of their mean. Rank 0 has at most {in_mb(curve.peak_bytes)} MB."
     )
 
@@ -258,7 +258,7 @@ def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUni
 
 
 def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the mean gradient's shard until zero_grad, full gradients tensor by tensor, and their halves in transit."""
+    """Yield the boxes of a unit's gradients: full ones tensor by tensor, halves in transit, and the mean's shard."""
     top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
     reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
     begins_s = max(reduce.start_s, theirs.start_s)
@@ -353,7 +353,7 @@ def _fixed(step: UnitTrace) -> Iterator[str]:
         yield _text(8, (147, 264)[rank], f"rank {rank}", 'font-weight="600"')
     yield from _lanes(step)
     yield from _curve(step)
-    key = "filled: this rank has it · framed: it doesn't · hatched: gradients of its own images only · area: bytes"
+    key = "filled: this rank has it · framed: it doesn't · hatched: gradients from its own images only · area: bytes"
     yield _text(LEFT, HEIGHT - 12, key, 'style="font-size:12px"')
 
 

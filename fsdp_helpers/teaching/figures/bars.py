@@ -27,7 +27,7 @@ ROOM = 0.07  # share of the axis: a part narrower than this has no room for its 
 
 
 def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
-    """Return the run and a record for each row label: one row for ranks with the same numbers, else one per rank."""
+    """Return a run's name and a record for each row label: one row per run, or per rank if their numbers differ."""
     rows = {}
     for name, ranks in runs.items():
         if len(ranks) == 1:

@@ -21,7 +21,7 @@ def put_in_words(fig: Figure, words: str) -> None:
 
 
 def describe(fig: Figure) -> str:
-    """Return a figure's description: its own if it has one, else each panel's title, axes and numbers."""
+    """Return a figure's description: its own if it has one, otherwise each panel's title, axes and numbers."""
     if fig.get_label():
         return str(fig.get_label())
     parts = [part for ax in fig.axes if (part := _describe_axes(ax))]

@@ -82,7 +82,7 @@ def ink_on(color: str) -> str:
 
 
 def height_of(op: str, row: float) -> float:
-    """Return the height of a collective's bar in a row: bars of collectives that reduce are lower."""
+    """Return the height of a collective's bar in a row: bars of collectives that reduce are shorter."""
     return 0.55 * row if op in REDUCING else row
 
 

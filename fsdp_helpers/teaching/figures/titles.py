@@ -1,4 +1,4 @@
-"""Titles for figures: one sentence each, made from the figure's numbers, that says what it shows."""
+"""Titles for figures: one sentence each, made from the figure's numbers, saying what it shows."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ def titled(finding: str, subject: str) -> str:
 
 
 def same_losses(runs: Sequence[Sequence[float]]) -> str:
-    """Say by how much the losses of several runs differ, if they're the same up to rounding; else ""."""
+    """Say by how much the losses of several runs differ, if they're the same up to rounding; otherwise, return ""."""
     if len(runs) < 2 or not runs[0] or len({len(losses) for losses in runs}) > 1:
         return ""
     gaps = [largest_difference(one, other) for one, other in combinations(runs, 2)]

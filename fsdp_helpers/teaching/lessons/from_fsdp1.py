@@ -98,7 +98,7 @@ def train_with_fsdp2(
 
 
 def norms_by_both(rank: int, world_size: int, config: TrainConfig = CONFIG) -> dict[str, list[float]]:
-    """Train the same model on the same images in both, with two micro-batches per step; return the gradient norms."""
+    """Train the same model on the same images with both APIs, two micro-batches per step; return the gradient norms."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     batches = first_batches(rank, world_size, config)
     steps = [list(zip(images.chunk(2), labels.chunk(2), strict=True)) for images, labels in batches]

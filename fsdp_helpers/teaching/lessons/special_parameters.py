@@ -89,7 +89,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer plus a small trained adapter, as in LoRA (Hu and others 2021, arXiv:2106.09685)."""
+    """A frozen linear layer plus a small trained adapter, as in LoRA (Hu et al. 2021, arXiv:2106.09685)."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()

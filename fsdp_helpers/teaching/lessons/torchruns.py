@@ -37,7 +37,7 @@ def look_around(rank: int, world_size: int) -> dict[str, str]:
 
 
 def write_own_variables(folder: Path) -> None:
-    """Write this rank's variables to its own file, whatever started the rank."""
+    """Write this rank's variables to its own file, no matter what started the rank."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(own_variables()))
 

@@ -44,7 +44,7 @@ class XlaTimeout(TimeoutError):
 
 
 def find_python() -> Path:
-    """Return the interpreter that has torch_xla: FSDP_XLA_PYTHON, else the one that `make xla` built.
+    """Return the interpreter that has torch_xla: FSDP_XLA_PYTHON if set, otherwise the one that `make xla` built.
 
     Raises XlaMissing if there is neither, and ValueError if the variable names a file that doesn't exist.
     """
@@ -143,7 +143,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def explain(output: str) -> str:
-    """Return the cause of a failure in words if it's a known one, else the last lines that the script printed."""
+    """Return the cause of a failure in words if it's a known one, otherwise the last lines that the script printed."""
     if arrived := STUCK.search(output):
         return (
             f"a collective was stuck: {arrived.group(1)} replica(s) reached it within 10 s, and XLA ended the process. "

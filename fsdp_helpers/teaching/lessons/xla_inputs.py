@@ -1,6 +1,6 @@
-"""The start that both environments share: batches and initial parameters, read from files, and the optimizer.
+"""The starting point that both environments share: batches and initial parameters, read from files, and the optimizer.
 
-The scripts in notebooks/xla import this too, so it needs only NumPy and whatever torch there is.
+The scripts in notebooks/xla import this too, so it needs only NumPy and whichever torch is installed.
 """
 
 from pathlib import Path

@@ -49,7 +49,7 @@ def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recomput
 
 
 def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
-    """Return the verdict in a few words and, if it doesn't fit, further changes that would make it fit."""
+    """Return the verdict in a few words and, if the plan doesn't fit, further changes that would make it fit."""
     if plan.fits:
         return f"fits, {plan.spare_bytes / GB:,.0f} GB free", ""
     too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"

@@ -164,7 +164,7 @@ def lose_all_temporary_folders(patch, folder):
         raise FileNotFoundError("No usable temporary directory found")
 
     patch.setattr(tempfile, "gettempdir", refuse)
-    return "no folder for temporary files is writable; `export TMPDIR=` one that is"
+    return "no folder for temporary files is writable; set TMPDIR to one that is"
 
 
 def leave_rank_variables(patch, folder):
@@ -508,7 +508,7 @@ def test_packed_data_are_found(monkeypatch, tmp_path):
         assert "no MNIST yet" in doctor_machine.data_can_be_used().measured, "until all four are there"
         (raw / name).write_bytes(content)
     found = doctor_machine.data_can_be_used()
-    assert found.passed and found.measured == "MNIST is there, complete but packed: the first run unpacks it"
+    assert found.passed and found.measured == "MNIST is there, complete but still compressed: the first run unpacks it"
     (raw / name).write_bytes(b"half of it")
     found = doctor_machine.data_can_be_used()
     assert not found.passed and f"{name} is damaged: its checksum is wrong. Delete it" in found.measured

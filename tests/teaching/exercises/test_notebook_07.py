@@ -77,7 +77,10 @@ class TestAccumulation(BuildTestsOnRanks):
             "rank 0: a forward takes 12 images at once; a part has 3",
         ),
         ([(ONE_BY_ONE, TOGETHER)], "the second forward comes before the first backward"),
-        ([WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))], "gradient_norm returns a DTensor; it should be a number"),
+        (
+            [WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))],
+            "gradient_norm returns an object of type DTensor; it should be a number",
+        ),
         (
             [WITH_TORCH, (BY_SQUARES, CLIPPED.format(0.1).rstrip() + ".full_tensor()\n")],
             "gradient_norm must not change the gradient",

@@ -129,13 +129,13 @@ class TestStart(BuildTestsOnRanks):
         ([(ADD_KEY, "")], MISSING_KEY),
         (
             [(ADD_KEY, ""), ("broadcast_from_rank0=True)", "broadcast_from_rank0=True, strict=False)")],
-            "your model starts even from weights without blocks.3.linear1.weight",
+            "start_sharded accepts weights without blocks.3.linear1.weight",
         ),
         (
             [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],
             "rank 0: head.weight and embed.weight are two parameters.*crash-tied-weights",
         ),
-        ([("    return model", "    return None")], "returns a NoneType; it should return the model"),
+        ([("    return model", "    return None")], "returns an object of type NoneType; it should return the model"),
     ]
 
     def test_another_way_is_accepted(self, write):

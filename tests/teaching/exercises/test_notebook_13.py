@@ -52,7 +52,7 @@ class TestChunks(BuildTestsOnRanks):
     name = "my_chunks"
     checker = staticmethod(notebook_13.check_chunks)
     worker = staticmethod(notebook_13.chunks_by_reader)
-    starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; it should be a tensor"
+    starter = "my_chunks.py fails: TypeError: chunked_loss returns an object of type NoneType; it should be a tensor"
     wrong = [
         (
             [("checkpoint(loss_of_chunk, part, head, wanted, cap, use_reentrant=False)", KEPT)],
