@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fsdp_helpers.cli.compare import add_compare_arguments
 from fsdp_helpers.cli.flags import Flag, add_flags, flags
-from fsdp_helpers.cli.plan import add_plan_arguments, plan_command
+from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_command
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := _wrong_place(options):  # checked on every rank, at every restart, before torch is loaded
         return _complain(BAD_INPUT, problem)
     from fsdp_helpers.checkpointing.folder import CheckpointError
-    from fsdp_helpers.data.mnist import DataError
+    from fsdp_helpers.data.source import DataError
     from fsdp_helpers.progress import in_lines
     from fsdp_helpers.ranks.launch import RankError
 

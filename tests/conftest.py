@@ -33,7 +33,7 @@ from leftovers import (
 )
 from torchvision.datasets import MNIST
 
-from fsdp_helpers.data.images import offline
+from fsdp_helpers.data.source import offline
 
 PACKED_MNIST = PROJECT.parent / "shared" / "mnist"  # where a workplace may keep the four packed files
 OFFLINE = offline()  # asked for once: the tests themselves start without the variable

@@ -17,9 +17,8 @@ from torch import nn
 from fsdp_helpers.checkpointing import folder as checkpoint_folder
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
-from fsdp_helpers.checkpointing.shard_index import check_model, read_index
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
-from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, sum_over_ranks
 
 _asked: bool | None = None  # whether SIGTERM has arrived; None while it isn't being watched for
@@ -62,7 +61,9 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
         existing = next(parent for parent in folder.absolute().parents if parent.exists())
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise CheckpointError(f"checkpoints can't be written to {folder}: {existing} isn't a writable folder")
-    find_start(config, data_source)
+    start = find_start(config, data_source)
+    if start is not None:
+        read_index(start[0])  # raises for a damaged one
 
 
 def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint] | None:
@@ -92,10 +93,6 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
                 f"{path} was saved with {name} {saved!r}, but this run has {now!r}; use the same value to continue, or "
                 f"another --checkpoint-dir for a different run"
             )
-    with torch.device("meta"):  # shapes without values
-        model = build_model(config.model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    check_model(path, read_index(path), shapes, what=f"{config.model!r} model")
 
 
 def tidy_up(config: TrainConfig) -> None:

@@ -95,16 +95,14 @@ def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntr
     return _tensor_entries(checkpoint, metadata), _no_tensors(metadata)
 
 
-def check_model(
-    path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, tuple[int, ...]], what: str = "model"
-) -> None:
+def check_model(path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless the model in `path` has exactly the parameters and buffers that `shapes` names."""
     found = {entry.name: entry.shape for entry in stored if entry.name.startswith("model.")}
     expected = {f"model.{name}": shape for name, shape in shapes.items()}
     for name in sorted(expected.keys() | found.keys()):
         there, here = (names.get(name, "none") for names in (found, expected))
         if there != here:
-            raise CheckpointError(f"{path} is of a different {what}: {name} has shape {there} there and {here} here")
+            raise CheckpointError(f"{path} is of a different model: {name} has shape {there} there and {here} here")
 
 
 def _tensor_entries(checkpoint: str | os.PathLike, metadata: Metadata) -> list[TensorEntry]:

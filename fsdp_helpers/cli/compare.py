@@ -38,7 +38,7 @@ def compare_command(options: argparse.Namespace) -> None:
     """Run every strategy and print the table; also write or draw it if the options say so."""
     import torch
 
-    from fsdp_helpers.data.images import num_train_images
+    from fsdp_helpers.data.source import num_train_images
     from fsdp_helpers.gpus import choose_device, device_name
     from fsdp_helpers.training.comparison import compare, comparison_configs, plain_table
     from fsdp_helpers.training.run import prepare_run_data

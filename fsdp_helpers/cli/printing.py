@@ -12,7 +12,7 @@ from fsdp_helpers.records import RankRecord, RunRecord
 
 def print_data_source(source: str, config: TrainConfig) -> None:
     """Print to standard error which data a run uses."""
-    from fsdp_helpers.data.images import describe_source
+    from fsdp_helpers.data.source import describe_source
 
     print(describe_source(source, config.data_dir), file=sys.stderr)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_helpers.data.images import Dataset, Split
-from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.source import DataError
 
 # Modules of Python's standard library with well-documented functions.
 DOCUMENTED = (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.precisions import FP32_BYTES
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 
 

@@ -6,8 +6,8 @@ from functools import cache, partial
 from math import prod
 
 from fsdp_helpers.models.shapes import LLAMA_SHAPES, VIT_SHAPES, Experts, Latent, LlamaShape, ViTShape
+from fsdp_helpers.planning.precisions import FP32_BYTES
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.transformer import (
     BlockBytes,
     HeadBytes,

@@ -1,8 +1,7 @@
 """Calculate exactly how many bytes a rank holds between two steps: its own shards, without padding. No torch import.
 
 Ranks hold different amounts. FSDP2 splits 10 rows across 4 ranks into 3, 3, 3 and 1. FSDP1 splits its flat tensor into
-equal shards, but a shard can end in the middle of a parameter and can contain padding. `planning.state` gives the
-average over all ranks.
+equal shards, but a shard can end in the middle of a parameter and can contain padding.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,10 +9,10 @@ from math import prod
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import named_optimizer
+from fsdp_helpers.planning.precisions import FP32_BYTES, PRECISIONS
 from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES, PRECISIONS, num_shards
 from fsdp_helpers.planning.traffic import ALIGNED_BYTES
-from fsdp_helpers.planning.walk.units import cut
+from fsdp_helpers.planning.walk.units import cut, num_shards
 from fsdp_helpers.records import StateBytes
 
 

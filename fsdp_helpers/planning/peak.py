@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import named_optimizer
+from fsdp_helpers.planning.precisions import PRECISIONS
 from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
-from fsdp_helpers.planning.state import PRECISIONS, num_shards
 from fsdp_helpers.planning.streams import Task
 from fsdp_helpers.planning.walk.fsdp1 import FlatParameters
 from fsdp_helpers.planning.walk.fsdp2 import FullyShard
 from fsdp_helpers.planning.walk.ledger import Ledger, Peak
-from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained
+from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained, num_shards
 from fsdp_helpers.planning.walk.unsharded import WholeModel
 from fsdp_helpers.records import CollectiveCount
 
@@ -68,12 +68,12 @@ def walk_step(
     doesn't. gloo and the fake group run on a CPU, which also makes copies that a GPU doesn't need. `replicas` is the
     number of groups under "hybrid", each with a full copy of the state; the default is two. With `has_host`, offloaded
     state is in the host's memory instead of the device's; a rank on the CPU has no separate host. `optimizer` is one
-    of `planning.optimizers.OPTIMIZERS`. `precision`, one of `planning.state.PRECISIONS`, defaults to that of `config`.
+    of `planning.optimizers.OPTIMIZERS`. `precision`, one of `planning.precisions.PRECISIONS`, defaults to that of `config`.
     Raises ValueError for a unit that isn't a module of the model.
     """
     ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
-    if config.strategy in ("local", "ddp"):
+    if not config.is_sharded:
         rank: WholeModel | FlatParameters | FullyShard = WholeModel(profile, config, ledger, world_size, sizes, chosen)
     else:
         offloads = has_host and config.strategy == "fsdp-offload"

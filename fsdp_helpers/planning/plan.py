@@ -14,10 +14,11 @@ from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.optimizers import OPTIMIZERS, named_optimizer
 from fsdp_helpers.planning.own_shards import own_state
 from fsdp_helpers.planning.peak import Step, walk_step
+from fsdp_helpers.planning.precisions import PRECISIONS
 from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.planning.state import PRECISIONS, num_shards
 from fsdp_helpers.planning.step_time import Speed, StepTime, time_step
 from fsdp_helpers.planning.walk.ledger import Peak
+from fsdp_helpers.planning.walk.units import num_shards
 from fsdp_helpers.records import CollectiveCount, StateBytes
 
 HOST_UPDATE_BYTES_PER_S = 20e9  # a rank's share of a socket's memory bandwidth: four ranks, 8 channels of DDR5

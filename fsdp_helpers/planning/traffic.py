@@ -1,4 +1,4 @@
-"""Calculate the bytes that a rank sends for one collective, and in a step with each strategy. No torch import.
+"""Calculate the bytes that a rank sends for one collective, and the values that are padded. No torch import.
 
 N ranks in a ring split a tensor into N parts, and each rank passes on one part at a time: N - 1 times until the sums
 are complete (a reduce-scatter), and N - 1 times until every rank has all parts (an all-gather). An all-reduce does
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
-from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.precisions import FP32_BYTES
 
 ALIGNED_BYTES = 16  # in FSDP1's flat tensor, each parameter begins at a multiple of this: 4 values in fp32, 8 in bf16
 
@@ -39,33 +39,6 @@ def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: 
     if op not in parts_sent:
         raise ValueError(f"there's no formula for the bytes that {op!r} sends; choose one of {', '.join(parts_sent)}")
     return round(parts_sent[op] * full_bytes / num_ranks) if num_ranks > 1 else 0
-
-
-def step_sent_bytes(
-    strategy: str, unit_params: Sequence[int], num_ranks: int, *, micro_batches: int = 1, kept_whole: bool = False
-) -> int:
-    """Return the bytes that a rank sends in a step in fp32, if gradients are reduced once, after the last micro-batch.
-
-    `unit_params` is the number of parameters in each unit, padding included (see `padded_params`), with the root first.
-    If there are no units below the root, it's the full model.
-
-    With P parameters in total, DDP all-reduces 4 P bytes. FSDP reduce-scatters each unit. It all-gathers the root once,
-    since the root stays unsharded from forward to backward, and every other unit twice, for forward and for backward.
-    That's (3 - root / P) / 2 times as much as DDP sends: the same with one unit, and up to 1.5 times as much with many.
-    Every further micro-batch all-gathers again, unless units are `kept_whole` from the first forward to the last
-    backward; then each is all-gathered only once per step. Source: S. Rajbhandari et al. 2020, arXiv:1910.02054,
-    section 7: 2 P for data parallelism, 3 P with everything sharded.
-    """
-    root, total = unit_params[0], sum(unit_params)
-    reduced = FP32_BYTES * total
-    if strategy == "local":
-        return 0
-    if strategy == "ddp":
-        return collective_sent_bytes("all_reduce", reduced, num_ranks)
-    gathered = FP32_BYTES * (total if kept_whole else micro_batches * (root + 2 * (total - root)))
-    return collective_sent_bytes("all_gather", gathered, num_ranks) + collective_sent_bytes(
-        "reduce_scatter", reduced, num_ranks
-    )
 
 
 def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, float]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fsdp_helpers.models.shapes import LlamaShape
+from fsdp_helpers.planning.precisions import FP32_BYTES
 from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
 from fsdp_helpers.ranks.group import limit_waiting, process_group, rank_device
-from fsdp_helpers.ranks.pickling import dumps
+from fsdp_helpers.ranks.launch import dumps
 from fsdp_helpers.ranks.rank import Send, flush
 
 INTERRUPT = signal.SIGUSR2  # how the parent asks a rank to end its cell; SIGINT goes to a whole process group

@@ -11,19 +11,17 @@ from typing import TypeVar
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data.images import num_test_images, num_train_images, prepare_data
-from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.source import DataError, num_test_images, num_train_images, prepare_data
 from fsdp_helpers.data.text import TEST_PART, read_text
 from fsdp_helpers.gpus import choose_device, hide_gpus
 from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.notebook import is_notebook
-from fsdp_helpers.progress import ProgressBar, send_reports_to
+from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
 from fsdp_helpers.ranks.errors import describe_error, shown_by_message
 from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.torchrun import Place, read_place
-from fsdp_helpers.training.watch import run_title
 from fsdp_helpers.training.worker import train_worker
 
 Name = TypeVar("Name", bound=Hashable)
@@ -59,17 +57,17 @@ def train(
         device = _check_ranks(config, world_size, device)
         check_seconds(timeout=group_timeout_s)
     watched = watch and progress and is_notebook()
-    view = _live_view() if watched else ProgressBar()
+    view, starting = _live_view() if watched else ProgressBar(), f"training, {count_ranks(world_size)} on {device}"
     with closing(view):
         with shown_by_message(ValueError, DataError, CheckpointError):
             if progress and on_data is None:  # else a line about the data comes first
-                view.start(run_title(config, world_size, device))
+                view.start(starting)
             source = prepare_run_data(config)
             if on_data is not None:
                 on_data(source)
             check_checkpoints(config, source)
         if progress:
-            view.start(run_title(config, world_size, device))
+            view.start(starting)
         try:
             timeouts = {"timeout_s": timeout_s, "group_timeout_s": group_timeout_s}
             shown = progress and view

@@ -16,7 +16,7 @@ from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset, evaluation_batches, load_data, rank_batches
-from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.source import DataError
 from fsdp_helpers.data.text import read_text, text_dataset
 from fsdp_helpers.gpus import device_name
 from fsdp_helpers.models.llama import generate

@@ -12,7 +12,7 @@ import pytest
 from programs import OWN_PEAK_KB
 
 from fsdp_helpers.__main__ import main
-from fsdp_helpers.cli.plan import add_plan_arguments, plan_lines, read_plan
+from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_lines, read_plan
 from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.advice import possible_changes
 from fsdp_helpers.planning.models import llama_subject
@@ -24,7 +24,7 @@ WHOLE = ("plan", "--model", "vit-10b", "--world-size", "128", "--device-memory-g
 WITHOUT_TORCH = f"""
 import sys
 from fsdp_helpers.__main__ import main
-from fsdp_helpers.cli.plan import add_plan_arguments, plan_lines, read_plan
+from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_lines, read_plan
 status = main(sys.argv[1:])
 print(status, 'torch' in sys.modules, {OWN_PEAK_KB}, file=sys.stderr)
 """

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.source import DataError
 from fsdp_helpers.data.text import read_text, reference_text, text_dataset
 
 

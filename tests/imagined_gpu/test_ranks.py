@@ -16,7 +16,7 @@ import json
 import torch
 from workers_for_tests import train_all
 from fsdp_helpers.config import APIS, TrainConfig
-from fsdp_helpers.data.images import prepare_data
+from fsdp_helpers.data.source import prepare_data
 from fsdp_helpers.ranks.launch import launch
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ def test_parts_between_the_first_and_the_last_are_counted_without_a_walk(api, sy
     cut = {"strategy": "fsdp-auto-wrap", "api": api, "micro_batches": 7, "sync_micro_batches": sync}
     config = TrainConfig(**cut, global_batch_size=7 * 16)
     short = walk_step(two_layers(kept=5_000), config, 16, UNITS)
-    monkeypatch.setattr(peak_module, "TELLING_PARTS", 7)
+    monkeypatch.setattr(peak_module, "WALKED_PARTS", 7)
     assert walk_step(two_layers(kept=5_000), config, 16, UNITS) == short
 
 

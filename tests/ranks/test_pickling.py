@@ -9,7 +9,7 @@ from typing import Any
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers.ranks.pickling import check_worker, dumps_named, pickle_job, read_job
+from fsdp_helpers.ranks.launch import check_worker, dumps_named, pickle_job, read_job
 
 
 @dataclass

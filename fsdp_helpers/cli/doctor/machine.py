@@ -98,8 +98,7 @@ def usable_temporary_folder() -> str:
 
 def data_can_be_used() -> Outcome:
     """Verify MNIST's checksums or, if there are no files, check that they can be written. Nothing is downloaded."""
-    from fsdp_helpers.data.images import find_data_dir, offline
-    from fsdp_helpers.data.mnist import MNIST_FILES, DataError, mnist_is_there, packed_files
+    from fsdp_helpers.data.source import MNIST_FILES, DataError, find_data_dir, mnist_is_there, offline, packed_files
 
     if offline():
         return Outcome(True, "the bundled digits, because FSDP_OFFLINE is set")

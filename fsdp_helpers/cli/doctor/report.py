@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from fsdp_helpers.cli.doctor import environment, leftovers, machine, network
+from fsdp_helpers.cli.doctor import environment, leftovers, machine, rendezvous
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, Look, Row, look_at
 
 LOOKS = (
@@ -15,15 +15,15 @@ LOOKS = (
     Look("shared memory", machine.shared_memory),
     Look("open files", machine.open_files),
     Look("temporary", machine.temporary_folder),
-    Look("rank variables", network.rank_variables),
-    Look("host name", network.host_name_is_this_machine),
-    Look("interfaces", network.interfaces_exist),
-    Look("ports", network.ports_answer),
-    Look("proxies", network.proxies_leave_this_machine_alone),
+    Look("rank variables", rendezvous.rank_variables),
+    Look("host name", rendezvous.host_name_is_this_machine),
+    Look("interfaces", rendezvous.interfaces_exist),
+    Look("ports", rendezvous.ports_answer),
+    Look("proxies", rendezvous.proxies_leave_this_machine_alone),
     Look("data", machine.data_can_be_used),
     Look("leftovers", leftovers.processes_of_earlier_runs),
     Look("GPU", machine.gpu_is_usable_or_absent),
-    Look("two ranks", network.two_ranks_add_up),
+    Look("two ranks", rendezvous.two_ranks_add_up),
 )
 
 

@@ -9,8 +9,8 @@ from math import prod
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import Optimizer
+from fsdp_helpers.planning.precisions import FP32_BYTES, ValueBytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES, ValueBytes
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
@@ -32,6 +32,11 @@ class Unit:
     @property
     def label(self) -> str:
         return self.name or "root"
+
+
+def num_shards(sharding: str, world_size: int) -> int:
+    """Return the number of ranks that share a copy of the state: half with "hybrid", one with "none", otherwise all."""
+    return {"hybrid": world_size // 2, "none": 1}.get(sharding, world_size)
 
 
 def cut(

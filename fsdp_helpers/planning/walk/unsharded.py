@@ -4,8 +4,8 @@ from math import prod
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import Optimizer
+from fsdp_helpers.planning.precisions import ValueBytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's defaults; a bucket is full once it reaches its limit

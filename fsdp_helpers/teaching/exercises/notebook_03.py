@@ -18,7 +18,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
@@ -60,9 +60,8 @@ def check_lower_peak(record: RunRecord | None) -> str:
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 03: a `Unit` with `shard`, `unshard`, `reduce_gradients` and `reshard`; a rank holds 16 P / N bytes."""
     read_module(module, "Unit")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_readers_unit, module, world_size)):
-            _expect_unit(found, -(-NET_PARAMS // world_size), f"on {world_size} ranks, rank {rank}: ")
+    for found, says, world_size in results_of(train_readers_unit, module, ranks):
+        _expect_unit(found, -(-NET_PARAMS // world_size), says)
     return f"Right: the same losses as one process on {in_words(ranks)} ranks, and 16 P / N bytes held on each."
 
 

@@ -22,7 +22,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
@@ -69,9 +69,8 @@ def check_threshold(record: RunRecord | None) -> str:
 def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 04: `shard_model(model, mesh)` chooses a transformer's units, for a low peak with few collectives."""
     read_module(module, "shard_model")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_readers_cut, module, world_size)):
-            _expect_cut(found, CUT_PEAK_BYTES[world_size], f"on {world_size} ranks, rank {rank}: ")
+    for found, says, world_size in results_of(train_readers_cut, module, ranks):
+        _expect_cut(found, CUT_PEAK_BYTES[world_size], says)
     return (
         f"Right: on {in_words(ranks)} ranks, with {found.num_collectives} collectives and "
         f"{format_bytes(found.peak_bytes)} at the peak."
@@ -190,9 +189,8 @@ class TrainedHooks:
 def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 04: `hook_block(block, whole, gather)` lets `whole` occupy memory only while its block computes."""
     read_module(module, "hook_block")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_readers_hooks, module, world_size)):
-            _expect_hooks(found, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, _ in results_of(train_readers_hooks, module, ranks):
+        _expect_hooks(found, says)
     return f"Right: on {in_words(ranks)} ranks, {GATHERS} all-gathers per step, and no full parameters in between."
 
 

@@ -33,7 +33,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     in_words,
     launch_readers,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 from fsdp_helpers.teaching.exercises.small_net import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
 
@@ -119,9 +119,8 @@ def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
 def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 08: `start_sharded(build, weights, mesh)` builds on meta, shards, and loads rank 0's weights."""
     read_module(module, "start_sharded")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(start_by_reader, module, world_size)):
-            _expect_start(found, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, _ in results_of(start_by_reader, module, ranks):
+        _expect_start(found, says)
     _expect_short_file_refused(module, ranks[0])
     return f"Right: on {in_words(ranks)} ranks, all of rank 0's weights, and never more than one full layer in memory."
 

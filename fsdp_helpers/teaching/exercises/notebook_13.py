@@ -28,7 +28,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 
 SHAPE = LlamaShape(
@@ -59,9 +59,8 @@ SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is f
 def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by the total number of documents."""
     read_module(module, "backward_by_documents")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(documents_by_reader, module, world_size)):
-            _expect_documents(found, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, _ in results_of(documents_by_reader, module, ranks):
+        _expect_documents(found, says)
     return f"Right: every document counts once, on {in_words(ranks)} ranks, with each unit reduced once."
 
 
@@ -159,9 +158,8 @@ def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> s
     """Notebook 13: `chunked_loss(hidden, head, targets, cap)` caps logits and computes the loss a chunk at a time."""
     read_module(module, "chunked_loss")
     plain_bytes = peak_of(capped_loss)
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(chunks_by_reader, module, world_size)):
-            _expect_chunks(found, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, _ in results_of(chunks_by_reader, module, ranks):
+        _expect_chunks(found, says)
     return f"Right: {format_bytes(found['peak_bytes'])} instead of {format_bytes(plain_bytes)}, with the same numbers."
 
 
@@ -238,8 +236,8 @@ def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) 
     with tempfile.TemporaryDirectory() as folder:
         for world_size in ranks:
             path = str(Path(folder, f"adapters-{world_size}.safetensors"))
-            for rank, found in enumerate(run_on_ranks(adapters_by_reader, module, world_size, path)):
-                _expect_adapters(found, expected, f"on {world_size} ranks, rank {rank}: ")
+            for found, says, _ in results_of(adapters_by_reader, module, (world_size,), path):
+                _expect_adapters(found, expected, says)
     return f"Right: {len(expected)} tensors and nothing else, saved and loaded on {in_words(ranks)} ranks."
 
 

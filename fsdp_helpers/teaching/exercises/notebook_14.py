@@ -26,7 +26,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 
 MOVED_AT, LAST_STEP = 6, 12  # steps
@@ -58,8 +58,8 @@ def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
     read_module(module, "go_on")
     for world_size in ranks:
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
-            for rank, found in enumerate(run_on_ranks(move_by_reader, module, world_size, folder)):
-                _expect_moved(found, f"on {world_size} ranks, rank {rank}: ")
+            for found, says, _ in results_of(move_by_reader, module, (world_size,), folder):
+                _expect_moved(found, says)
     return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, with the losses of the baseline."
 
 

@@ -27,9 +27,9 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
-from fsdp_helpers.teaching.exercises.small_net import STEPS, load_batch, mean_loss
+from fsdp_helpers.teaching.exercises.small_net import plain_losses, sgd
 
 # ---------------------------------------------------------------- 1: a split MLP
 
@@ -40,9 +40,8 @@ WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; 
 def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 15: `SplitMLP(up, down, group)` splits columns, then rows, with one all-reduce in forward."""
     read_module(module, "SplitMLP")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_split_mlp, module, world_size)):
-            _expect_split(found, world_size, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, world_size in results_of(train_split_mlp, module, ranks):
+        _expect_split(found, world_size, says)
     return f"Right: on {in_words(ranks)} ranks, the same losses, a share of each weight, and one all-reduce each way."
 
 
@@ -108,26 +107,15 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     gradient_off = float("inf") if x.grad is None else (x.grad - gradient).abs().max().item()
     own.zero_grad()
     before, _, _, behind = build_layers()
-    losses = losses_of(nn.Sequential(before, nn.Tanh(), own, behind))
+    model = nn.Sequential(before, nn.Tanh(), own, behind)
+    losses = plain_losses(model, sgd(model))
     before, up, down, behind = build_layers()
-    right = losses_of(nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind))
+    plain = nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind)
+    right = plain_losses(plain, sgd(plain))
     ops = [[count.op for count in count_collectives(seen) for _ in range(count.count)] for seen in (forward, backward)]
     return SplitByReader(
         kept=kept, forward=ops[0], backward=ops[1], gradient_off=gradient_off, losses=losses, right=right
     )
-
-
-def losses_of(model: nn.Module) -> list[float]:
-    """Take a few steps of SGD on full batches; return the losses as this rank sees them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = mean_loss(model, *load_batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 # ---------------------------------------------------------------- 2: labels of a split sequence

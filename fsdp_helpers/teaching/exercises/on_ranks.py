@@ -6,7 +6,7 @@ import importlib.util
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -81,6 +81,15 @@ CARDS = {  # in notebook 11, keyed by a regular expression that matches the erro
     "PytorchStreamReader": "save-half-written",
     "stopped answering|Connection (closed|reset) by peer": "crash-connection-closed",
 }
+
+
+def results_of(
+    worker: Callable, module: str, ranks: tuple[int, ...], *arguments: object
+) -> Iterator[tuple[Any, str, int]]:
+    """Run `worker` on each of these numbers of ranks; yield each rank's result, its place in words, and their number."""
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(worker, module, world_size, *arguments)):
+            yield found, f"on {world_size} ranks, rank {rank}: ", world_size
 
 
 def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:

@@ -61,7 +61,7 @@ def over_ranks(losses: list[Tensor]) -> list[float]:
 def plain_losses(
     model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable = list, num_steps: int = STEPS
 ) -> list[float]:
-    """Train in one process, calling `after_step()` after each step; return the losses."""
+    """Train on full batches, calling `after_step()` after each step; return the losses."""
     losses = []
     for step in range(num_steps):
         optimizer.zero_grad()

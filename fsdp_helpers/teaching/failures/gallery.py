@@ -21,7 +21,7 @@ from fsdp_helpers.teaching.failures.crashes_at_the_ends import CRASHES_AT_THE_EN
 from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers, RankFunction, same_numbers
 from fsdp_helpers.teaching.failures.hangs import HANGS
 from fsdp_helpers.teaching.failures.loading import LOADING
-from fsdp_helpers.teaching.failures.memory import MEMORY
+from fsdp_helpers.teaching.failures.out_of_memory import MEMORY
 from fsdp_helpers.teaching.failures.outside import OUTSIDE
 from fsdp_helpers.teaching.failures.precision import PRECISION
 from fsdp_helpers.teaching.failures.saving import SAVING

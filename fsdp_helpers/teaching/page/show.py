@@ -160,7 +160,7 @@ def machine(
     """
     import torch
 
-    from fsdp_helpers.data.images import describe_source, prepare_data
+    from fsdp_helpers.data.source import describe_source, prepare_data
     from fsdp_helpers.gpus import device_name
     from fsdp_helpers.ranks.errors import shown_by_message
     from fsdp_helpers.teaching.page.this_machine import settle_device

@@ -21,11 +21,11 @@ from torchvision.datasets import MNIST
 
 from fsdp_helpers import gpus
 from fsdp_helpers.cli.doctor import environment as doctor_environment
-from fsdp_helpers.cli.doctor import leftovers, network
+from fsdp_helpers.cli.doctor import leftovers, rendezvous
 from fsdp_helpers.cli.doctor import machine as doctor_machine
 from fsdp_helpers.cli.doctor import report as doctor
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, PASS, SKIP, Look, Outcome, Row, look_at, note
-from fsdp_helpers.data.mnist import MNIST_FILES
+from fsdp_helpers.data.source import MNIST_FILES
 from fsdp_helpers.gpus import VISIBLE, Gpus
 from fsdp_helpers.training.torchrun import RANK_VARIABLES
 
@@ -49,7 +49,13 @@ def healthy(monkeypatch, tmp_path):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (4096, 4096))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 16_000_000_000}))
     monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "data"))
-    for name in (*RANK_VARIABLES, "TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *network.PROXIES):
+    for name in (
+        *RANK_VARIABLES,
+        "TORCHELASTIC_RUN_ID",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        *rendezvous.PROXIES,
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -60,9 +66,9 @@ def test_a_good_machine(healthy, capsys, tmp_path):
 
 
 def test_two_ranks_add_up(monkeypatch):
-    assert network.two_ranks_add_up().passed
+    assert rendezvous.two_ranks_add_up().passed
     monkeypatch.setattr("fsdp_helpers.ranks.launch.launch", lambda *_, **__: [("cpu", 0.0, [], [])] * 2)
-    found = network.two_ranks_add_up()
+    found = rendezvous.two_ranks_add_up()
     assert not found.passed and found.measured.startswith("they found [('cpu', 0.0, [], [])")
 
 
@@ -173,7 +179,7 @@ def leave_rank_variables(patch, folder):
 
 def name_a_missing_interface(patch, folder):
     patch.setenv("GLOO_SOCKET_IFNAME", "lo,ib7")
-    there = ", ".join(network.interfaces())
+    there = ", ".join(rendezvous.interfaces())
     remedy = f"name one of {there}, or `unset GLOO_SOCKET_IFNAME`"
     return f"GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; {remedy}"
 
@@ -272,7 +278,7 @@ def leave_an_address(patch, folder):
 
 def be_in_a_job_s_container(patch, folder):
     leave_rank_variables(patch, folder)
-    patch.setattr(network, "variables_of", lambda pid: STALE | {"PATH": "/bin"} if pid == 1 else {})
+    patch.setattr(rendezvous, "variables_of", lambda pid: STALE | {"PATH": "/bin"} if pid == 1 else {})
     return "set when this container was started; start ranks with torchrun"
 
 
@@ -324,18 +330,18 @@ def test_a_doubt_is_a_note(doubt, title, healthy, monkeypatch, tmp_path):
     "chosen, found", [("lo", True), ("l", True), ("=l", False), ("^lo", True), ("^lo,eth", False), ("=eth0", True)]
 )
 def test_the_interfaces_that_nccl_would_use(chosen, found):
-    assert network.matches_nccl(chosen, ["lo", "eth0"]) is found
+    assert rendezvous.matches_nccl(chosen, ["lo", "eth0"]) is found
 
 
 def test_under_torchrun_its_variables_are_right(healthy, monkeypatch, tmp_path):
     leave_rank_variables(monkeypatch, tmp_path)
-    monkeypatch.setattr(network, "command_of", lambda pid: ["python", "/opt/bin/torchrun", "--standalone"])
-    assert network.rank_variables() == Outcome(True, "set by torchrun, which started this command")
+    monkeypatch.setattr(rendezvous, "command_of", lambda pid: ["python", "/opt/bin/torchrun", "--standalone"])
+    assert rendezvous.rank_variables() == Outcome(True, "set by torchrun, which started this command")
 
 
 def test_two_ranks_are_not_started_without_an_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
-    row = look_at(Look("two ranks", network.two_ranks_add_up))
+    row = look_at(Look("two ranks", rendezvous.two_ranks_add_up))
     assert (row.result, row.measured) == (SKIP, "not started: gloo has no interface (see above)")
 
 
@@ -350,11 +356,11 @@ def test_the_verdict_counts():
 
 LOOK = """
 import json, sys
-from fsdp_helpers.cli.doctor import leftovers, machine, network
+from fsdp_helpers.cli.doctor import leftovers, machine, rendezvous
 from fsdp_helpers.cli.doctor.rows import Look, look_at
-looks = [machine.shared_memory, machine.open_files, machine.temporary_folder, network.rank_variables,
-         network.host_name_is_this_machine, network.interfaces_exist, network.ports_answer,
-         network.proxies_leave_this_machine_alone, leftovers.processes_of_earlier_runs]
+looks = [machine.shared_memory, machine.open_files, machine.temporary_folder, rendezvous.rank_variables,
+         rendezvous.host_name_is_this_machine, rendezvous.interfaces_exist, rendezvous.ports_answer,
+         rendezvous.proxies_leave_this_machine_alone, leftovers.processes_of_earlier_runs]
 print(json.dumps({look.__name__: (row.result, row.measured) for look in looks for row in [look_at(Look("", look))]}))
 """
 

@@ -1,4 +1,4 @@
-"""Check MNIST's files, or download them once, in one process. Errors name the damaged file."""
+"""Find the images' source: MNIST, checked or downloaded once, in one process; otherwise scikit-learn's bundled digits."""
 
 import hashlib
 import io
@@ -24,10 +24,73 @@ MNIST_FILES = {
     "t10k-images-idx3-ubyte": (7_840_016, "2646ac647ad5339dbf082846283269ea"),
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
 }
+NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
+
+HOW_TO_GET_MNIST = (
+    "To use MNIST, put its four .gz files into the folder {folder}/MNIST/raw, or connect to the network and run again. "
+    "After a failed download, the next attempt is an hour later; to try again now, delete "
+    f"{{folder}}/{FAILED_DOWNLOAD}."
+)
 
 
 class DataError(Exception):
     """The data can't be used; the message names the file or folder, and the fix."""
+
+
+def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
+    """Return `data_dir` if given, then the path in FSDP_DATA_DIR if set, otherwise data/ at the project's root."""
+    chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
+    return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
+
+
+def offline() -> bool:
+    """Return True if FSDP_OFFLINE is set: nothing is downloaded, and the digits are used even if MNIST is there."""
+    return os.environ.get("FSDP_OFFLINE", "") not in ("", "0")
+
+
+def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
+    """Make sure that workers will find their data; return the source, "mnist" or "digits".
+
+    One process calls this before the workers start. MNIST is downloaded at most once, even if two notebooks start
+    together, and its checksums are computed only here. A failed download isn't tried again for an hour.
+    Raises DataError for a damaged file, a damaged download, or a folder that isn't writable.
+    """
+    if offline():
+        return "digits"
+    folder = find_data_dir(data_dir)
+    if mnist_is_there(folder, checksums=True):
+        return "mnist"
+    with one_process_at_a_time(folder):
+        if mnist_is_there(folder, checksums=True) or download_mnist(folder):
+            return "mnist"
+    return "digits"
+
+
+def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
+    """Return a sentence saying which data is used and, for the digits, how to get MNIST."""
+    if source.startswith("text "):
+        return f"Data: a {source} (the beginning of its SHA-256), as bytes."
+    if source == "mnist":
+        return "Data: MNIST, 60,000 training and 10,000 test images."
+    if offline():
+        return "Data: scikit-learn's 1,797 bundled digits, because FSDP_OFFLINE is set. To use MNIST, unset it."
+    remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name)
+    return f"Data: scikit-learn's 1,797 bundled digits, because MNIST couldn't be downloaded. {remedy}"
+
+
+def source_at_hand(data_dir: str | os.PathLike | None = None) -> str:
+    """Return the source that's available now, "mnist" or "digits", without downloading anything."""
+    return "mnist" if not offline() and mnist_is_there(find_data_dir(data_dir)) else "digits"
+
+
+def num_train_images(source: str | None = None) -> int:
+    """Return the number of training images in `source` or, by default, in the data available now."""
+    return 60_000 if (source or source_at_hand()) == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
+
+
+def num_test_images(source: str | None = None) -> int:
+    """Return the number of test images in `source` or, by default, in the data available now."""
+    return 10_000 if (source or source_at_hand()) == "mnist" else NUM_DIGITS_FOR_TEST
 
 
 def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
