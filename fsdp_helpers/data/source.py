@@ -1,4 +1,4 @@
-"""Find the images' source: MNIST, checked or downloaded once, in one process; else scikit-learn's bundled digits."""
+"""Find the images' source: MNIST, checked or downloaded once, in one process; otherwise scikit-learn's bundled digits."""
 
 import hashlib
 import io

@@ -263,6 +263,13 @@ FAILURES = {  # the cell, the ranks that it runs on, what its error says, and th
         ["rank 0 of 2 failed: ZeroDivisionError", "rank 1 was at cell", "line 4"],
         KEPT,
     ),
+    "on one rank, while the other does not let itself be interrupted": (
+        "import time\nif rank == 0:\n    1 / 0\nwhile True:\n    try:\n        time.sleep(600)\n"
+        "    except KeyboardInterrupt:\n        pass",
+        None,
+        ["rank 0 of 2 failed: ZeroDivisionError", "rank 1 was at cell", "line 6"],
+        RESTARTED,
+    ),
     "a forgotten collective": (
         "if rank == 0:\n    dist.all_reduce(torch.ones(1))",
         None,
